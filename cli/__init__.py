@@ -1,0 +1,1 @@
+"""How you ask: the staleflow command."""

@@ -1,0 +1,144 @@
+"""The live view of a run in a terminal; in a pipe, one line a step. Reads snapshots and decides nothing."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.config import RunConfig
+from pipeline.driver import Outcomes
+from pipeline.runs import RunEnd
+from pipeline.snapshot import Snapshot
+
+BAR_CELLS = 24
+"""Width of a staleness buffer's picture."""
+
+
+class Display:
+    """Use as a context manager around a run."""
+
+    def __init__(self, config: RunConfig, *, quiet: bool) -> None:
+        self._config = config
+        self._quiet = quiet
+        self._console = Console(stderr=True)
+        self._live: Live | None = None
+        self._num_printed = 0
+        self._doing = "starting"
+        self._begin = time.monotonic()
+
+    def __enter__(self) -> Display:
+        if not self._quiet and self._console.is_terminal:
+            self._live = Live(Text("starting ..."), console=self._console, refresh_per_second=4, transient=True)
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)
+
+    def announce(self, line: str) -> None:
+        if not self._quiet:
+            self._console.print(line, highlight=False)
+
+    def progress(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+        """Show where the run stands. `doing` names a phase outside training; empty keeps the last."""
+        if self._quiet:
+            return
+        if doing:
+            self._doing = doing
+            if self._live is None:
+                self._console.print(f"[{time.monotonic() - self._begin:6.1f} s] {doing}", highlight=False, markup=False)
+        if self._live is not None:
+            self._live.update(self._picture(snapshot, outcomes))
+        for step in outcomes.steps[self._num_printed :]:
+            self._doing = "training"
+            if self._live is None:
+                self._console.print(_step_line(step, self._config.steps), highlight=False, markup=False)
+        self._num_printed = len(outcomes.steps)
+
+    def _picture(self, snapshot: Snapshot, outcomes: Outcomes) -> Group:
+        config, steps = self._config, outcomes.steps
+        head = Table.grid(padding=(0, 2))
+        last = steps[-1] if steps else {}
+        recent = [s["reward"] for s in steps[-10:]]
+        head.add_row(
+            f"[bold]{config.name}[/]  {self._doing}",
+            f"step [bold]{snapshot.version}[/]/{config.steps}",
+            f"{time.monotonic() - self._begin:.0f} s",
+        )
+        if steps:
+            rate = sum(s["response_tokens"] for s in steps) / max(last["elapsed_s"], 1e-9)
+            head.add_row(
+                f"reward [bold]{sum(recent) / len(recent):.3f}[/] (last {len(recent)})",
+                f"staleness in flight {snapshot.staleness_in_flight:.2f}, in queue {snapshot.staleness_in_queue:.2f}",
+                f"{rate:.0f} tokens/s",
+            )
+        head.add_row(
+            f"{snapshot.num_queued} queued, {snapshot.num_running} sampling, {snapshot.num_scoring} scoring",
+            f"{snapshot.num_started} started, {snapshot.num_live} live",
+            ", ".join(f"{n} {k}" for k, n in snapshot.ended.items()),
+        )
+        buffers = Table.grid(padding=(0, 1))
+        for view in snapshot.buffers:
+            done, promised = sum(view.occupied.values()), sum(view.reserved.values())
+            scale = BAR_CELLS / max(view.capacity, done + promised, 1)
+            bar = "[green]" + "█" * round(done * scale) + "[/][yellow]" + "▒" * round(promised * scale) + "[/]"
+            bar += "·" * (BAR_CELLS - round(done * scale) - round(promised * scale))
+            buffers.add_row(f"buffer {view.step}", bar, f"{done} finished, {promised} promised of {view.capacity}")
+        lanes = Table.grid(padding=(0, 2))
+        for lane in snapshot.instances:
+            lanes.add_row(
+                lane.instance,
+                f"v{lane.version}" + (" pulling" if lane.pulling else ""),
+                f"{lane.num_running}/{lane.max_running} running",
+                f"{lane.kv_tokens}/{lane.kv_capacity} KV tokens",
+            )
+        return Group(head, buffers, lanes)
+
+    def summarize(self, end: RunEnd) -> None:
+        """The end of a run, and how to look at it."""
+        console, summary = self._console, end.summary
+        rows: Any = summary["evaluations"]
+        table = Table(title=f"{self._config.name}: {summary['steps']} steps")
+        for column in ("held-out reward", "at temperature", "greedy"):
+            table.add_column(column)
+        for row in rows:
+            table.add_row(f"version {row['version']}", f"{row['sampled']:.3f}", f"{row['greedy']:.3f}")
+        if rows:
+            console.print(table)
+        seconds: Any = summary["seconds"]
+        overhead: Any = summary["overhead"]
+        console.print(
+            f"{summary['trajectories_consumed']} trajectories, {summary['response_tokens']} tokens in "
+            f"{seconds.get('wall_s', 0.0):.0f} s; staleness {summary['staleness_histogram']}, "
+            f"bound {summary['staleness_bound']}",
+            highlight=False,
+        )
+        console.print(
+            f"own cost: trainer waits though a batch is ready {overhead['trainer_waits_though_ready']:.1%}, "
+            f"instances idle though work is routable {overhead['rollout_idle_though_routable']:.1%}",
+            highlight=False,
+        )
+        if end.stopped:
+            console.print(f"stopped: {end.stopped}; everything up to the last step is stored", highlight=False)
+        console.print(
+            f"look: {end.run_dir}/summary.png, staleflow store show {end.run_dir}, staleflow store audit {end.run_dir}",
+            highlight=False,
+        )
+
+
+def _step_line(step: dict[str, float], num_steps: int) -> str:
+    return (
+        f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}  length {step['response_mean']:.1f}  "
+        f"staleness {step['staleness_mean']:.2f} (max {step['staleness_max']:.0f})  loss {step['loss']:+.4f}  "
+        f"grad {step['grad_norm']:.2f}  train {step['train_s']:.2f} s  wait {step['wait_s']:.2f} s  "
+        f"at {step['elapsed_s']:.1f} s"
+    )

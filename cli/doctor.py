@@ -1,0 +1,89 @@
+"""staleflow doctor"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+PACKAGES = ("torch", "transformers", "vllm", "dask", "distributed", "zarr", "icechunk", "reasoning-gym", "math-verify")
+REQUIRED = frozenset(PACKAGES) - {"vllm"}
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(as_json: bool) -> None:
+    """What is installed, which engines work, threads, shared memory, GPUs. Exit code 1 if something is missing."""
+    findings = examine()
+    if as_json:
+        click.echo(json.dumps(findings, indent=2))
+    else:
+        for key, value in findings.items():
+            if isinstance(value, dict):
+                click.echo(key)
+                for name, text in value.items():
+                    click.echo(f"  {name:<16} {text}")
+            elif key != "problems":
+                click.echo(f"{key:<18} {value}")
+        for problem in findings["problems"]:
+            click.echo(f"! {problem}")
+    if findings["problems"]:
+        sys.exit(1)
+
+
+def examine() -> dict[str, Any]:
+    """Findings by name; `problems` lists what keeps a run from working."""
+    problems = []
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            packages[name] = "not installed"
+            if name in REQUIRED:
+                problems.append(f"{name} is not installed; run `pip install staleflow` again")
+    engines = {"transformers": _try_transformers()}
+    if not engines["transformers"].startswith("works"):
+        problems.append(f"the transformers engine does not work: {engines['transformers']}")
+    shared = Path("/dev/shm")
+    if shared.is_dir() and os.access(shared, os.W_OK):
+        memory = f"{shutil.disk_usage(shared).free / 2**30:.1f} GiB free in {shared}"
+    else:
+        memory = f"{shared} cannot be written"
+        problems.append(f"{memory}; set cluster.shared_memory to a folder that can")
+    return {
+        "python": sys.version.split()[0],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set (staleflow run sets it to cluster.threads)"),
+        "shared memory": memory,
+        "packages": packages,
+        "engines": engines,
+        "gpus": _gpus(),
+        "problems": problems,
+    }
+
+
+def _try_transformers() -> str:
+    try:
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        ContinuousBatchingConfig(return_logprobs=True, allow_block_sharing=False)
+    except Exception as error:  # noqa: BLE001  a doctor reports whatever is wrong
+        return f"{type(error).__name__}: {error}"
+    return "works (continuous batching)"
+
+
+def _gpus() -> str:
+    try:
+        import torch
+
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    except Exception as error:  # noqa: BLE001  a doctor reports whatever is wrong
+        return f"{type(error).__name__}: {error}"
+    return ", ".join(names) or "none"

@@ -1,0 +1,58 @@
+"""The `staleflow` command. Subcommands are imported when they are called, so that --help is instant."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+COMMANDS = {
+    "run": ("cli.run", "run a job from start to end, with live progress"),
+    "config": ("cli.config", "what a job file means"),
+    "store": ("cli.store", "look at stored runs, and prove what they promise"),
+    "replay": ("cli.replay", "feed a run's recorded events to the coordinator again"),
+    "doctor": ("cli.doctor", "what works on this machine"),
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name and one line; loads a module only to run its command."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, doc) for name, (_, doc) in COMMANDS.items()])
+
+
+@click.command(cls=LazyGroup)
+@click.version_option(package_name="staleflow", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Asynchronous RL post-training of language models on Dask, under a proved staleness bound."""
+
+
+def main() -> None:
+    """Entry point: wrong input is one line and exit code 2, a fault of ours a story and exit code 1."""
+    from stores.errors import ConfigError, StaleflowError
+
+    try:
+        cli()
+    except ConfigError as error:
+        click.echo(f"staleflow: {error}", err=True)
+        sys.exit(2)
+    except StaleflowError as error:
+        click.echo(f"staleflow: {type(error).__name__}: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""staleflow replay RUN"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command("replay")
+@click.argument("run", type=click.Path())
+@click.option("--story", "trajectory", type=int, help="Tell this trajectory's life, event by event.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(run: str, trajectory: int | None, as_json: bool) -> None:
+    """Feed a run's recorded events to a fresh coordinator: it must answer with exactly the recorded commands."""
+    from pipeline import config as configuration
+    from pipeline import journal
+    from pipeline.build import make_coordinator
+    from stores.trajectory import TrajectoryId
+
+    folder = Path(run)
+    coordinator = make_coordinator(configuration.load(folder / "config.toml"))
+    result = journal.replay(coordinator, journal.read(folder / "events.jsonl"))
+    story = [] if trajectory is None else coordinator.story(TrajectoryId(trajectory))
+    if as_json:
+        value = {"events": result.num_events, "commands": result.num_commands, "difference": result.difference}
+        click.echo(json.dumps({**value, "story": story}, indent=2))
+    else:
+        for line in story:
+            click.echo(line)
+        verdict = f"DIFFER: {result.difference}" if result.difference else "the same commands"
+        click.echo(f"{result.num_events} events, {result.num_commands} commands: {verdict}")
+    if result.difference:
+        sys.exit(1)

@@ -1,0 +1,43 @@
+"""staleflow run CONFIG"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+
+import click
+
+
+@click.command("run")
+@click.argument("config_path", metavar="CONFIG", type=click.Path())
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, and no progress.")
+@click.option("-v", "--verbose", is_flag=True, help="Log what happens.")
+def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose: bool) -> None:
+    """Run a job from start to end. Ctrl-C stops it cleanly; what was stored stays."""
+    from pipeline import config as configuration
+
+    config = configuration.load(config_path, overrides)
+    # Before torch is loaded anywhere below: its thread pools spin on shared cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.ERROR, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr
+    )
+
+    from cli.display import Display
+    from pipeline.runs import execute
+
+    with Display(config, quiet=as_json) as display:
+        end = asyncio.run(execute(config, display.progress, display.announce))
+    if as_json:
+        click.echo(json.dumps(end.summary, indent=2))
+    else:
+        display.summarize(end)
+    if end.stopped:
+        sys.exit(130)

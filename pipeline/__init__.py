@@ -1,0 +1,1 @@
+"""What decides and drives: coordinator, strategies, driver, cluster."""

@@ -1,0 +1,169 @@
+"""Which Dask worker gets which actor, and how a lost one is replaced.
+
+Dask's resources only filter placement and are released when a constructor returns, so exclusivity is kept here, in a
+slot table: a rollout instance or a trainer has its worker process for itself, because all plain work of a process
+shares one interpreter. Light actors (server, reward) share a worker only when there are not enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import Client, LocalCluster
+
+from pipeline.config import RunConfig
+from stores.errors import ConfigError, InstanceLost, StaleflowError
+
+logger = logging.getLogger(__name__)
+
+HEAVY_ROLES = ("rollout", "trainer")
+ROLES = ("server", "reward", *HEAVY_ROLES)
+
+
+@dataclass(slots=True)
+class Placed:
+    """An actor, where it lives, and the future that keeps it alive."""
+
+    name: str
+    role: str
+    worker: str
+    address: str
+    host: str
+    actor: Any
+    future: Any
+
+
+@dataclass(slots=True)
+class ActorCluster:
+    """A connected Dask cluster and the actors of one run on it."""
+
+    client: Any
+    local: Any | None
+    run: str
+    start_s: float
+    slots: dict[str, list[str]] = field(default_factory=dict)
+    """Roles by worker name."""
+    generation: int = 0
+    placed: dict[str, Placed] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    """Addresses of workers that lost an actor: a hung one is still listed, and must not be chosen again."""
+
+    @property
+    def dashboard(self) -> str:
+        return str(self.client.dashboard_link) if self.client.dashboard_link else ""
+
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        """Create an actor on a worker for `role`, waiting for one to become free until the start deadline."""
+        deadline = time.monotonic() + self.start_s
+        while (worker := await self._choose(role)) is None:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"cluster: no free worker for {name} after {self.start_s:g} s; the run needs one worker process "
+                    f"for each rollout instance and the trainer, with resource {role}=1 if workers declare resources"
+                )
+            await asyncio.sleep(0.2)
+        worker_name, address, host = worker
+        self.slots.setdefault(worker_name, []).append(role)
+        self.generation += 1
+        future = self.client.submit(
+            cls,
+            *args,
+            actor=True,
+            workers=[address],
+            allow_other_workers=False,
+            key=f"staleflow-{self.run}-{name}-{self.generation}",
+            pure=False,
+        )
+        try:
+            actor = await asyncio.wait_for(_result(future), max(1.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise InstanceLost(f"{name} was not ready within {self.start_s:g} s on {address}") from None
+        except StaleflowError:
+            raise
+        except Exception as error:
+            raise InstanceLost(f"{name} could not start on {address}: {type(error).__name__}: {error}") from error
+        self.placed[name] = Placed(
+            name=name, role=role, worker=worker_name, address=address, host=host, actor=actor, future=future
+        )
+        logger.debug("%s placed on %s (%s)", name, worker_name, address)
+        return self.placed[name]
+
+    def forget(self, name: str) -> None:
+        """Give up an actor that is gone; its worker's slot is free again, once the worker is restarted."""
+        placed = self.placed.pop(name, None)
+        if placed is not None:
+            self.lost.add(placed.address)
+            self.slots[placed.worker].remove(placed.role)
+            placed.future.release()
+
+    async def _choose(self, role: str) -> tuple[str, str, str] | None:
+        """(name, address, host) of the worker for the role, or None if there is none now."""
+        workers = await self._workers()
+        declared = any(set(w["resources"]) & set(ROLES) for w in workers.values())
+        able = {a: w for a, w in workers.items() if not declared or w["resources"].get(role, 0) > 0}
+        free = [(a, w) for a, w in able.items() if not self.slots.get(str(w["name"]))]
+        if role not in HEAVY_ROLES and not free:
+            # Light roles may share a worker with each other.
+            free = [(a, w) for a, w in able.items() if not set(self.slots[str(w["name"])]) & set(HEAVY_ROLES)]
+        if not free:
+            return None
+        address, worker = min(free, key=lambda item: str(item[1]["name"]))
+        return str(worker["name"]), address, str(worker["host"])
+
+    async def _workers(self) -> dict[str, Any]:
+        info = await self.client.scheduler.identity(n_workers=-1)
+        return {a: w for a, w in info["workers"].items() if a not in self.lost}
+
+    async def close(self) -> None:
+        """Release the actors and, for a local cluster, its processes. The actors' own `close` comes before."""
+        for name in list(self.placed):
+            self.forget(name)
+        with contextlib.suppress(Exception):
+            await self.client.close()
+        if self.local is not None:
+            with contextlib.suppress(Exception):
+                await self.local.close()
+
+
+async def connect(config: RunConfig) -> ActorCluster:
+    """Start or join the cluster the job names. ConfigError, in one line, if it cannot be reached."""
+    cluster = config.cluster
+    local: Any = None
+    if cluster.kind == "local":
+        import dask
+
+        # Imports of torch in several processes at once starve the event loops for seconds: no reason for warnings.
+        dask.config.set({"distributed.worker.memory.terminate": False, "distributed.admin.tick.limit": "60s"})
+        for name in ("distributed.utils_perf", "distributed.nanny", "distributed.core"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
+            local = await LocalCluster(
+                n_workers=2 + config.reward.workers + config.rollout.instances,
+                threads_per_worker=1,
+                processes=True,
+                memory_limit=0,
+                dashboard_address="127.0.0.1:8787" if cluster.dashboard else None,
+                asynchronous=True,
+            )
+        client = await Client(local, asynchronous=True, direct_to_workers=True)
+    else:
+        where = (
+            {"address": cluster.address} if cluster.kind == "address" else {"scheduler_file": cluster.scheduler_file}
+        )
+        target = cluster.address or cluster.scheduler_file
+        try:
+            client = await Client(**where, asynchronous=True, direct_to_workers=True, timeout=10)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise ConfigError(f"cluster.{cluster.kind}: no scheduler at {target}: {error}") from error
+    return ActorCluster(client=client, local=local, run=config.name, start_s=config.deadlines.start_s)
+
+
+async def _result(future: Any) -> Any:
+    return await future

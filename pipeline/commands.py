@@ -1,0 +1,89 @@
+"""What the coordinator answers. Frozen, in the imperative; `cause` names the event that led to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stores.staleness import Ending
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """Take the next prompts from the task source."""
+
+    num_groups: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Sample `trajectory` on `instance`, which must serve `version` or newer when the first token is sampled."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    """Counts the routings of this trajectory: an answer to an older one is ignored."""
+    instance: InstanceId
+    version: PolicyVersion
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupt:
+    """Stop sampling and keep the tokens."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    instance: InstanceId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Stop sampling; the trajectory has ended."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    instance: InstanceId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """Load the weights of `version`; running trajectories continue under it with the tokens they have."""
+
+    instance: InstanceId
+    version: PolicyVersion
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Ask a reward worker."""
+
+    trajectory: TrajectoryId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Run training step `step` on these trajectories, a group's members side by side."""
+
+    step: int
+    trajectories: tuple[TrajectoryId, ...]
+    versions: tuple[PolicyVersion, ...]
+    """v_traj, one a trajectory."""
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retire:
+    """These trajectories ended without being trained on; the store remembers how."""
+
+    endings: tuple[Ending, ...]
+    versions: tuple[PolicyVersion, ...]
+    """v_traj, one a trajectory; -1 where it was never routed."""
+    cause: str
+
+
+Command = Draw | Route | Interrupt | Abort | Pull | Score | Train | Retire

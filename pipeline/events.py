@@ -1,0 +1,130 @@
+"""What the coordinator hears. Frozen, in the past tense; plain numbers and strings only, as a journal holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewGroup:
+    """A prompt to sample a group for. The coordinator sees its length, never its text."""
+
+    group: GroupId
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsArrived:
+    """Prompts asked for by `Draw` are there."""
+
+    groups: tuple[NewGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceJoined:
+    """A rollout instance is ready to serve `version`."""
+
+    instance: InstanceId
+    version: PolicyVersion
+    kv_capacity: int
+    """KV tokens it can hold."""
+    max_running: int
+    """Trajectories it decodes at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceLost:
+    """A rollout instance is gone, with the tokens of its running segments."""
+
+    instance: InstanceId
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceReported:
+    """Progress of one instance. May be older than the commands already sent to it."""
+
+    instance: InstanceId
+    progress: tuple[tuple[TrajectoryId, int], ...]
+    """(trajectory, tokens sampled in all) for what it was running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectorySampled:
+    """Sampling ended by itself; the tokens are with the trajectory server."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryInterrupted:
+    """Sampling was interrupted; what was sampled so far is with the trajectory server."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryFailed:
+    """The engine could not go on with it."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryScored:
+    """The reward function answered, or failed: then `error` says how."""
+
+    trajectory: TrajectoryId
+    reward: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullFinished:
+    """An instance now serves `version`."""
+
+    instance: InstanceId
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionPublished:
+    """Training step `version` - 1 has finished, its weights can be fetched and its batch is committed."""
+
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """The run ends now: what is in flight is given up."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    GroupsArrived
+    | InstanceJoined
+    | InstanceLost
+    | InstanceReported
+    | TrajectorySampled
+    | TrajectoryInterrupted
+    | TrajectoryFailed
+    | TrajectoryScored
+    | PullFinished
+    | VersionPublished
+    | StopRequested
+    | Tick
+)

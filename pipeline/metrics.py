@@ -1,0 +1,46 @@
+"""Every metric, declared once: its name, its unit and what it is. Metrics travel as floats by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    name: str
+    unit: str
+    doc: str
+
+
+METRICS = (
+    Metric(name="reward", unit="", doc="mean reward of the consumed batch"),
+    Metric(name="reward_errors", unit="trajectories", doc="of the batch whose reward could not be computed"),
+    Metric(name="groups_with_signal", unit="share", doc="groups of the batch with unequal rewards"),
+    Metric(name="response_tokens", unit="tokens", doc="sampled tokens of the batch"),
+    Metric(name="response_mean", unit="tokens", doc="mean response length"),
+    Metric(name="response_max", unit="tokens", doc="longest response"),
+    Metric(name="truncated_share", unit="share", doc="responses that ran into max_new_tokens"),
+    Metric(name="staleness_mean", unit="versions", doc="mean of step - v_traj over the batch"),
+    Metric(name="staleness_max", unit="versions", doc="largest of them; at most eta"),
+    Metric(name="staleness_in_flight", unit="versions", doc="mean age of groups being sampled, when the step began"),
+    Metric(name="staleness_in_queue", unit="versions", doc="mean age of finished groups, when the step began"),
+    Metric(name="mixed_versions", unit="share", doc="trajectories sampled under more than one version"),
+    Metric(name="sampling_s", unit="s", doc="mean time from first routing to the last token"),
+    Metric(name="loss", unit="", doc="loss, mean over minibatches"),
+    Metric(name="grad_norm", unit="", doc="gradient norm before clipping, mean over minibatches"),
+    Metric(name="clip_share", unit="share", doc="tokens where the clip cut the gradient"),
+    Metric(name="ratio_mean", unit="", doc="mean importance ratio to the behaviour policy"),
+    Metric(name="kl_rollout", unit="nats", doc="k3 estimate of KL(rollout || trainer), fresh tokens, before the step"),
+    Metric(name="mismatch_mean", unit="nats", doc="mean |stored - recomputed logprob|, fresh tokens, equal weights"),
+    Metric(name="mismatch_max", unit="nats", doc="largest of them"),
+    Metric(name="learning_rate", unit="", doc="of the step"),
+    Metric(name="tokens_trained", unit="tokens", doc="tokens with gradient"),
+    Metric(name="fetch_s", unit="s", doc="fetching the batch from the trajectory server"),
+    Metric(name="train_s", unit="s", doc="forward, backward and optimizer"),
+    Metric(name="publish_s", unit="s", doc="writing and fingerprinting the new weights"),
+    Metric(name="overhead_s", unit="s", doc="of the step, between its batch being ready and its version being known, "
+           "less train_s and publish_s"),
+    Metric(name="wait_s", unit="s", doc="the trainer waited for a batch to become ready"),
+    Metric(name="elapsed_s", unit="s", doc="since the run's first step could begin"),
+)  # fmt: skip
+NAMES = frozenset(m.name for m in METRICS)

@@ -1,0 +1,74 @@
+"""Run folders, and running a job from start to end in one.
+
+runs/NAME/ holds config.toml (resolved), store/, events.jsonl, checkpoints/, summary.json and summary.png.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline import config as configuration
+from pipeline.config import RunConfig
+from pipeline.driver import Driver, Outcomes
+from pipeline.snapshot import Snapshot
+from stores.errors import ConfigError, StoreError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """A finished or stopped run."""
+
+    run_dir: Path
+    summary: dict[str, object]
+    stopped: str
+
+
+def prepare_run_dir(config: RunConfig) -> Path:
+    """Make the run's folder. ConfigError if it holds a run already: nothing stored is ever overwritten."""
+    run_dir = config.run_dir
+    if (run_dir / "store").exists():
+        raise ConfigError(f"{run_dir} already holds a run; choose another with --set name=..., or remove it")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.toml").write_text(configuration.to_toml(config))
+    except OSError as error:
+        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+    return run_dir
+
+
+def list_runs(runs_dir: Path) -> list[Path]:
+    """Folders below `runs_dir` that hold a run, by name."""
+    return sorted(p.parent for p in runs_dir.glob("*/config.toml"))
+
+
+async def execute(
+    config: RunConfig, progress: Callable[[Snapshot, Outcomes, str], None], announce: Callable[[str], None]
+) -> RunEnd:
+    """Run a job on the cluster it names. `announce` gets lines for people, such as the dashboard's address."""
+    from pipeline.cluster import connect
+    from pipeline.model_files import inspect_model
+    from pipeline.report import write_report
+
+    facts = inspect_model(config)
+    run_dir = prepare_run_dir(config)
+    cluster = await connect(config)
+    if cluster.dashboard:
+        announce(f"Dask dashboard: {cluster.dashboard}")
+    driver = Driver(config, cluster, run_dir, facts, progress)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, lambda: driver.stop("interrupted"))
+    loop.add_signal_handler(signal.SIGTERM, lambda: driver.stop("terminated"))
+    try:
+        outcomes = await driver.run()
+    finally:
+        # From here on a second Ctrl-C is the ordinary one.
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGTERM)
+        await driver.close()
+        await cluster.close()
+    summary = write_report(config, outcomes, run_dir)
+    return RunEnd(run_dir=run_dir, summary=summary, stopped=outcomes.stopped)

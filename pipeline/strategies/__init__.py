@@ -1,0 +1,1 @@
+"""Small pure rules the coordinator consults: routing, synchronization, admission, filtering."""

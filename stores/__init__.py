@@ -1,0 +1,1 @@
+"""What the system remembers: trajectories, the staleness protocol, the versioned store, weights."""

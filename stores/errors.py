@@ -1,0 +1,34 @@
+"""Every error staleflow raises on purpose, grouped by what the person or code that catches it should do.
+
+All are picklable (Dask carries them between processes) and also inherit the standard class a caller would expect.
+"""
+
+from __future__ import annotations
+
+
+class StaleflowError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class ConfigError(StaleflowError, ValueError):
+    """The input is wrong: one line saying what, where, the limit and the remedy. The command exits with 2."""
+
+
+class TrajectoryError(StaleflowError, RuntimeError):
+    """One trajectory failed: record it and go on."""
+
+
+class InstanceLost(StaleflowError, ConnectionError):
+    """An actor is gone: replace it, requeue its work."""
+
+
+class StoreError(StaleflowError, OSError):
+    """The store cannot be read or written: nothing half-written is kept."""
+
+
+class ProtocolViolation(StaleflowError, AssertionError):
+    """A promise was about to be broken: a fault of ours. The message carries the story of what led here."""
+
+
+class RunStuck(StaleflowError, TimeoutError):
+    """No progress within the deadline; the message says which step waits for which work on which instance."""

@@ -1,0 +1,124 @@
+"""Weights by policy version: one contiguous safetensors file a version in a folder in memory, one folder a host.
+
+A version is published by rename, so a reader sees all of it or nothing. Its fingerprint is computed over names, shapes
+and bytes of the tensors themselves, on the publisher's model and again on what an instance has loaded: equal
+fingerprints mean equal weights in place, whatever lay between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from stores.errors import StoreError
+from stores.trajectory import PolicyVersion
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def fingerprint(tensors: Tensors) -> str:
+    """32 hex digits over names, shapes, dtypes and bytes, in name order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous().cpu()
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a published file."""
+    try:
+        return dict(load_file(path))
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: weights cannot be read: {error}") from error
+
+
+def check_names(held: Tensors, loaded: Tensors, path: Path) -> None:
+    """Raise before anything is overwritten if a tensor is missing, unknown or of another shape."""
+    if held.keys() != loaded.keys():
+        differing = sorted(held.keys() ^ loaded.keys())
+        raise StoreError(f"{path}: tensors differ from the model's, first {differing[0]} of {len(differing)}")
+    for name, tensor in held.items():
+        if tensor.shape != loaded[name].shape:
+            raise StoreError(f"{path}: {name} is {tuple(loaded[name].shape)}, the model's is {tuple(tensor.shape)}")
+
+
+class ParameterFolder:
+    """One host's published versions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{folder}: cannot be made: {error}; set cluster.shared_memory to another folder"
+            ) from error
+
+    def path(self, version: PolicyVersion) -> Path:
+        return self.folder / f"v{version:08d}.safetensors"
+
+    def versions(self) -> list[PolicyVersion]:
+        return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.safetensors"))
+
+    def publish(self, version: PolicyVersion, tensors: Tensors) -> Path:
+        """Write a version and make it visible at once."""
+        part = self._part(version)
+        try:
+            save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, part)
+            part.rename(self.path(version))
+        except Exception as error:
+            part.unlink(missing_ok=True)
+            raise StoreError(f"{part}: weights cannot be written: {error}") from error
+        return self.path(version)
+
+    def receive(self, version: PolicyVersion, chunks: Iterable[bytes]) -> Path:
+        """Write a version that comes from another host in pieces, and make it visible at once."""
+        part = self._part(version)
+        with part.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+        part.rename(self.path(version))
+        return self.path(version)
+
+    def read_chunk(self, version: PolicyVersion, offset: int, size: int) -> bytes:
+        """`size` bytes of a published file, fewer at its end."""
+        with self.path(version).open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def prune(self, used: Iterable[PolicyVersion]) -> list[PolicyVersion]:
+        """Remove all versions but those in use and the newest; returns what was removed. A reader that has a removed
+        file open keeps it."""
+        versions = self.versions()
+        keep = {*used, *versions[-1:]}
+        gone = [v for v in versions if v not in keep]
+        for version in gone:
+            self.path(version).unlink(missing_ok=True)
+        return gone
+
+    def remove(self) -> None:
+        """Give the memory back."""
+        for path in self.folder.glob("*"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+    def _part(self, version: PolicyVersion) -> Path:
+        return self.folder / f".v{version:08d}.{os.getpid()}.part"
+
+
+def checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Save a model and tokenizer that `from_pretrained` can read, made visible by rename."""
+    part = folder.with_name(f".{folder.name}.part")
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    part.rename(folder)

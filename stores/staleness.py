@@ -1,0 +1,494 @@
+"""The staleness protocol: who may still be trained, and when. Pure bookkeeping.
+
+Invariants:
+
+1. Bound. A group whose oldest token may stem from version V is consumed by a step b with V <= b <= V + eta.
+2. No reserved work is wasted. Without redundancy, every reserved group has a legal step for as long as it lives.
+3. Once. A group is consumed by at most one step, and every step consumes exactly `groups_per_step` groups.
+4. Conservation. started = consumed + filtered + aborted + live, for groups and for trajectories, at every moment.
+
+A reservation is a promise of *a place*, not of a seat. The ledger keeps no seating plan; it keeps, by version, how many
+groups are promised a place before their deadline V + eta, and keeps that schedule feasible (Hall's condition for unit
+jobs with deadlines): for every step D, the groups due by D fit into the steps that are left up to D. Whatever order
+the work finishes in, the earliest-deadline-first choice then never strands anyone. docs/protocol.md has the proof.
+Because versions in flight span at most eta + 1 values, every verb costs O(eta), whatever the number of live groups.
+
+Worked example, eta = 1, one group a step, version 0 published:
+
+>>> ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1)
+>>> for g in (0, 1):
+...     _ = ledger.start(GroupId(g))
+...     ledger.reserve(GroupId(g), TrajectoryId(g), PolicyVersion(0))
+>>> ledger.start(GroupId(2)); ledger.refusal(PolicyVersion(0))  # steps 0 and 1 are promised; a third would be late
+(2,)
+'2 groups are promised the 2 places up to step 1'
+>>> ledger.complete(GroupId(1), TrajectoryId(1)); ledger.occupy(GroupId(1)); ledger.ready()
+True
+()
+True
+>>> ledger.consume(0).groups  # group 1 finished first, so it trains first; group 0 keeps its promise for step 1
+(1,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from stores.errors import ProtocolViolation
+from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
+
+UNBOUNDED_STEPS = 2**62
+"""`num_steps` of a run without a planned end."""
+
+
+class EntryState(Enum):
+    """A group's place in its life."""
+
+    QUEUED = auto()
+    """Started, no member routed yet: holds nothing."""
+    RESERVED = auto()
+    """At least one member was routed: holds a promise."""
+    OCCUPIED = auto()
+    """Complete and past the filters: waits to be trained."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One group's place in the ledger. `version` is the minimum over its routed members; -1 before the first."""
+
+    group: GroupId
+    waiting: set[TrajectoryId]
+    """Members that are neither completed nor given up."""
+    completed: list[TrajectoryId] = field(default_factory=list)
+    state: EntryState = EntryState.QUEUED
+    version: PolicyVersion = PolicyVersion(-1)
+    routed: set[TrajectoryId] = field(default_factory=set)
+
+    @property
+    def members(self) -> tuple[TrajectoryId, ...]:
+        return (*self.completed, *sorted(self.waiting))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """A trajectory's end, as decided by the ledger. Exactly one is reported for every trajectory ever started."""
+
+    trajectory: TrajectoryId
+    group: GroupId
+    fate: Fate
+    reason: AbortReason
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumption:
+    """What one training step took, and what became surplus because of it."""
+
+    step: int
+    groups: tuple[GroupId, ...]
+    members: tuple[TrajectoryId, ...]
+    versions: tuple[PolicyVersion, ...]  # one a group
+    endings: tuple[Ending, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferView:
+    """The derived seating of one staleness buffer, by version: for people to look at."""
+
+    step: int
+    reserved: dict[int, int]
+    occupied: dict[int, int]
+    capacity: int
+
+
+class StalenessLedger:
+    """The protocol's state. All verbs are O(eta); an illegal one raises `ProtocolViolation` and changes nothing.
+
+    eta: the bound, >= 0. groups_per_step: groups one step consumes. group_size: members an advantage is taken over.
+    groups_started / members_started (redundancy): how many groups a step and members a group may be started; the
+    surplus is aborted as soon as it cannot be used any more. num_steps: planned end; nothing is promised beyond it.
+    """
+
+    def __init__(
+        self,
+        *,
+        eta: int,
+        groups_per_step: int,
+        group_size: int,
+        groups_started: int | None = None,
+        members_started: int | None = None,
+        num_steps: int = UNBOUNDED_STEPS,
+    ) -> None:
+        self.eta = eta
+        self.groups_per_step = groups_per_step
+        self.group_size = group_size
+        self.groups_started = groups_per_step if groups_started is None else groups_started
+        self.members_started = group_size if members_started is None else members_started
+        self.num_steps = num_steps
+        if eta < 0 or groups_per_step < 1 or group_size < 1 or num_steps < 0:
+            raise ValueError("eta and num_steps must be >= 0, groups_per_step and group_size >= 1")
+        if self.groups_started < groups_per_step or self.members_started < group_size:
+            raise ValueError("redundancy starts at least what a step needs")
+        self.version = PolicyVersion(0)
+        self.next_step = 0
+        self.entries: dict[GroupId, Entry] = {}
+        # Per version, in the order they came: dicts serve as ordered sets.
+        self._reserved: dict[PolicyVersion, dict[GroupId, None]] = {}
+        self._occupied: dict[PolicyVersion, dict[GroupId, None]] = {}
+        self.num_started = 0
+        self.num_ended: dict[tuple[Fate, AbortReason], int] = {}
+        self.last_consumption: tuple[int, tuple[int, ...]] = (-1, ())
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def deadline(self, version: PolicyVersion) -> int:
+        """The last step that may consume work of `version`."""
+        return min(version + self.eta, self.num_steps - 1)
+
+    def refusal(self, version: PolicyVersion) -> str | None:
+        """Why no further group of `version` can be promised a place; None if it can."""
+        due = self.deadline(version)
+        if due < self.next_step:
+            return f"version {version} may train up to step {due}, the next is {self.next_step}"
+        promised = self._count_due(due - 1, reserved=True)
+        for step in range(due, self._horizon() + 1):
+            promised += self._count_at(step, reserved=True)
+            places = self.groups_started * (step - self.next_step + 1)
+            if promised >= places:
+                return f"{promised} groups are promised the {places} places up to step {step}"
+        return None
+
+    def room(self, version: PolicyVersion) -> int:
+        """How many further groups of `version` can be promised a place now."""
+        due = self.deadline(version)
+        if due < self.next_step:
+            return 0
+        promised = self._count_due(due - 1, reserved=True)
+        room = UNBOUNDED_STEPS
+        for step in range(due, self._horizon() + 1):
+            promised += self._count_at(step, reserved=True)
+            room = min(room, self.groups_started * (step - self.next_step + 1) - promised)
+        return max(0, room)
+
+    def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
+        """Whether a member of `group` may be sampled from `version` on."""
+        entry = self.entries[group]
+        if entry.state is EntryState.RESERVED and version >= entry.version:
+            return self.deadline(version) >= self.next_step
+        if entry.state is EntryState.QUEUED:
+            return self.refusal(version) is None
+        return entry.state is EntryState.RESERVED and self._moved_refusal(entry, version) is None
+
+    def ready(self) -> bool:
+        """Whether the next step can consume its batch now without breaking a promise beyond the redundancy allowed."""
+        if self.next_step >= self.num_steps or self.next_step > self.version:
+            return False
+        num_occupied = sum(map(len, self._occupied.values()))
+        if num_occupied < self.groups_per_step:
+            return False
+        # After an earliest-deadline-first pick of one batch, what is due by D must fit into steps next+1 .. D,
+        # but for the groups that were started in excess.
+        allowance = self.groups_started - self.groups_per_step
+        due = picked = 0
+        occupied_due = 0
+        for step in range(self.next_step, self._horizon() + 1):
+            due += self._count_at(step, reserved=True)
+            occupied_due += self._count_at(step, reserved=False)
+            picked = min(self.groups_per_step, occupied_due)
+            if due - picked > self.groups_started * (step - self.next_step) + allowance:
+                return False
+        return True
+
+    @property
+    def num_live(self) -> int:
+        """Live trajectories: started and not ended."""
+        return self.num_started - sum(self.num_ended.values())
+
+    @property
+    def num_reserved(self) -> int:
+        return sum(map(len, self._reserved.values()))
+
+    @property
+    def num_occupied(self) -> int:
+        return sum(map(len, self._occupied.values()))
+
+    def view(self) -> tuple[BufferView, ...]:
+        """The promises and finished groups, seated: unfinished work as late as it may, finished as early as it can."""
+        steps = range(self.next_step, min(self.version + self.eta, self.num_steps - 1) + 1)
+        reserved: dict[int, dict[int, int]] = {b: {} for b in steps}
+        occupied: dict[int, dict[int, int]] = {b: {} for b in steps}
+        free = dict.fromkeys(steps, self.groups_started)
+        for version in sorted(self._reserved, reverse=True):
+            left = len(self._reserved[version])
+            for b in range(min(self.deadline(version), steps.stop - 1), self.next_step - 1, -1):
+                n = min(left, free[b])
+                if n:
+                    reserved[b][version] = n
+                free[b] -= n
+                left -= n
+        for version in sorted(self._occupied):
+            left = len(self._occupied[version])
+            for b in steps:
+                n = min(left, free[b])
+                if n:
+                    occupied[b][version] = n
+                free[b] -= n
+                left -= n
+        return tuple(
+            BufferView(step=b, reserved=reserved[b], occupied=occupied[b], capacity=self.groups_per_step) for b in steps
+        )
+
+    # -- verbs ---------------------------------------------------------------------------------------------------
+
+    def start(self, group: GroupId) -> tuple[TrajectoryId, ...]:
+        """Enter a new group into the queue; returns the ids of the members it starts. It holds nothing yet."""
+        if group in self.entries:
+            raise ProtocolViolation(f"group {group} was started twice")
+        first = group * self.members_started
+        members = tuple(TrajectoryId(first + i) for i in range(self.members_started))
+        self.entries[group] = Entry(group=group, waiting=set(members))
+        self.num_started += len(members)
+        return members
+
+    def reserve(self, group: GroupId, member: TrajectoryId, version: PolicyVersion) -> None:
+        """Promise a place to `group` because `member` is about to be sampled under `version` or newer.
+
+        Idempotent for a group that holds a promise as old. A member of an older version lowers the group's version and
+        with it the deadline, if all other promises can still be kept. Raises if not: ask `can_reserve` first.
+        """
+        entry = self._live(group)
+        if member not in entry.waiting:
+            raise ProtocolViolation(f"trajectory {member} of group {group} is not waiting to be sampled")
+        if version > self.version or version < 0:
+            raise ProtocolViolation(f"group {group} wants version {version}, published is {self.version}")
+        if not self.can_reserve(group, version):
+            why = self.refusal(version) if entry.state is EntryState.QUEUED else self._moved_refusal(entry, version)
+            raise ProtocolViolation(f"group {group} cannot be promised a place at version {version}: {why}")
+        if entry.state is EntryState.QUEUED:
+            entry.state, entry.version = EntryState.RESERVED, version
+            self._reserved.setdefault(version, {})[group] = None
+        elif version < entry.version:
+            self._leave(entry)
+            entry.version = version
+            self._reserved.setdefault(version, {})[group] = None
+        entry.routed.add(member)
+
+    def complete(self, group: GroupId, member: TrajectoryId) -> bool:
+        """Note that `member` is sampled and rewarded. True when the group has all members it needs."""
+        entry = self._live(group)
+        if entry.state is not EntryState.RESERVED or member not in entry.routed or member not in entry.waiting:
+            raise ProtocolViolation(f"trajectory {member} completes without having been routed")
+        entry.waiting.remove(member)
+        entry.completed.append(member)
+        return len(entry.completed) >= self.group_size
+
+    def occupy(self, group: GroupId) -> tuple[Ending, ...]:
+        """Turn a complete group's promise into finished work; its surplus members and hopeless others are aborted."""
+        entry = self._live(group)
+        if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
+            raise ProtocolViolation(
+                f"group {group} cannot be occupied: {entry.state.name}, {len(entry.completed)} done"
+            )
+        self._leave(entry)
+        entry.state = EntryState.OCCUPIED
+        self._occupied.setdefault(entry.version, {})[group] = None
+        surplus = (*entry.completed[self.group_size :], *sorted(entry.waiting))
+        entry.completed = entry.completed[: self.group_size]
+        entry.waiting.clear()
+        endings = self._end(entry, surplus, Fate.ABORTED, AbortReason.SURPLUS_MEMBER)
+        return (*endings, *self._shed())
+
+    def consume(self, step: int) -> Consumption:
+        """Hand one batch to training step `step`, oldest versions first: exactly once, in order, only when ready."""
+        if step != self.next_step:
+            raise ProtocolViolation(f"step {step} wants to consume, but {self.next_step} is next")
+        if not self.ready():
+            raise ProtocolViolation(f"step {step} consumes before its batch is ready")
+        picked: list[Entry] = []
+        for version in sorted(self._occupied):
+            for group in self._occupied[version]:
+                if len(picked) == self.groups_per_step:
+                    break
+                picked.append(self.entries[group])
+        for entry in picked:
+            if not entry.version <= step <= entry.version + self.eta:
+                raise ProtocolViolation(f"group {entry.group} of version {entry.version} at step {step}")
+        endings: list[Ending] = []
+        for entry in picked:
+            self._leave(entry)
+            endings += self._end(entry, tuple(entry.completed), Fate.CONSUMED, AbortReason.NONE)
+            del self.entries[entry.group]
+        self.next_step += 1
+        self.last_consumption = (step, tuple(e.group for e in picked))
+        return Consumption(
+            step=step,
+            groups=tuple(e.group for e in picked),
+            members=tuple(m for e in picked for m in e.completed),
+            versions=tuple(e.version for e in picked),
+            endings=(*endings, *self._shed()),
+        )
+
+    def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId | None = None) -> tuple[Ending, ...]:
+        """Give up a group, or one unfinished member of it if enough others remain; frees what it held."""
+        entry = self._live(group)
+        if member is not None:
+            if member not in entry.waiting:
+                raise ProtocolViolation(f"trajectory {member} of group {group} cannot be aborted: it is not waiting")
+            if len(entry.completed) + len(entry.waiting) > self.group_size:
+                entry.waiting.remove(member)
+                return self._end(entry, (member,), Fate.ABORTED, reason)
+            others = tuple(m for m in entry.members if m != member)
+            self._drop(entry)
+            return (
+                *self._end(entry, (member,), Fate.ABORTED, reason),
+                *self._end(entry, others, Fate.ABORTED, AbortReason.GROUP_FAILED),
+            )
+        self._drop(entry)
+        return self._end(entry, entry.members, Fate.ABORTED, reason)
+
+    def filter(self, group: GroupId, reason: AbortReason) -> tuple[Ending, ...]:
+        """Drop a complete group that is not worth training on; its place is free for a replacement."""
+        entry = self._live(group)
+        if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
+            raise ProtocolViolation(f"group {group} is filtered before it is complete")
+        self._drop(entry)
+        return (
+            *self._end(entry, tuple(entry.completed), Fate.FILTERED, reason),
+            *self._end(entry, tuple(sorted(entry.waiting)), Fate.ABORTED, AbortReason.SURPLUS_MEMBER),
+        )
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Note that training step `version` - 1 has finished."""
+        if version != self.version + 1 or version != self.next_step:
+            raise ProtocolViolation(f"version {version} published after {self.version}, next step {self.next_step}")
+        self.version = version
+
+    # -- proof ---------------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """State every invariant across collections. O(live groups); raises `ProtocolViolation` on the first broken."""
+        self._validate_membership()
+        self._validate_counts()
+        due = occupied_due = 0
+        strict = self.groups_started == self.groups_per_step
+        for step in range(min(self.next_step, self.version), self._horizon() + 1):
+            due += self._count_at(step, reserved=True)
+            occupied_due += self._count_at(step, reserved=False)
+            places = self.groups_per_step * max(0, step - self.next_step + 1)
+            if occupied_due > places or (strict and due > places):
+                raise ProtocolViolation(
+                    f"{due} groups ({occupied_due} finished) are due by step {step}, which has {places} places"
+                )
+        for version, groups in (*self._reserved.items(), *self._occupied.items()):
+            if groups and (version > self.next_step or self.deadline(version) < self.next_step):
+                raise ProtocolViolation(f"live work of version {version} at step {self.next_step}, bound {self.eta}")
+
+    def _validate_membership(self) -> None:
+        for state, index in ((EntryState.RESERVED, self._reserved), (EntryState.OCCUPIED, self._occupied)):
+            listed = {g: v for v, groups in index.items() for g in groups}
+            if sum(map(len, index.values())) != len(listed):
+                raise ProtocolViolation(f"a group is {state.name} under two versions")
+            held = {g: e.version for g, e in self.entries.items() if e.state is state}
+            if listed != held:
+                raise ProtocolViolation(f"{state.name} index and entries differ: {listed.items() ^ held.items()}")
+        for entry in self.entries.values():
+            if set(entry.completed) & entry.waiting or not set(entry.completed) <= entry.routed:
+                raise ProtocolViolation(f"group {entry.group}: members both waiting and done, or done but never routed")
+            if (entry.state is EntryState.QUEUED) != (entry.version == -1 and not entry.routed):
+                raise ProtocolViolation(f"group {entry.group} is {entry.state.name} with version {entry.version}")
+
+    def _validate_counts(self) -> None:
+        live = sum(len(e.completed) + len(e.waiting) for e in self.entries.values())
+        if live != self.num_live:
+            raise ProtocolViolation(
+                f"started {self.num_started} - ended {sum(self.num_ended.values())} = {self.num_live}, but {live} live"
+            )
+        consumed = self.num_ended.get((Fate.CONSUMED, AbortReason.NONE), 0)
+        if consumed != self.next_step * self.groups_per_step * self.group_size:
+            raise ProtocolViolation(f"{consumed} trajectories consumed by {self.next_step} steps")
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _horizon(self) -> int:
+        """The last step any live or possible promise is due by."""
+        return min(self.version + self.eta, self.num_steps - 1)
+
+    def _due_versions(self, step: int) -> Iterable[PolicyVersion]:
+        """The versions whose deadline is exactly `step`."""
+        first = step - self.eta
+        if step == self.num_steps - 1:  # the planned end cuts all later deadlines down to itself
+            return (PolicyVersion(v) for v in range(max(0, first), self.version + 1))
+        return (PolicyVersion(first),)
+
+    def _count_at(self, step: int, *, reserved: bool) -> int:
+        """Groups due exactly by `step`: occupied ones, and with `reserved` the promised ones too."""
+        count = 0
+        for version in self._due_versions(step):
+            count += len(self._occupied.get(version, ()))
+            if reserved:
+                count += len(self._reserved.get(version, ()))
+        return count
+
+    def _count_due(self, step: int, *, reserved: bool) -> int:
+        """Groups due by `step` or before."""
+        return sum(self._count_at(s, reserved=reserved) for s in range(self.next_step, step + 1))
+
+    def _moved_refusal(self, entry: Entry, version: PolicyVersion) -> str | None:
+        """Why a reserved group cannot take the older `version`; None if every promise can still be kept."""
+        due, held = self.deadline(version), self.deadline(entry.version)
+        if due < self.next_step:
+            return f"version {version} may train up to step {due}, the next is {self.next_step}"
+        promised = self._count_due(due - 1, reserved=True)
+        for step in range(due, held):
+            promised += self._count_at(step, reserved=True)
+            places = self.groups_started * (step - self.next_step + 1)
+            if promised >= places:
+                return f"{promised} groups are promised the {places} places up to step {step}"
+        return None
+
+    def _live(self, group: GroupId) -> Entry:
+        entry = self.entries.get(group)
+        if entry is None:
+            raise ProtocolViolation(f"group {group} is not live")
+        return entry
+
+    def _leave(self, entry: Entry) -> None:
+        """Take the entry out of the index it stands in."""
+        index = self._reserved if entry.state is EntryState.RESERVED else self._occupied
+        groups = index[entry.version]
+        del groups[entry.group]
+        if not groups:
+            del index[entry.version]
+
+    def _drop(self, entry: Entry) -> None:
+        if entry.state is not EntryState.QUEUED:
+            self._leave(entry)
+        del self.entries[entry.group]
+
+    def _end(
+        self, entry: Entry, members: tuple[TrajectoryId, ...], fate: Fate, reason: AbortReason
+    ) -> tuple[Ending, ...]:
+        if members:
+            self.num_ended[fate, reason] = self.num_ended.get((fate, reason), 0) + len(members)
+        return tuple(
+            Ending(trajectory=m, group=entry.group, fate=fate, reason=reason, step=self.next_step) for m in members
+        )
+
+    def _shed(self) -> tuple[Ending, ...]:
+        """Abort reserved groups for which finished work has left no legal place. Only redundancy ever makes any."""
+        if self.groups_started == self.groups_per_step:
+            return ()
+        endings: list[Ending] = []
+        room: int = UNBOUNDED_STEPS
+        # From the latest deadline down: the room a deadline has is the least slack at it or at any later one.
+        occupied_due = self._count_due(self._horizon(), reserved=False)
+        for step in range(self._horizon(), self.deadline(min(self._reserved, default=self.version)) - 1, -1):
+            room = min(room, self.groups_per_step * max(0, step - self.next_step + 1) - occupied_due)
+            if room <= 0:
+                for version in tuple(self._due_versions(step)):
+                    for group in tuple(self._reserved.get(version, ())):
+                        endings += self.abort(group, AbortReason.SURPLUS_GROUP)
+            occupied_due -= self._count_at(step, reserved=False) if step >= self.next_step else 0
+        return tuple(endings)

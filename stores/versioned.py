@@ -1,0 +1,337 @@
+"""The trajectory store on Zarr v3 and Icechunk: every commit a snapshot, nothing torn by a kill, time travel by step.
+
+Layout (one row a trajectory, prompt and response side by side in the flat token arrays):
+
+    tokens/ids        int32   [T]      prompt tokens, then response tokens, row after row
+    tokens/logprobs   float32 [T]      behaviour logprob, nats; 0 at prompt tokens
+    tokens/versions   int32   [T]      policy version that sampled the token; -1 at prompt tokens
+    tokens/mask       uint8   [T]      1 where the loss was taken
+    rows/int          int64   [R, 16]  INT_COLUMNS
+    rows/float        float32 [R, 6]   FLOAT_COLUMNS
+    text              uint8   [B]      JSON: what is irregular (segments, reward parts, errors) and step records
+    steps             int64   [S, 3]   kind and step, offset and length of the record in `text`
+
+Each commit's tokens start at a chunk boundary, so that appending never rewrites a chunk (facts of the layout and its
+speed: docs/store.md). There is one committer, which also is what keeps Icechunk safe on a local file system.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import icechunk
+import numpy as np
+import numpy.typing as npt
+import zarr
+from zarr.codecs import BloscCodec
+
+from stores.base import RunHeader, StepRecord, record_from_json, record_to_json
+from stores.errors import ConfigError, StoreError
+from stores.trajectory import (
+    AbortReason,
+    Ended,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Timings,
+    Trajectory,
+    TrajectoryId,
+)
+
+FORMAT = 1
+"""Raised when a reader of the old layout would misread the new one."""
+
+TOKEN_CHUNK = 65_536
+"""Elements a token chunk: one commit of a small job, a quarter of a MiB."""
+
+INT_COLUMNS = (
+    "trajectory", "group", "v_traj", "v_min", "v_max", "offset", "prompt_tokens", "response_tokens",
+    "finish", "fate", "reason", "step", "staleness", "text_offset", "text_bytes", "loss_mask",
+)  # fmt: skip
+FLOAT_COLUMNS = ("reward", "advantage", "arrived_s", "routed_s", "sampled_s", "rewarded_s")
+
+_FINISHES, _FATES, _REASONS = tuple(FinishReason), tuple(Fate), tuple(AbortReason)
+_TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
+_INT = {name: i for i, name in enumerate(INT_COLUMNS)}
+
+
+class VersionedStore:
+    """See stores/base.py for the contract. Opened with `create`, `open` (the committer) or `open` with `at_step`."""
+
+    def __init__(self, repository: Any, *, at_snapshot: str | None, where: str) -> None:
+        self._repository = repository
+        self._at_snapshot = at_snapshot
+        self._where = where
+        root = self._read_root()
+        attributes = dict(root.attrs)
+        if attributes.get("format") != FORMAT:
+            raise ConfigError(f"{where}: store format {attributes.get('format')!r}, this version reads {FORMAT}")
+        self.header = RunHeader(**attributes["header"])
+        # Where the next commit appends; kept here because there is one committer.
+        self._num_tokens = int(root["tokens/ids"].shape[0])
+
+    @classmethod
+    def create(cls, path: Path, header: RunHeader) -> VersionedStore:
+        """A new, empty store."""
+        try:
+            repository = icechunk.Repository.create(_storage(path), config=_config())
+            session = repository.writable_session("main")
+            root = zarr.open_group(session.store, mode="w", zarr_format=3)
+            root.attrs.update({"format": FORMAT, "header": asdict(header)})
+            for name, dtype in _TOKEN_ARRAYS.items():
+                _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype)
+            _array(root, "rows/int", (0, len(INT_COLUMNS)), (1024, len(INT_COLUMNS)), "int64")
+            _array(root, "rows/float", (0, len(FLOAT_COLUMNS)), (1024, len(FLOAT_COLUMNS)), "float32")
+            _array(root, "text", (0,), (TOKEN_CHUNK,), "uint8")
+            _array(root, "steps", (0, 3), (1024, 3), "int64")
+            session.commit("created", metadata={"kind": "created"})
+        except (icechunk.IcechunkError, OSError) as error:
+            raise StoreError(f"{path}: the store cannot be created: {_line(error)}") from error
+        return cls(repository, at_snapshot=None, where=str(path))
+
+    @classmethod
+    def open(cls, path: Path, at_step: int | None = None) -> VersionedStore:
+        """An existing store as it is now, or as it was when training step `at_step` was committed (read-only)."""
+        if not path.is_dir():
+            raise ConfigError(f"{path}: no store here; `staleflow store ls` lists the runs there are")
+        try:
+            repository = icechunk.Repository.open(_storage(path), config=_config())
+            snapshot = None if at_step is None else _snapshot_of(repository, at_step, path)
+            return cls(repository, at_snapshot=snapshot, where=str(path))
+        except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise StoreError(f"{path}: the store cannot be opened: {_line(error)}") from error
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+        try:
+            session = self._repository.writable_session("main")
+            root = zarr.open_group(session.store, mode="r+")
+            num_tokens, end = self._append(root, record, ended)
+            kind = {"kind": record.kind, "step": record.step, "rows": len(ended), "tokens": num_tokens}
+            snapshot: str = session.commit(f"{record.kind} {record.step}", metadata=kind)
+        except (icechunk.IcechunkError, OSError) as error:
+            # The session is dropped: what was written before the failure belongs to no snapshot.
+            raise StoreError(
+                f"{self._where}: {record.kind} {record.step} could not be stored: {_line(error)}; "
+                "free space or move runs_dir, everything up to the step before is safe"
+            ) from error
+        self._num_tokens = end
+        return snapshot
+
+    def _append(self, root: Any, record: StepRecord, ended: Sequence[Ended]) -> tuple[int, int]:
+        begin = -(-self._num_tokens // TOKEN_CHUNK) * TOKEN_CHUNK
+        columns: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _TOKEN_ARRAYS}
+        ints = np.zeros((len(ended), len(INT_COLUMNS)), np.int64)
+        floats = np.zeros((len(ended), len(FLOAT_COLUMNS)), np.float32)
+        text = bytearray()
+        text_begin = int(root["text"].shape[0])
+        offset = begin
+        for i, row in enumerate(ended):
+            t = row.trajectory
+            response, versions = t.response_tokens, t.versions
+            prompt = len(t.prompt_tokens)
+            columns["ids"] += [t.prompt_tokens, response]
+            columns["logprobs"] += [np.zeros(prompt, np.float32), t.logprobs]
+            columns["versions"] += [np.full(prompt, -1, np.int32), versions]
+            columns["mask"] += [np.zeros(prompt, np.uint8), np.full(len(response), row.loss_mask, np.uint8)]
+            extra = json.dumps(_extra(t), separators=(",", ":")).encode()
+            ints[i] = (
+                t.id, t.group, t.v_traj, versions.min(initial=2**31 - 1), versions.max(initial=-1), offset, prompt,
+                len(response), _FINISHES.index(t.finish), _FATES.index(row.fate), _REASONS.index(row.reason), row.step,
+                row.staleness, text_begin + len(text), len(extra), row.loss_mask,
+            )  # fmt: skip
+            timings = (t.timings.arrived_s, t.timings.routed_s, t.timings.sampled_s, t.timings.rewarded_s)
+            floats[i] = (t.reward, row.advantage, *timings)
+            text += extra
+            offset += prompt + len(response)
+        num_tokens = offset - begin
+        if num_tokens:
+            for name, parts in columns.items():
+                array = root[f"tokens/{name}"]
+                array.resize((offset,))
+                array[begin:offset] = np.concatenate(parts)
+        if len(ended):
+            root["rows/int"].append(ints)
+            root["rows/float"].append(floats)
+        filled = replace(record, num_rows=len(ended), num_tokens=num_tokens)
+        document = json.dumps(record_to_json(filled), separators=(",", ":")).encode()
+        place = np.asarray([[record.step, text_begin + len(text), len(document)]], np.int64)
+        root["text"].append(np.frombuffer(bytes(text) + document, np.uint8))
+        root["steps"].append(place)
+        return num_tokens, (offset if num_tokens else self._num_tokens)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[StepRecord]:
+        root = self._read_root()
+        text = self._column(root, "text").tobytes()
+        return [
+            record_from_json(json.loads(text[offset : offset + size]))
+            for _, offset, size in self._column(root, "steps").tolist()
+        ]
+
+    def ended(self, step: int | None = None) -> Iterable[Ended]:
+        root = self._read_root()
+        ints = self._column(root, "rows/int")
+        at = np.arange(len(ints))
+        if step is not None:
+            consumed = ints[:, _INT["fate"]] == _FATES.index(Fate.CONSUMED)
+            at = at[consumed & (ints[:, _INT["step"]] == step)]
+        floats = self._column(root, "rows/float")
+        # Block by block: rows of one block stand side by side in the token arrays.
+        for block in (at[i : i + 4096] for i in range(0, len(at), 4096)):
+            yield from self._block(root, ints[block], floats[block])
+
+    def get(self, trajectory: TrajectoryId) -> Ended | None:
+        root = self._read_root()
+        ints = self._column(root, "rows/int")
+        (at,) = np.nonzero(ints[:, _INT["trajectory"]] == trajectory)
+        if not len(at):
+            return None
+        return next(iter(self._block(root, ints[at[:1]], self._column(root, "rows/float")[at[:1]])))
+
+    def table(self) -> dict[str, npt.NDArray[Any]]:
+        """All rows' small columns, by name; no tokens."""
+        root = self._read_root()
+        ints, floats = self._column(root, "rows/int"), self._column(root, "rows/float")
+        columns: dict[str, npt.NDArray[Any]] = {name: ints[:, i] for i, name in enumerate(INT_COLUMNS)}
+        return columns | {name: floats[:, i] for i, name in enumerate(FLOAT_COLUMNS)}
+
+    def array_lengths(self) -> dict[str, int]:
+        """Length of each array: what an audit compares with the records."""
+        root = self._read_root()
+        names = [*(f"tokens/{n}" for n in _TOKEN_ARRAYS), "rows/int", "rows/float", "text", "steps"]
+        return {name: int(root[name].shape[0]) for name in names}
+
+    def _block(self, root: Any, ints: npt.NDArray[Any], floats: npt.NDArray[Any]) -> Iterable[Ended]:
+        if not len(ints):
+            return
+        first = int(ints[:, _INT["offset"]].min())
+        sizes = ints[:, _INT["prompt_tokens"]] + ints[:, _INT["response_tokens"]]
+        last = int((ints[:, _INT["offset"]] + sizes).max())
+        tokens = {name: self._slice(root, f"tokens/{name}", first, last) for name in ("ids", "logprobs", "versions")}
+        text_first = int(ints[:, _INT["text_offset"]].min())
+        text_last = int((ints[:, _INT["text_offset"]] + ints[:, _INT["text_bytes"]]).max())
+        text = self._slice(root, "text", text_first, text_last).tobytes()
+        for row, values in zip(ints.tolist(), floats.tolist(), strict=True):
+            yield _ended(dict(zip(INT_COLUMNS, row, strict=True)), values, tokens, first, text, text_first)
+
+    def _slice(self, root: Any, name: str, first: int, last: int) -> npt.NDArray[Any]:
+        array = root[name]
+        if last > array.shape[0]:
+            raise StoreError(f"{self._where}: {name} has {array.shape[0]} elements, a row needs {last}: truncated")
+        try:
+            return np.asarray(array[first:last])
+        except Exception as error:  # zarr, numcodecs and icechunk each raise their own for a damaged chunk
+            chunk = first // array.chunks[0]
+            raise StoreError(
+                f"{self._where}: {name}, chunk {chunk} or after, cannot be read: {_line(error)}"
+            ) from error
+
+    def _column(self, root: Any, name: str) -> npt.NDArray[Any]:
+        return self._slice(root, name, 0, root[name].shape[0])
+
+    def _read_root(self) -> Any:
+        if self._at_snapshot is None:
+            session = self._repository.readonly_session("main")
+        else:
+            session = self._repository.readonly_session(snapshot_id=self._at_snapshot)
+        return zarr.open_group(session.store, mode="r")
+
+
+def _ended(
+    row: dict[str, int], values: list[float], tokens: dict[str, npt.NDArray[Any]], first: int, text: bytes, text_at: int
+) -> Ended:
+    begin = row["offset"] - first
+    middle = begin + row["prompt_tokens"]
+    end = middle + row["response_tokens"]
+    extra = json.loads(text[row["text_offset"] - text_at :][: row["text_bytes"]])
+    segments, at = [], middle
+    for instance, version, size in extra["segments"]:
+        segments.append(
+            Segment(
+                version=PolicyVersion(version),
+                instance=InstanceId(instance),
+                tokens=tokens["ids"][at : at + size],
+                logprobs=tokens["logprobs"][at : at + size],
+            )
+        )
+        at += size
+    if at != end or any((tokens["versions"][middle:end] != _versions(segments)).tolist()):
+        raise StoreError(f"trajectory {row['trajectory']}: its segments do not match its token versions")
+    reward, advantage, arrived_s, routed_s, sampled_s, rewarded_s = values
+    return Ended(
+        trajectory=Trajectory(
+            id=TrajectoryId(row["trajectory"]),
+            group=GroupId(row["group"]),
+            prompt_tokens=tokens["ids"][begin:middle],
+            v_traj=PolicyVersion(row["v_traj"]),
+            segments=tuple(segments),
+            finish=_FINISHES[row["finish"]],
+            reward=reward,
+            reward_parts=extra.get("parts", {}),
+            error=extra.get("error", ""),
+            timings=Timings(arrived_s=arrived_s, routed_s=routed_s, sampled_s=sampled_s, rewarded_s=rewarded_s),
+        ),
+        fate=_FATES[row["fate"]],
+        reason=_REASONS[row["reason"]],
+        step=row["step"],
+        advantage=advantage,
+        loss_mask=bool(row["loss_mask"]),
+    )
+
+
+def _versions(segments: Sequence[Segment]) -> npt.NDArray[Any]:
+    return np.concatenate([np.full(len(s.tokens), s.version, np.int32) for s in segments] or [np.zeros(0, np.int32)])
+
+
+def _extra(trajectory: Trajectory) -> dict[str, Any]:
+    extra: dict[str, Any] = {"segments": [[s.instance, s.version, len(s.tokens)] for s in trajectory.segments]}
+    if trajectory.reward_parts:
+        extra["parts"] = trajectory.reward_parts
+    if trajectory.error:
+        extra["error"] = trajectory.error
+    return extra
+
+
+def _storage(path: Path) -> Any:
+    return icechunk.local_filesystem_storage(str(path))
+
+
+def _config() -> Any:
+    """Manifests split every 64 chunks: without it each commit rewrites one that grows with the run."""
+    split = icechunk.ManifestSplittingConfig.from_dict(
+        {icechunk.ManifestSplitCondition.AnyArray(): {icechunk.ManifestSplitDimCondition.Any(): 64}}
+    )
+    return icechunk.RepositoryConfig(manifest=icechunk.ManifestConfig(splitting=split))
+
+
+def _array(root: Any, name: str, shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> None:
+    dimensions = (name.replace("/", "_"), "column")[: len(shape)]
+    codec = BloscCodec(cname="zstd", clevel=1)
+    root.create_array(
+        name, shape=shape, chunks=chunks, dtype=dtype, compressors=[codec], fill_value=0, dimension_names=dimensions
+    )
+
+
+def _snapshot_of(repository: Any, step: int, path: Path) -> str:
+    for snapshot in repository.ancestry(branch="main"):
+        if snapshot.metadata.get("kind") == "step" and snapshot.metadata.get("step") == step:
+            return str(snapshot.id)
+    raise ConfigError(f"{path}: no commit of step {step}")
+
+
+def _line(error: BaseException) -> str:
+    """The first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,1 @@
+"""What works: engines, environments, numerics and the Dask actors around them."""

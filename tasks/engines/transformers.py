@@ -1,0 +1,304 @@
+"""The embedded engine: transformers' continuous batching, on CPU or GPU, driven only through its public manager.
+
+The manager decodes in a thread of its own. Every request streams, so each output carries all tokens and logprobs it
+has so far; under the manager's pause nothing is in flight, and the last output seen is exactly what was sampled.
+That is how interrupting keeps tokens and how weights change under running requests without losing any.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from stores import parameters
+from stores.errors import InstanceLost
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from tasks.engines.base import EngineLoad, Failed, Loaded, Request, Sampled
+
+POLL_S = 0.003
+"""How often outputs are collected: well under a decode step of any model worth training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersSettings:
+    """model: folder or hub name. kv_tokens: size of the paged cache. eos: ids that end a response."""
+
+    model: str
+    dtype: str
+    device: str
+    temperature: float
+    max_running: int
+    kv_tokens: int
+    page_tokens: int
+    max_batch_tokens: int
+    eos: tuple[int, ...]
+    seed: int
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request. It is resubmitted under a new manager id whenever weights change."""
+
+    request: Request
+    manager_id: str
+    segments: tuple[Segment, ...] = ()
+    tokens: list[int] = field(default_factory=list)  # of the current segment
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(s.tokens) for s in self.segments) + len(self.tokens)
+
+
+class TransformersEngine:
+    """See tasks/engines/base.py for the contract."""
+
+    def __init__(self, settings: TransformersSettings, instance: InstanceId) -> None:
+        self._settings = settings
+        self._instance = instance
+        self.version = PolicyVersion(0)
+        device = resolve_device(settings.device)
+        self._model: Any = load_model(settings.model, settings.dtype, device, attention="sdpa")
+        self._managers: dict[bool, Any] = {}
+        self._running: dict[str, _Running] = {}
+        self._by_trajectory: dict[TrajectoryId, str] = {}
+        # Guards the two dicts and the order of pause, drain and cancel; never held while waiting for output.
+        self._lock = threading.RLock()
+        self._ended: list[Sampled | Failed] = []
+        self._num_submitted = 0
+        self._tokens_sampled = 0
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+        self._manager(greedy=False)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            for request in requests:
+                self._start(_Running(request=request, manager_id=""))
+
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+        with self._lock, self._paused():
+            stopped = [self._stop(i) for t in trajectories if (i := self._by_trajectory.get(t)) is not None]
+            return [
+                Sampled(
+                    trajectory=r.request.trajectory,
+                    epoch=r.request.epoch,
+                    segments=r.segments,
+                    finish=FinishReason.UNFINISHED,
+                )
+                for r in stopped
+            ]
+
+    def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
+        with self._lock:
+            for trajectory in trajectories:
+                manager_id = self._by_trajectory.get(trajectory)
+                if manager_id is not None:
+                    self._stop(manager_id)
+
+    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+        begin = time.monotonic()
+        named = dict(self._model.named_parameters())
+        loaded = parameters.read(weights)
+        parameters.check_names(named, loaded, weights)
+        with self._lock, self._paused():
+            # Their KV cache belongs to the old weights: stop, swap, and prefill again with the tokens they have.
+            interrupted = [self._stop(i) for i in tuple(self._running)]
+            with torch.no_grad():
+                for name, parameter in named.items():
+                    parameter.copy_(loaded[name])
+            self.version = version
+            for running in interrupted:
+                self._start(running)
+        return Loaded(version=version, fingerprint=parameters.fingerprint(named), elapsed_s=time.monotonic() - begin)
+
+    def events(self, timeout_s: float) -> list[Sampled | Failed]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._drain()
+                ended, self._ended = self._ended, []
+            if ended or time.monotonic() >= deadline:
+                return ended
+            # Outputs are only ever taken under the lock: one popped outside it could be overtaken by a weight update.
+            time.sleep(POLL_S)
+
+    def load_statistics(self) -> EngineLoad:
+        with self._lock:
+            busy_s = self._busy_s
+            if self._busy_since is not None:
+                busy_s += time.monotonic() - self._busy_since
+            return EngineLoad(
+                version=self.version,
+                running=len(self._running),
+                kv_tokens=sum(len(r.request.tokens) + r.num_sampled for r in self._running.values()),
+                busy_s=busy_s,
+                tokens_sampled=self._tokens_sampled,
+                progress=tuple(
+                    (r.request.trajectory, r.request.num_prior + r.num_sampled) for r in self._running.values()
+                ),
+            )
+
+    def close(self) -> None:
+        for manager in self._managers.values():
+            if manager.is_running():
+                manager.stop(block=True, timeout=10, hard_stop=True)
+        self._managers.clear()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _manager(self, *, greedy: bool) -> Any:
+        """The manager for sampling, or the one for greedy evaluation, made when first used."""
+        if greedy not in self._managers:
+            settings = self._settings
+            generation = GenerationConfig(
+                do_sample=not greedy,
+                temperature=None if greedy else settings.temperature,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=list(settings.eos) or -1,
+                pad_token_id=0,
+                max_new_tokens=settings.kv_tokens,
+            )
+            batching = ContinuousBatchingConfig(
+                page_size=settings.page_tokens,
+                num_blocks=-(-settings.kv_tokens // settings.page_tokens),
+                max_batch_tokens=settings.max_batch_tokens,
+                max_requests_per_batch=settings.max_running,
+                return_logprobs=True,
+                allow_block_sharing=False,
+                use_async_batching=False,
+                use_cuda_graph=False,
+                seed=settings.seed,
+            )
+            manager = self._model.init_continuous_batching(
+                generation_config=generation, continuous_batching_config=batching
+            )
+            manager.start()
+            self._managers[greedy] = manager
+        return self._managers[greedy]
+
+    def _paused(self) -> Any:
+        """Pause all managers and take in everything they have sampled."""
+        return _Paused(self)
+
+    def _start(self, running: _Running) -> None:
+        request = running.request
+        sampled = [int(t) for s in running.segments for t in s.tokens]
+        self._num_submitted += 1
+        running.manager_id = f"{request.trajectory}.{request.epoch}.{self._num_submitted}"
+        if not self._running:
+            self._busy_since = time.monotonic()
+        self._running[running.manager_id] = running
+        self._by_trajectory[request.trajectory] = running.manager_id
+        accepted = self._manager(greedy=request.greedy).add_request(
+            [*request.tokens, *sampled],
+            request_id=running.manager_id,
+            max_new_tokens=request.max_new_tokens - len(sampled),
+            streaming=True,
+            eos_token_id=list(self._settings.eos) or -1,
+        )
+        if accepted is None:
+            raise InstanceLost(f"{self._instance}: the decoding loop has stopped and takes no requests")
+
+    def _stop(self, manager_id: str) -> _Running:
+        """Take a request out, its current segment closed."""
+        running = self._running[manager_id]
+        self._manager(greedy=running.request.greedy).cancel_request(manager_id)
+        self._close_segment(running)
+        self._forget(running)
+        return running
+
+    def _close_segment(self, running: _Running) -> None:
+        if running.tokens:
+            segment = Segment(
+                version=self.version,
+                instance=self._instance,
+                tokens=np.asarray(running.tokens, np.int32),
+                logprobs=np.asarray(running.logprobs, np.float32),
+            )
+            running.segments = (*running.segments, segment)
+            running.tokens, running.logprobs = [], []
+
+    def _forget(self, running: _Running) -> None:
+        del self._running[running.manager_id]
+        if self._by_trajectory.get(running.request.trajectory) == running.manager_id:
+            del self._by_trajectory[running.request.trajectory]
+        if not self._running and self._busy_since is not None:
+            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_since = None
+
+    def _drain(self) -> None:
+        for manager in self._managers.values():
+            if not manager.is_running():
+                raise InstanceLost(f"{self._instance}: the decoding loop has died")
+            while (output := manager.get_result(timeout=0.0)) is not None:
+                self._take(output)
+
+    def _take(self, output: Any) -> None:
+        running = self._running.get(output.request_id)
+        if running is None:
+            return  # of a request stopped meanwhile
+        self._tokens_sampled += len(output.generated_tokens) - len(running.tokens)
+        running.tokens, running.logprobs = output.generated_tokens, output.logprobs
+        if not output.is_finished():
+            return
+        request = running.request
+        if output.error is not None:
+            self._forget(running)
+            self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=output.error))
+            return
+        stopped = bool(output.generated_tokens) and output.generated_tokens[-1] in self._settings.eos
+        self._close_segment(running)
+        self._forget(running)
+        self._ended.append(
+            Sampled(
+                trajectory=request.trajectory,
+                epoch=request.epoch,
+                segments=running.segments,
+                finish=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            )
+        )
+
+
+class _Paused:
+    """All decoding loops stand still, and their outputs are taken in."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._engine = engine
+        self._pauses: list[Any] = []
+
+    def __enter__(self) -> None:
+        for manager in self._engine._managers.values():
+            if not manager.is_running():
+                raise InstanceLost(f"{self._engine._instance}: the decoding loop has died")
+            pause = manager.pause()
+            pause.__enter__()
+            self._pauses.append(pause)
+        self._engine._drain()
+
+    def __exit__(self, *exc: object) -> None:
+        for pause in self._pauses:
+            pause.__exit__(None, None, None)
+
+
+def resolve_device(name: str) -> str:
+    """cpu or cuda for a configured device; auto takes CUDA when there is one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def load_model(path: str, dtype: str, device: str, attention: str) -> Any:
+    """A causal LM from a folder or the hub, in eval mode."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+    return model.to(device).eval()

@@ -1,0 +1,170 @@
+"""Prompts and how their answers are judged.
+
+A `TaskSource` is deterministic and has no state: prompt `i` is the same whenever it is asked for, so a run's position
+in its data is one number, the next group's id. Training prompts and held-out prompts come from disjoint index ranges.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from stores.errors import ConfigError
+
+HELD_OUT_SHARE = 0.1
+"""Of a file's rows, the share at its end that is only evaluated on, at most."""
+
+Record = Mapping[str, Any]
+Reward = Callable[[str, Record], float | tuple[float, dict[str, float]]]
+"""(answer text, record) -> reward, or (reward, its parts by name). The record holds prompt, answer and metadata."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt and what its verifier needs."""
+
+    prompt: str
+    record: Record
+
+
+class TaskSource(Protocol):
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        """Prompt `index` of the training prompts, or of the held-out ones. Pure: same index, same task."""
+        ...
+
+    def score(self, answer: str, record: Record) -> float:
+        """The source's own verifier."""
+        ...
+
+
+class ReasoningGym:
+    """Procedural tasks with verifiers, from the `reasoning-gym` package. Endless; index i is drawn with seed + i."""
+
+    HELD_OUT_OFFSET = 10**12
+    """Training never reaches this index."""
+
+    def __init__(self, dataset: str, options: Mapping[str, Any], seed: int) -> None:
+        import reasoning_gym
+
+        try:
+            self._dataset = reasoning_gym.create_dataset(dataset, size=2 * 10**12, seed=seed * 10**7, **options)
+        except ValueError as error:
+            raise ConfigError(f"task.source = reasoning_gym:{dataset}: {error}") from error
+        except (TypeError, AssertionError) as error:
+            raise ConfigError(f"task.options for reasoning_gym:{dataset}: {error}") from error
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        entry = self._dataset[index + (self.HELD_OUT_OFFSET if held_out else 0)]
+        return Task(prompt=entry["question"], record=entry)
+
+    def score(self, answer: str, record: Record) -> float:
+        return float(self._dataset.score_answer(answer, dict(record)))
+
+
+class JsonLines:
+    """Rows of a file with `prompt` and `answer`. Trained on in order, again from the start at its end."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"task.source = jsonl:{path}: cannot be read: {error}") from error
+        self._rows: list[dict[str, Any]] = []
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
+            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or "answer" not in row:
+                raise ConfigError(f"{path}, line {number}: must be an object with a text `prompt` and an `answer`")
+            self._rows.append(row)
+        if len(self._rows) < 2:
+            raise ConfigError(
+                f"{path}: {len(self._rows)} rows; at least one to train on and one to hold out are needed"
+            )
+        self._num_held_out = max(1, int(len(self._rows) * HELD_OUT_SHARE))
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        num_train = len(self._rows) - self._num_held_out
+        row = self._rows[num_train + index % self._num_held_out] if held_out else self._rows[index % num_train]
+        return Task(prompt=row["prompt"], record=row)
+
+    def score(self, answer: str, record: Record) -> float:
+        """1 if the texts are equal but for white space, else 0."""
+        return float(" ".join(answer.split()) == " ".join(str(record["answer"]).split()))
+
+
+def make_source(source: str, options: Mapping[str, Any], seed: int) -> TaskSource:
+    """The source called `kind:name`."""
+    kind, _, name = source.partition(":")
+    if kind == "reasoning_gym" and name:
+        return ReasoningGym(name, options, seed)
+    if kind == "jsonl" and name:
+        return JsonLines(Path(name))
+    raise ConfigError(f"task.source = {source!r}: expected reasoning_gym:DATASET or jsonl:FILE")
+
+
+def math_verify_reward(answer: str, record: Record) -> float:
+    """1 if the answer is mathematically equal to the record's, by the `math-verify` package."""
+    from math_verify import parse, verify
+
+    gold = str(record["answer"])
+    return float(verify(parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$"), parse(answer)))
+
+
+def make_reward(function: str, source: TaskSource) -> Reward:
+    """The reward called `function`: task, math_verify, path/to/file.py:name, or module:name."""
+    if function == "task":
+        return source.score
+    if function == "math_verify":
+        return math_verify_reward
+    where, _, name = function.rpartition(":")
+    if not where:
+        raise ConfigError(f"reward.function = {function!r}: expected task, math_verify, file.py:name or module:name")
+    try:
+        module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(f"reward.function = {function!r}: cannot be loaded: {error}") from error
+    reward = getattr(module, name, None)
+    if not callable(reward):
+        raise ConfigError(f"reward.function = {function!r}: {where} has no function {name}")
+    num_required = sum(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(reward).parameters.values()
+    )
+    if num_required > 2:
+        raise ConfigError(
+            f"reward.function = {function!r}: must take (answer, record), it needs {num_required} arguments"
+        )
+    return reward  # type: ignore[no-any-return]
+
+
+def _load_file(path: Path) -> Any:
+    """A user's module, by path; the current folder is never searched, so its name cannot shadow one of ours."""
+    if not path.is_file():
+        raise OSError(f"{path}: no such file")
+    name = f"staleflow_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def extract_answer(pattern: str, response: str) -> str:
+    """The first group of `pattern`'s last match in the response; the whole response if there is no pattern."""
+    if not pattern:
+        return response.strip()
+    matches = list(re.finditer(pattern, response))
+    return matches[-1].group(1) if matches else ""

@@ -1,0 +1,113 @@
+"""Cutting a step's trajectories into minibatches and micro-batches. Numpy, pure.
+
+A micro-batch is bounded by padded tokens, not by rows: lengths vary by orders of magnitude, memory must not. Token
+weights are fixed over the whole minibatch first, so cutting it differently cannot change its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tasks.names import AGGREGATION_NAMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One trajectory as the trainer needs it."""
+
+    prompt: npt.NDArray[np.int32]  # [P] token ids
+    response: npt.NDArray[np.int32]  # [T] token ids
+    behaviour: npt.NDArray[np.float32]  # [T] logprobs under the sampling policy, nats
+    advantage: float
+    staleness: int
+    trained: bool = True
+    """False: no gradient, but the row still counts in the denominator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Right-padded rows. Response columns start at `start`: position start + t predicts column t."""
+
+    rows: tuple[int, ...]
+    input_ids: npt.NDArray[np.int64]  # [N, L]
+    attention_mask: npt.NDArray[np.int64]  # [N, L]
+    start: int  # index of the first position whose prediction is used: min prompt length - 1
+    targets: npt.NDArray[np.int64]  # [N, L - 1 - start], the token after each position
+    mask: npt.NDArray[np.float32]  # same shape, 1 where the target is a response token
+    behaviour: npt.NDArray[np.float32]  # same shape
+    weight: npt.NDArray[np.float32]  # [N, 1] each token's share in the minibatch loss
+    advantage: npt.NDArray[np.float32]  # [N, 1]
+
+
+def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> npt.NDArray[np.float32]:
+    """[N] weight of each row's tokens, so that sum over tokens of weight x loss is the aggregate.
+
+    token_mean: mean over all tokens (DAPO). sequence_mean: mean of per-sequence means (GRPO). constant_length: sum over
+    tokens / (N x max_length) (Dr. GRPO).
+    """
+    if aggregation not in AGGREGATION_NAMES:
+        raise ValueError(f"no aggregation {aggregation!r}; there are {', '.join(AGGREGATION_NAMES)}")
+    n = np.maximum(np.asarray(lengths, np.float64), 1.0)
+    if aggregation == "token_mean":
+        weights = np.full(len(n), 1.0 / n.sum())
+    elif aggregation == "sequence_mean":
+        weights = 1.0 / (len(n) * n)
+    else:
+        weights = np.full(len(n), 1.0 / (len(n) * max_length))
+    return weights.astype(np.float32)
+
+
+def minibatches(num_rows: int, count: int, rng: np.random.Generator) -> list[npt.NDArray[np.int64]]:
+    """A random split of the rows into `count` parts of nearly equal size."""
+    return [np.sort(part) for part in np.array_split(rng.permutation(num_rows), count)]
+
+
+def microbatches(
+    rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], token_budget: int
+) -> list[MicroBatch]:
+    """The chosen rows, shortest first, cut so that rows x longest <= token_budget; one row is always allowed.
+
+    weights: [len(chosen)], from `token_weights`.
+    """
+    order = sorted(range(len(chosen)), key=lambda i: len(rows[chosen[i]].prompt) + len(rows[chosen[i]].response))
+    batches: list[MicroBatch] = []
+    part: list[int] = []
+    for i in order:
+        length = len(rows[chosen[i]].prompt) + len(rows[chosen[i]].response)
+        if part and (len(part) + 1) * length > token_budget:
+            batches.append(_pad(rows, chosen, weights, part))
+            part = []
+        part.append(i)
+    if part:
+        batches.append(_pad(rows, chosen, weights, part))
+    return batches
+
+
+def _pad(rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], part: list[int]) -> MicroBatch:
+    picked = [rows[chosen[i]] for i in part]
+    longest = max(len(r.prompt) + len(r.response) for r in picked)
+    start = min(len(r.prompt) for r in picked) - 1
+    shape = (len(picked), longest)
+    ids, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    mask, behaviour = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for k, row in enumerate(picked):
+        prompt, end = len(row.prompt), len(row.prompt) + len(row.response)
+        ids[k, :prompt], ids[k, prompt:end] = row.prompt, row.response
+        attention[k, :end] = 1
+        mask[k, prompt:end] = 1.0 if row.trained else 0.0
+        behaviour[k, prompt:end] = row.behaviour
+    return MicroBatch(
+        rows=tuple(chosen[i] for i in part),
+        input_ids=ids,
+        attention_mask=attention,
+        start=start,
+        targets=ids[:, start + 1 :],
+        mask=mask[:, start + 1 :],
+        behaviour=behaviour[:, start + 1 :],
+        weight=np.asarray([[weights[i]] for i in part], np.float32),
+        advantage=np.asarray([[r.advantage] for r in picked], np.float32),
+    )

@@ -1,0 +1,314 @@
+"""The trajectory server: an actor that holds the payloads of live trajectories and is the store's only committer.
+
+Tokens and texts travel between it and the other actors, worker to worker; the driver and the coordinator see ids,
+lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits run in a
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stores.base import RunHeader, StepRecord, batch_fingerprint, id_ranges
+from stores.errors import ConfigError, ProtocolViolation
+from stores.staleness import Ending
+from stores.trajectory import (
+    Ended,
+    Fate,
+    GroupId,
+    PolicyVersion,
+    Timings,
+    Trajectory,
+    TrajectoryId,
+)
+from stores.versioned import VersionedStore
+from tasks.advantage import advantages
+from tasks.engines.base import Sampled
+from tasks.environments import Record, Task, TaskSource, make_source
+from tasks.packing import Row
+from tasks.scoring import Score, ScoringSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """See TaskConfig, BatchConfig and RewardConfig. context: tokens the model can attend to."""
+
+    tokenizer: str
+    scoring: ScoringSettings
+    template: str
+    chat: bool
+    group_size: int
+    members_started: int
+    advantage: str
+    max_error_share: float
+    max_new_tokens: int
+    context: int
+    store: str
+    header: RunHeader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnGroup:
+    """A prompt by its group's id and its length in tokens."""
+
+    group: GroupId
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A held-out prompt: token ids, and what its verifier needs."""
+
+    tokens: tuple[int, ...]
+    record: Record
+
+
+class Prompts:
+    """Tasks as token ids. Pure but for the tokenizer it holds."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        from transformers import AutoTokenizer
+
+        self._settings = settings
+        self._source: TaskSource = make_source(settings.scoring.source, settings.scoring.options, settings.scoring.seed)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(settings.tokenizer)
+
+    def encode(self, task: Task) -> tuple[int, ...]:
+        """The prompt's token ids. ConfigError if prompt and response cannot fit the model's context together."""
+        text = self._settings.template.format(prompt=task.prompt)
+        if self._settings.chat:
+            turn = [{"role": "user", "content": text}]
+            text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        room = self._settings.context - self._settings.max_new_tokens
+        if not 0 < len(ids) <= room:
+            raise ConfigError(
+                f"a prompt has {len(ids)} tokens; it must have 1 to {room}, the model's context of "
+                f"{self._settings.context} less rollout.max_new_tokens = {self._settings.max_new_tokens}: "
+                f"{task.prompt[:60]!r}..."
+            )
+        return ids
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        return self._source.task(index, held_out=held_out)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+class TrajectoryServer:
+    """The Dask actor. Idempotent where it is asked twice: draws are numbered, deliveries carry whole segments."""
+
+    def __init__(self, settings: ServerSettings, start_s: float) -> None:
+        self._settings = settings
+        # Seconds since the run's start, as the driver counts them.
+        self._epoch = time.monotonic() - start_s
+        self._prompts = Prompts(settings)
+        self._store = VersionedStore.create(Path(settings.store), settings.header)
+        self._live: dict[TrajectoryId, Trajectory] = {}
+        self._records: dict[GroupId, Record] = {}
+        self._num_drawn = 0
+        # Ended since the last commit; the consumed ones under their step, in the trainer's order.
+        self._ended: list[Ended] = []
+        self._consumed: dict[int, list[Ended]] = {}
+        self._fingerprints: dict[int, str] = {}
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+
+    async def draw(self, num_groups: int) -> list[DrawnGroup]:
+        """The next groups of the task source, by id and length."""
+        first = self._num_drawn
+        self._num_drawn += num_groups
+        tasks = await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, first, num_groups)
+        now = self._now()
+        for group, (task, tokens) in enumerate(tasks, first):
+            self._records[GroupId(group)] = task.record
+            prompt = np.asarray(tokens, np.int32)
+            for i in range(self._settings.members_started):
+                member = TrajectoryId(group * self._settings.members_started + i)
+                self._live[member] = Trajectory(
+                    id=member, group=GroupId(group), prompt_tokens=prompt, timings=Timings(arrived_s=now)
+                )
+        return [DrawnGroup(group=GroupId(g), prompt_tokens=len(t[1])) for g, t in enumerate(tasks, first)]
+
+    async def held_out(self, count: int) -> list[HeldOut]:
+        """The first `count` held-out prompts."""
+
+        def encode() -> list[HeldOut]:
+            tasks = [self._prompts.task(i, held_out=True) for i in range(count)]
+            return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in tasks]
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+
+    async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
+        """Texts of token ids."""
+        return [self._prompts.text(r) for r in responses]
+
+    async def payloads(
+        self, trajectories: tuple[TrajectoryId, ...]
+    ) -> dict[TrajectoryId, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(prompt, tokens sampled so far) of those still alive."""
+        now = self._now()
+        found = {}
+        for member in trajectories:
+            t = self._live.get(member)
+            if t is not None:
+                self._live[member] = replace(t, timings=replace(t.timings, routed_s=t.timings.routed_s or now))
+                found[member] = (tuple(t.prompt_tokens.tolist()), tuple(t.response_tokens.tolist()))
+        return found
+
+    async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
+        """Take what an instance sampled; returns each trajectory's tokens in all. Ended ones are dropped."""
+        now = self._now()
+        totals = {}
+        for item in sampled:
+            t = self._live.get(item.trajectory)
+            if t is None:
+                continue
+            for segment in item.segments:
+                t = t.with_segment(segment)
+            t = replace(t, finish=item.finish, timings=replace(t.timings, sampled_s=now))
+            self._live[item.trajectory] = t
+            totals[item.trajectory] = t.num_tokens
+        return totals
+
+    async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, str, Record]]:
+        """(id, response text, record) of those still alive."""
+        alive = [t for i in trajectories if (t := self._live.get(i)) is not None]
+        return [(t.id, self._prompts.text(t.response_tokens.tolist()), self._records[t.group]) for t in alive]
+
+    async def rewarded(self, scored: list[tuple[TrajectoryId, Score]]) -> None:
+        """Note the rewards of those still alive."""
+        now = self._now()
+        for member, score in scored:
+            t = self._live.get(member)
+            if t is not None:
+                self._live[member] = replace(
+                    t,
+                    reward=score.reward,
+                    reward_parts=score.parts,
+                    error=score.error,
+                    timings=replace(t.timings, rewarded_s=now),
+                )
+
+    async def batch(
+        self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
+    ) -> list[Row]:
+        """The rows of training step `step`, groups side by side; they count as consumed from here on.
+
+        versions: each trajectory's v_traj, as the ledger decided it."""
+        if step not in self._consumed:
+            placed = zip(trajectories, versions, strict=True)
+            self._consume(step, [replace(self._live[t], v_traj=v) for t, v in placed])
+        return [
+            Row(
+                prompt=e.trajectory.prompt_tokens,
+                response=e.trajectory.response_tokens,
+                behaviour=e.trajectory.logprobs,
+                advantage=e.advantage,
+                staleness=e.staleness,
+                trained=e.loss_mask,
+            )
+            for e in self._consumed[step]
+        ]
+
+    async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
+        """These ended without being trained on; the next commit stores them with their v_traj."""
+        for ending, version in zip(endings, versions, strict=True):
+            t = replace(self._live.pop(ending.trajectory), v_traj=version)
+            self._ended.append(
+                Ended(trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False)
+            )
+
+    async def commit(self, record: StepRecord) -> dict[str, float]:
+        """Store a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
+
+        `record.ledger.live` is filled in here: what was started by then and is neither stored nor in this commit."""
+        begin = time.monotonic()
+        consumed = self._consumed.pop(record.step, []) if record.kind == "step" else []
+        ended, self._ended = [*consumed, *self._ended], []
+        # Drawn groups that the ledger has not heard of yet are not started for it.
+        started = record.ledger.num_started
+        training = {e.trajectory.id for rows in self._consumed.values() for e in rows}
+        live = id_ranges(i for i in (*self._live, *training) if i < started)
+        metrics = self._metrics.pop(record.step, {}) if record.kind == "step" else {}
+        record = replace(
+            record,
+            ledger=replace(record.ledger, live=live),
+            metrics=metrics | record.metrics,
+            batch_fingerprint=self._fingerprints.pop(record.step, "") if record.kind == "step" else "",
+        )
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.commit, record, ended)
+        for group in {e.trajectory.group for e in ended}:
+            first = group * self._settings.members_started
+            members = range(first, first + self._settings.members_started)
+            if not any(TrajectoryId(m) in self._live for m in members):
+                self._records.pop(group, None)
+        return metrics | {"commit_s": time.monotonic() - begin}
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return time.monotonic() - self._epoch
+
+    def _encode(self, first: int, count: int) -> list[tuple[Task, tuple[int, ...]]]:
+        tasks = [self._prompts.task(i) for i in range(first, first + count)]
+        return [(task, self._prompts.encode(task)) for task in tasks]
+
+    def _consume(self, step: int, batch: list[Trajectory]) -> None:
+        errors = [t for t in batch if t.error]
+        if len(errors) > self._settings.max_error_share * len(batch):
+            raise ConfigError(
+                f"reward.function = {self._settings.scoring.function!r}: failed on {len(errors)} of {len(batch)} "
+                f"responses of step {step} (limit: reward.max_error_share = {self._settings.max_error_share:g}); "
+                f"first: {errors[0].error}"
+            )
+        size = self._settings.group_size
+        if len(batch) % size or any(
+            len({t.group for t in batch[i : i + size]}) > 1 for i in range(0, len(batch), size)
+        ):
+            raise ProtocolViolation(f"step {step}: the batch does not consist of whole groups")
+        rewards = np.asarray([t.reward for t in batch], np.float64).reshape(-1, size)
+        valid = np.asarray([not t.error for t in batch], bool).reshape(-1, size)
+        estimate = advantages(self._settings.advantage, rewards, valid).reshape(-1)
+        consumed = [
+            Ended(trajectory=t, fate=Fate.CONSUMED, step=step, advantage=float(a), loss_mask=not t.error)
+            for t, a in zip(batch, estimate, strict=True)
+        ]
+        for t in batch:
+            del self._live[t.id]
+        self._consumed[step] = consumed
+        self._fingerprints[step] = batch_fingerprint((e.trajectory, e.advantage) for e in consumed)
+        self._metrics[step] = _batch_metrics(consumed, rewards, valid)
+
+
+def _batch_metrics(
+    consumed: list[Ended], rewards: np.ndarray[Any, Any], valid: np.ndarray[Any, Any]
+) -> dict[str, float]:
+    lengths = np.asarray([e.trajectory.num_tokens for e in consumed])
+    staleness = np.asarray([e.staleness for e in consumed])
+    queued = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
+    return {
+        "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
+        "reward_errors": float((~valid).sum()),
+        "groups_with_signal": float((rewards.max(axis=1) - rewards.min(axis=1) > 1e-9).mean()),
+        "response_tokens": float(lengths.sum()),
+        "response_mean": float(lengths.mean()),
+        "response_max": float(lengths.max()),
+        "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in consumed])),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "sampling_s": float(queued.mean()),
+        "mixed_versions": float(np.mean([len({s.version for s in e.trajectory.segments}) > 1 for e in consumed])),
+    }

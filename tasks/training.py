@@ -1,0 +1,255 @@
+"""The trainer: a Hugging Face causal LM and AdamW. `PolicyTrainer` is the plain object, `Trainer` its Dask actor.
+
+The training step's weights go out as a new policy version before the step counts as finished: a published version can
+always be fetched, while the next step already trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stores import parameters
+from stores.parameters import ParameterFolder
+from stores.trajectory import PolicyVersion, TrajectoryId
+from tasks.engines.transformers import load_model, resolve_device
+from tasks.loss import LossSettings, token_loss
+from tasks.packing import MicroBatch, Row, microbatches, minibatches, token_weights
+from tasks.remote import call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """See ModelConfig and TrainingConfig. num_steps: length of the cosine schedule. max_length: for constant_length."""
+
+    model: str
+    dtype: str
+    device: str
+    learning_rate: float
+    schedule: str
+    warmup_steps: int
+    num_steps: int
+    minibatches: int
+    microbatch_tokens: int
+    grad_clip: float
+    weight_decay: float
+    betas: tuple[float, float]
+    aggregation: str
+    loss: LossSettings
+    temperature: float
+    max_length: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did: metrics by name (see pipeline/metrics.py), and the published weights."""
+
+    version: PolicyVersion
+    metrics: dict[str, float]
+    fingerprint: str
+    path: str
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Running sums over a step's tokens; means are taken at its end."""
+
+    tokens: float = 0.0
+    clipped: float = 0.0
+    loss: float = 0.0
+    ratio: float = 0.0
+    grad_norms: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """Stored behaviour logprobs against the trainer's own: absolute differences per token, nats, and
+    KL(rollout || trainer) by the k3 estimate."""
+
+    mean: float
+    max: float
+    kl: float
+    num_tokens: int
+
+
+class PolicyTrainer:
+    """Trains on rows; publishes nothing. Deterministic for a seed and an order of calls."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self.settings = settings
+        self.device = resolve_device(settings.device)
+        self.model: Any = load_model(settings.model, settings.dtype, self.device, attention="sdpa")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+        )
+        self._rng = np.random.default_rng(settings.seed)
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then constant or a cosine down to a tenth."""
+        s = self.settings
+        if step < s.warmup_steps:
+            return s.learning_rate * (step + 1) / (s.warmup_steps + 1)
+        if s.schedule == "constant":
+            return s.learning_rate
+        progress = (step - s.warmup_steps) / max(1, s.num_steps - s.warmup_steps)
+        return s.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+    def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
+        """One training step over all rows: `minibatches` optimizer updates. Mutates the model; returns metrics."""
+        s = self.settings
+        rate = self.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        proximal, mismatch = self._before(rows)
+        sums = _Sums()
+        for chosen in minibatches(len(rows), s.minibatches, self._rng):
+            weights = token_weights(s.aggregation, [len(rows[i].response) for i in chosen], s.max_length)
+            self.optimizer.zero_grad(set_to_none=True)
+            for batch in microbatches(rows, [int(i) for i in chosen], weights, s.microbatch_tokens):
+                self._accumulate(batch, rows, proximal, sums)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
+            if torch.isfinite(norm):
+                # A step on a non-finite gradient would destroy the model for good; it shows in grad_norm instead.
+                self.optimizer.step()
+            sums.grad_norms.append(float(norm))
+        tokens = max(sums.tokens, 1.0)
+        return {
+            "loss": sums.loss / s.minibatches,
+            "grad_norm": float(np.mean(sums.grad_norms)),
+            "clip_share": sums.clipped / tokens,
+            "ratio_mean": sums.ratio / tokens,
+            "learning_rate": rate,
+            "mismatch_mean": mismatch.mean,
+            "mismatch_max": mismatch.max,
+            "kl_rollout": mismatch.kl,
+            "tokens_trained": sums.tokens,
+        }
+
+    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """[N, T] log-probabilities of the targets at the sampling temperature, nats, float32."""
+        ids = torch.from_numpy(batch.input_ids).to(self.device)
+        attention = torch.from_numpy(batch.attention_mask).to(self.device)
+        keep = torch.arange(batch.start, ids.shape[1] - 1, device=self.device)
+        logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False, logits_to_keep=keep).logits
+        targets = torch.from_numpy(np.ascontiguousarray(batch.targets)).to(self.device)
+        scaled = logits.float() / self.settings.temperature
+        flat = torch.nn.functional.cross_entropy(scaled.flatten(0, 1), targets.flatten(), reduction="none")
+        return -flat.view(targets.shape)
+
+    def _before(self, rows: Sequence[Row]) -> tuple[list[np.ndarray[Any, Any]], Mismatch]:
+        """Each row's response logprobs before the step: the proximal policy, and a check of the stored ones. Losses
+        that do not need the proximal policy only check the fresh rows, which are the ones that must agree."""
+        everything = self.settings.loss.needs_proximal
+        chosen = [i for i, r in enumerate(rows) if everything or r.staleness == 0]
+        proximal: list[np.ndarray[Any, Any]] = [r.behaviour for r in rows]
+        ones = np.ones(len(chosen), np.float32)
+        with torch.no_grad():
+            for batch in microbatches(rows, chosen, ones, self.settings.microbatch_tokens):
+                logprobs = self.logprobs(batch).cpu().numpy()
+                for k, i in enumerate(batch.rows):
+                    begin = len(rows[i].prompt) - 1 - batch.start
+                    proximal[i] = logprobs[k, begin : begin + len(rows[i].response)]
+        fresh = [i for i in chosen if rows[i].staleness == 0 and len(rows[i].response)]
+        if not fresh:
+            return proximal, Mismatch(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
+        difference = np.concatenate([proximal[i] - rows[i].behaviour for i in fresh])
+        return proximal, Mismatch(
+            mean=float(np.abs(difference).mean()),
+            max=float(np.abs(difference).max()),
+            kl=float((np.exp(difference) - difference - 1).mean()),
+            num_tokens=len(difference),
+        )
+
+    def _accumulate(
+        self, batch: MicroBatch, rows: Sequence[Row], proximal: list[np.ndarray[Any, Any]], sums: _Sums
+    ) -> None:
+        """Forward and backward of one micro-batch; gradients add up in the model."""
+        device = self.device
+        old = np.zeros_like(batch.behaviour)
+        for k, i in enumerate(batch.rows):
+            begin = len(rows[i].prompt) - 1 - batch.start
+            old[k, begin : begin + len(rows[i].response)] = proximal[i]
+        mask = torch.from_numpy(np.ascontiguousarray(batch.mask)).to(device)
+        behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device)
+        old_t = torch.from_numpy(old).to(device)
+        logprobs = self.logprobs(batch)
+        result = token_loss(
+            self.settings.loss, logprobs, old_t, behaviour, torch.from_numpy(batch.advantage).to(device)
+        )
+        loss = (result.loss * mask * torch.from_numpy(batch.weight).to(device)).sum()
+        loss.backward()
+        with torch.no_grad():
+            sums.tokens += float(mask.sum())
+            sums.loss += float(loss)
+            sums.clipped += float((result.clipped * mask).sum())
+            sums.ratio += float((torch.exp(logprobs - behaviour) * mask).sum())
+
+
+class Trainer:
+    """The Dask actor: fetches batches from the trajectory server, trains in a thread of its own, publishes weights."""
+
+    def __init__(self, settings: TrainerSettings, folder: str, threads: int, call_s: float) -> None:
+        torch.set_num_threads(threads)
+        self._call_s = call_s
+        self._trainer = PolicyTrainer(settings)
+        self._folder = ParameterFolder(Path(folder))
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+
+    async def publish_initial(self) -> StepResult:
+        """Publish the base model as version 0."""
+        result: StepResult = await self._in_thread(self._publish, PolicyVersion(0), {})
+        return result
+
+    async def train(
+        self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
+    ) -> StepResult:
+        """Run training step `step` on these trajectories, of these v_traj, and publish version step + 1."""
+        begin = time.monotonic()
+        rows: list[Row] = await call(server.batch(step, trajectories, versions), self._call_s, "trajectory server")
+        fetched = time.monotonic()
+        result: StepResult = await self._in_thread(self._train, step, rows, fetched - begin)
+        return result
+
+    async def save_checkpoint(self, folder: str) -> None:
+        """Save the present weights where `from_pretrained` finds them."""
+        from transformers import AutoTokenizer
+
+        def save() -> None:
+            tokenizer = AutoTokenizer.from_pretrained(self._trainer.settings.model)
+            parameters.checkpoint(self._trainer.model, tokenizer, Path(folder))
+
+        await self._in_thread(save)
+
+    async def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _train(self, step: int, rows: list[Row], fetch_s: float) -> StepResult:
+        begin = time.monotonic()
+        metrics = self._trainer.step(step, rows)
+        trained = time.monotonic()
+        result = self._publish(PolicyVersion(step + 1), metrics)
+        result.metrics.update(fetch_s=fetch_s, train_s=trained - begin, publish_s=time.monotonic() - trained)
+        return result
+
+    def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
+        named = dict(self._trainer.model.named_parameters())
+        path = self._folder.publish(version, named)
+        return StepResult(
+            version=version, metrics=dict(metrics), fingerprint=parameters.fingerprint(named), path=str(path)
+        )
+
+    async def _in_thread(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
