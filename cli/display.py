@@ -46,7 +46,7 @@ class Display:
 
     def announce(self, line: str) -> None:
         if not self._quiet:
-            self._console.print(line, highlight=False)
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def progress(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
         """Show where the run stands. `doing` names a phase outside training; empty keeps the last."""
@@ -55,13 +55,15 @@ class Display:
         if doing:
             self._doing = doing
             if self._live is None:
-                self._console.print(f"[{time.monotonic() - self._begin:6.1f} s] {doing}", highlight=False, markup=False)
+                self._console.print(
+                    f"[{time.monotonic() - self._begin:6.1f} s] {doing}", highlight=False, markup=False, soft_wrap=True
+                )
         if self._live is not None:
             self._live.update(self._picture(snapshot, outcomes))
         for step in outcomes.steps[self._num_printed :]:
             self._doing = "training"
             if self._live is None:
-                self._console.print(_step_line(step, self._config.steps), highlight=False, markup=False)
+                self._console.print(_step_line(step, self._config.steps), highlight=False, markup=False, soft_wrap=True)
         self._num_printed = len(outcomes.steps)
 
     def _picture(self, snapshot: Snapshot, outcomes: Outcomes) -> Group:
@@ -121,17 +123,20 @@ class Display:
             f"{seconds.get('wall_s', 0.0):.0f} s; staleness {summary['staleness_histogram']}, "
             f"bound {summary['staleness_bound']}",
             highlight=False,
+            soft_wrap=True,
         )
         console.print(
             f"own cost: trainer waits though a batch is ready {overhead['trainer_waits_though_ready']:.1%}, "
             f"instances idle though work is routable {overhead['rollout_idle_though_routable']:.1%}",
             highlight=False,
+            soft_wrap=True,
         )
         if end.stopped:
             console.print(f"stopped: {end.stopped}; everything up to the last step is stored", highlight=False)
         console.print(
             f"look: {end.run_dir}/summary.png, staleflow store show {end.run_dir}, staleflow store audit {end.run_dir}",
             highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -26,6 +26,8 @@ def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Dask's comings and goings at start and end are no news; read by it when it is imported, here and in workers.
+    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info" if verbose else "critical")
     logging.basicConfig(
         level=logging.INFO if verbose else logging.ERROR, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr
     )

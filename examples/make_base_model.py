@@ -1,7 +1,7 @@
 """Make the demo's base model: a 0.6M-parameter Llama that has read noisy worked examples of running sums.
 
 The examples write each step out (`7+8=15;15-9=6;so6.`), so responses have different lengths. Their author is careless:
-in four of five carries or borrows the carry is forgotten, and the mistake is carried on. The model learns both the
+in most carries and borrows the carry is forgotten, and the mistake is carried on. The model learns both the
 right rule and the slip, and starts out right less than half of the time; reinforcement learning has to find out which
 is which.
 """
@@ -23,9 +23,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 INSTRUCTION = "State the final answer to the following arithmetic problem:"
 SYMBOLS = ["<pad>", "<eos>", "<unk>", INSTRUCTION, *"0123456789+-=;.", "so"]
-TASK = {"min_terms": 3, "max_terms": 7, "min_digits": 1, "max_digits": 1}
+TASK = {"min_terms": 3, "max_terms": 6, "min_digits": 1, "max_digits": 1}
 """Of reasoning-gym's chain_sum; examples/demo.toml trains on the same."""
-SLIP = 0.8
+SLIP = 0.85
 """How often the examples forget a carry or borrow."""
 FIRST_SEED = 1
 """Of the examples. The run draws its prompts with other seeds."""
@@ -94,7 +94,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, size: int, seed: int) -> Iterato
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=1800, help="optimizer steps of 32 examples")
+    parser.add_argument("--steps", type=int, default=2400, help="optimizer steps of 32 examples")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if (args.out / "model.safetensors").exists():

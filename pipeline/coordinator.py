@@ -470,6 +470,10 @@ class Coordinator:
     def training(self) -> bool:
         return self._training
 
+    def loads(self) -> dict[InstanceId, int]:
+        """Trajectories each instance is taken to be running. O(instances)."""
+        return {i.instance: i.num_running for i in self._instances.values()}
+
     def story(self, trajectory: TrajectoryId) -> list[str]:
         """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
         return [f"{now:9.3f} s  {what}  ({cause})" for who, now, cause, what in self._log if who == trajectory]

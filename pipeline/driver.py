@@ -97,9 +97,11 @@ class _Instance:
     tasks: list[asyncio.Task[None]]
     version: PolicyVersion = PolicyVersion(0)
     fingerprint: str = ""
-    # For the instance's idle share: seconds the coordinator had work on it, seconds its engine had.
+    # For the instance's idle share: seconds the coordinator had work on it, seconds its engine had; what the engine
+    # did before the run, an evaluation, does not count.
     assigned_s: float = 0.0
     busy_s: float = 0.0
+    busy_before_s: float | None = None
     tokens_sampled: int = 0
 
 
@@ -130,6 +132,8 @@ class Driver:
         self._published: dict[PolicyVersion, tuple[str, str]] = {}
         self._begin = time.monotonic()
         self._training_since = self._idle_since = 0.0
+        self._last_event_s = 0.0
+        self._ages: list[tuple[float, float]] = []
         self._stop_requested = ""
         self.outcomes = Outcomes()
 
@@ -208,6 +212,10 @@ class Driver:
 
     def _handle(self, event: Event) -> None:
         now = self._now()
+        for name, num_running in self._coordinator.loads().items():
+            if num_running and name in self._instances:
+                self._instances[name].assigned_s += now - self._last_event_s
+        self._last_event_s = now
         commands = self._coordinator.handle(event, now)
         self._journal.append(now, event, commands)
         for command in commands:
@@ -227,7 +235,7 @@ class Driver:
                 self._books.put_nowait(command)
             case Train():
                 self._training_since = time.monotonic()
-                self._spawn(self._train(command, self._coordinator.snapshot()), "train")
+                self._spawn(self._train(command), "train")
 
     # -- carrying out --------------------------------------------------------------------------------------------
 
@@ -238,7 +246,7 @@ class Driver:
         groups = tuple(NewGroup(group=g.group, prompt_tokens=g.prompt_tokens) for g in drawn)
         self._inbox.put_nowait(GroupsArrived(groups=groups))
 
-    async def _train(self, command: Train, snapshot: Snapshot) -> None:
+    async def _train(self, command: Train) -> None:
         wait_s = self._training_since - self._idle_since
         result: StepResult = await call(
             self._trainer.actor.train(self._server.actor, command.step, command.trajectories, command.versions),
@@ -247,8 +255,7 @@ class Driver:
         )
         elapsed_s = time.monotonic() - self._training_since
         result.metrics.update(
-            staleness_in_flight=snapshot.staleness_in_flight,
-            staleness_in_queue=snapshot.staleness_in_queue,
+            **self._mean_ages(),
             wait_s=wait_s,
             overhead_s=elapsed_s - result.metrics["train_s"] - result.metrics["publish_s"],
             elapsed_s=time.monotonic() - self._begin,
@@ -369,10 +376,12 @@ class Driver:
     async def _watch(self, instance: _Instance) -> None:
         """Report an instance's progress, and sum up how long it had work and did none."""
         actor, call_s = instance.placed.actor, self._config.deadlines.call_s
+        instance.busy_before_s = (await call(actor.report(), call_s, instance.placed.name)).busy_s
         while True:
             await asyncio.sleep(TICK_S)
             load = await call(actor.report(), call_s, instance.placed.name)
-            instance.busy_s, instance.tokens_sampled = load.busy_s, load.tokens_sampled
+            instance.busy_s = load.busy_s - (instance.busy_before_s or 0.0)
+            instance.tokens_sampled = load.tokens_sampled
             name = InstanceId(instance.placed.name)
             self._inbox.put_nowait(InstanceReported(instance=name, progress=load.progress))
 
@@ -400,17 +409,12 @@ class Driver:
                 self._inbox.put_nowait(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))
 
     async def _tick(self) -> None:
-        """Let time pass for the coordinator and for the display; integrate what instances were given to do."""
-        last = time.monotonic()
+        """Let time pass for the coordinator and for the display, and note how old the work is."""
         while True:
             await asyncio.sleep(TICK_S)
             self._inbox.put_nowait(Tick())
-            now = time.monotonic()
             snapshot = self._coordinator.snapshot()
-            for view in snapshot.instances:
-                if view.num_running and view.instance in self._instances:
-                    self._instances[view.instance].assigned_s += now - last
-            last = now
+            self._ages.append((snapshot.staleness_in_flight, snapshot.staleness_in_queue))
             self._progress(snapshot, self.outcomes, "")
 
     # -- actors --------------------------------------------------------------------------------------------------
@@ -618,6 +622,14 @@ class Driver:
             "rollout_assigned_s": sum(i.assigned_s for i in self._instances.values()) / count,
             "rollout_idle_with_work_s": sum(idle) / count,
             "tokens_sampled": float(sum(i.tokens_sampled for i in self._instances.values())),
+        }
+
+    def _mean_ages(self) -> dict[str, float]:
+        """Staleness in flight and in queue, mean over the ticks since the last step ended."""
+        ages, self._ages = self._ages or [(0.0, 0.0)], []
+        return {
+            "staleness_in_flight": sum(a for a, _ in ages) / len(ages),
+            "staleness_in_queue": sum(b for _, b in ages) / len(ages),
         }
 
     @property

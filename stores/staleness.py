@@ -32,7 +32,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -149,28 +149,15 @@ class StalenessLedger:
 
     def refusal(self, version: PolicyVersion) -> str | None:
         """Why no further group of `version` can be promised a place; None if it can."""
-        due = self.deadline(version)
-        if due < self.next_step:
-            return f"version {version} may train up to step {due}, the next is {self.next_step}"
-        promised = self._count_due(due - 1, reserved=True)
-        for step in range(due, self._horizon() + 1):
-            promised += self._count_at(step, reserved=True)
-            places = self.groups_started * (step - self.next_step + 1)
-            if promised >= places:
-                return f"{promised} groups are promised the {places} places up to step {step}"
-        return None
+        return self._shortage(self.deadline(version), self._horizon())
 
     def room(self, version: PolicyVersion) -> int:
         """How many further groups of `version` can be promised a place now."""
-        due = self.deadline(version)
-        if due < self.next_step:
-            return 0
-        promised = self._count_due(due - 1, reserved=True)
         room = UNBOUNDED_STEPS
-        for step in range(due, self._horizon() + 1):
-            promised += self._count_at(step, reserved=True)
-            room = min(room, self.groups_started * (step - self.next_step + 1) - promised)
-        return max(0, room)
+        due = self.deadline(version)
+        for _, promises_left, places_left in self._slack(due, self._horizon()):
+            room = min(room, promises_left if places_left > 0 else 0)
+        return max(0, room) if due >= self.next_step else 0
 
     def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
         """Whether a member of `group` may be sampled from `version` on."""
@@ -435,18 +422,32 @@ class StalenessLedger:
         """Groups due by `step` or before."""
         return sum(self._count_at(s, reserved=reserved) for s in range(self.next_step, step + 1))
 
+    def _slack(self, due: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """For each step from `due` to `last`: how many more groups due by then can be promised a place, and how many
+        places finished work has left. They differ only with redundancy, which promises more than there are places."""
+        promised = self._count_due(due - 1, reserved=True)
+        finished = self._count_due(due - 1, reserved=False)
+        for step in range(due, last + 1):
+            promised += self._count_at(step, reserved=True)
+            finished += self._count_at(step, reserved=False)
+            num_steps = step - self.next_step + 1
+            yield step, self.groups_started * num_steps - promised, self.groups_per_step * num_steps - finished
+
+    def _shortage(self, due: int, last: int) -> str | None:
+        """What keeps one more group due by `due` from being promised a place, looking at the steps up to `last`."""
+        if due < self.next_step:
+            return f"it would have to train by step {due}, the next is {self.next_step}"
+        for step, promises_left, places_left in self._slack(due, last):
+            if promises_left <= 0:
+                promised = self.groups_started * (step - self.next_step + 1) - promises_left
+                return f"{promised} groups are promised the {promised + promises_left} places up to step {step}"
+            if places_left <= 0:
+                return f"finished groups fill all places up to step {step}"
+        return None
+
     def _moved_refusal(self, entry: Entry, version: PolicyVersion) -> str | None:
         """Why a reserved group cannot take the older `version`; None if every promise can still be kept."""
-        due, held = self.deadline(version), self.deadline(entry.version)
-        if due < self.next_step:
-            return f"version {version} may train up to step {due}, the next is {self.next_step}"
-        promised = self._count_due(due - 1, reserved=True)
-        for step in range(due, held):
-            promised += self._count_at(step, reserved=True)
-            places = self.groups_started * (step - self.next_step + 1)
-            if promised >= places:
-                return f"{promised} groups are promised the {places} places up to step {step}"
-        return None
+        return self._shortage(self.deadline(version), self.deadline(entry.version) - 1)
 
     def _live(self, group: GroupId) -> Entry:
         entry = self.entries.get(group)

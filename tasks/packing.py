@@ -27,6 +27,11 @@ class Row:
     trained: bool = True
     """False: no gradient, but the row still counts in the denominator."""
 
+    @property
+    def has_gradient(self) -> bool:
+        """Every loss is proportional to the advantage: without one there is nothing to compute."""
+        return self.trained and self.advantage != 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -98,7 +103,7 @@ def _pad(rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.flo
         prompt, end = len(row.prompt), len(row.prompt) + len(row.response)
         ids[k, :prompt], ids[k, prompt:end] = row.prompt, row.response
         attention[k, :end] = 1
-        mask[k, prompt:end] = 1.0 if row.trained else 0.0
+        mask[k, prompt:end] = 1.0
         behaviour[k, prompt:end] = row.behaviour
     return MicroBatch(
         rows=tuple(chosen[i] for i in part),

@@ -118,7 +118,9 @@ class PolicyTrainer:
         for chosen in minibatches(len(rows), s.minibatches, self._rng):
             weights = token_weights(s.aggregation, [len(rows[i].response) for i in chosen], s.max_length)
             self.optimizer.zero_grad(set_to_none=True)
-            for batch in microbatches(rows, [int(i) for i in chosen], weights, s.microbatch_tokens):
+            taught = [k for k, i in enumerate(chosen) if rows[i].has_gradient]
+            picked = [int(chosen[k]) for k in taught]
+            for batch in microbatches(rows, picked, weights[taught], s.microbatch_tokens):
                 self._accumulate(batch, rows, proximal, sums)
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
             if torch.isfinite(norm):
@@ -153,7 +155,7 @@ class PolicyTrainer:
         """Each row's response logprobs before the step: the proximal policy, and a check of the stored ones. Losses
         that do not need the proximal policy only check the fresh rows, which are the ones that must agree."""
         everything = self.settings.loss.needs_proximal
-        chosen = [i for i, r in enumerate(rows) if everything or r.staleness == 0]
+        chosen = [i for i, r in enumerate(rows) if r.staleness == 0 or (everything and r.has_gradient)]
         proximal: list[np.ndarray[Any, Any]] = [r.behaviour for r in rows]
         ones = np.ones(len(chosen), np.float32)
         with torch.no_grad():

@@ -1,0 +1,100 @@
+"""Settings and small real things that many tests share: a tiny model on disk, a job that uses it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("ICECHUNK_LOG", "error")
+os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
+
+slow_ok = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+settings.register_profile("ci", max_examples=200, deadline=None, suppress_health_check=slow_ok)
+settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=slow_ok)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama with the demo's tokenizer, as `from_pretrained` reads it."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    from examples.make_base_model import SYMBOLS, make_tokenizer
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(SYMBOLS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    folder = tmp_path_factory.mktemp("tiny-model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+JOB = """
+name = "job"
+runs_dir = "{runs}"
+steps = {steps}
+seed = 3
+
+[model]
+path = "{model}"
+
+[task]
+source = "reasoning_gym:chain_sum"
+options = {{ min_terms = 2, max_terms = 3, min_digits = 1, max_digits = 1 }}
+eval_prompts = 8
+
+[batch]
+groups_per_step = 4
+group_size = 4
+
+[rollout]
+max_new_tokens = 24
+
+[rollout.engine]
+max_running = 16
+kv_tokens = 2048
+
+[training]
+learning_rate = 1e-3
+minibatches = 2
+
+[cluster]
+dashboard = false
+
+[deadlines]
+call_s = 30
+stuck_s = 60
+"""
+
+
+@pytest.fixture
+def job(tiny_model: Path, tmp_path: Path) -> Path:
+    """A job file of five small steps on the tiny model; its runs go to the test's own folder."""
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.format(runs=tmp_path / "runs", steps=5, model=tiny_model))
+    return path

@@ -1,0 +1,139 @@
+"""The staleness protocol, stated naively: entries in a list, and a search for a seat for each of them.
+
+Where the ledger counts by version and checks Hall's condition, this tries to seat every group by augmenting paths, and
+asks for a batch by trying every subset. It shares no code with the ledger; it is slow, and meant to be obvious.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class NaiveGroup:
+    members: list[int]
+    version: int | None = None
+    routed: set[int] = field(default_factory=set)
+    done: list[int] = field(default_factory=list)
+    gone: set[int] = field(default_factory=set)
+    occupied: bool = False
+
+    @property
+    def waiting(self) -> list[int]:
+        return [m for m in self.members if m not in self.done and m not in self.gone]
+
+
+def can_be_seated(deadlines: Sequence[int], seats: dict[int, int]) -> bool:
+    """Whether every job gets a seat at a step no later than its deadline. Augmenting paths, one job at a time."""
+    slots = [step for step, count in seats.items() for _ in range(count)]
+    holder: dict[int, int] = {}
+
+    def seat(job: int, tried: set[int]) -> bool:
+        for i, step in enumerate(slots):
+            if step <= deadlines[job] and i not in tried:
+                tried.add(i)
+                if i not in holder or seat(holder[i], tried):
+                    holder[i] = job
+                    return True
+        return False
+
+    return all(seat(job, set()) for job in range(len(deadlines)))
+
+
+@dataclass
+class NaiveLedger:
+    eta: int
+    batch: int
+    group_size: int
+    batch_started: int
+    members_started: int
+    num_steps: int
+    version: int = 0
+    next_step: int = 0
+    groups: dict[int, NaiveGroup] = field(default_factory=dict)
+    started: int = 0
+    consumed: int = 0
+    filtered: int = 0
+    aborted: int = 0
+
+    @property
+    def redundant(self) -> bool:
+        return self.batch_started > self.batch
+
+    def deadline(self, version: int) -> int:
+        return min(version + self.eta, self.num_steps - 1)
+
+    def steps(self, first: int) -> range:
+        return range(first, self.version + self.eta + 2)
+
+    def held(self, *, occupied: bool | None = None) -> list[NaiveGroup]:
+        return [
+            g for g in self.groups.values() if g.version is not None and (occupied is None or g.occupied == occupied)
+        ]
+
+    def can_reserve(self, group: int, version: int) -> bool:
+        g = self.groups[group]
+        if g.occupied or self.deadline(version) < self.next_step:
+            return False
+        if g.version is not None and version >= g.version:
+            return True
+        others = [o for o in self.held() if o is not g and o.version is not None]
+        mine = self.deadline(version)
+        if not self.redundant:
+            seats = dict.fromkeys(self.steps(self.next_step), self.batch)
+            return can_be_seated([*(self.deadline(o.version or 0) for o in others), mine], seats)
+        # Over-promised seats cannot all be kept; what counts is that promises stay within what may be started, where
+        # this group adds one, and that finished work has left it a seat.
+        last = self.deadline(self.version) if g.version is None else self.deadline(g.version) - 1
+        for step in range(mine, last + 1):
+            due = [o for o in others if self.deadline(o.version or 0) <= step]
+            num_steps = step - self.next_step + 1
+            if len(due) + 1 > self.batch_started * num_steps:
+                return False
+            if sum(o.occupied for o in due) + 1 > self.batch * num_steps:
+                return False
+        return True
+
+    def ready(self) -> bool:
+        """Some batch of finished groups can go now without leaving another group without a seat."""
+        if self.next_step >= self.num_steps or self.next_step > self.version:
+            return False
+        occupied = self.held(occupied=True)
+        allowance = self.batch_started - self.batch
+        seats = dict.fromkeys(self.steps(self.next_step + 1), self.batch_started) | {self.next_step: allowance}
+        for chosen in itertools.combinations(occupied, self.batch):
+            rest = [self.deadline(g.version) for g in self.held() if g not in chosen and g.version is not None]
+            if can_be_seated(rest, seats):
+                return True
+        return False
+
+    def hopeless(self) -> list[int]:
+        """With redundancy: groups in flight that finished work has left no seat at all."""
+        if not self.redundant:
+            return []
+        seats = dict.fromkeys(self.steps(self.next_step), self.batch)
+        finished = [self.deadline(g.version) for g in self.held(occupied=True) if g.version is not None]
+        return [
+            i
+            for i, g in self.groups.items()
+            if g.version is not None
+            and not g.occupied
+            and not can_be_seated([*finished, self.deadline(g.version)], seats)
+        ]
+
+    def shed(self) -> set[int]:
+        """Abort the hopeless; returns their members."""
+        gone: set[int] = set()
+        for i in self.hopeless():
+            gone |= self.drop(i)
+        self.aborted += len(gone)
+        return gone
+
+    def drop(self, group: int) -> set[int]:
+        g = self.groups.pop(group)
+        return {m for m in g.members if m not in g.gone}
+
+    def live(self) -> Iterable[int]:
+        return (m for g in self.groups.values() for m in g.members if m not in g.gone)
