@@ -23,7 +23,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 INSTRUCTION = "State the final answer to the following arithmetic problem:"
 SYMBOLS = ["<pad>", "<eos>", "<unk>", INSTRUCTION, *"0123456789+-=;.", "so"]
-TASK = {"min_terms": 3, "max_terms": 6, "min_digits": 1, "max_digits": 1}
+TASK = {"min_terms": 4, "max_terms": 6, "min_digits": 1, "max_digits": 1}
 """Of reasoning-gym's chain_sum; examples/demo.toml trains on the same."""
 SLIP = 0.85
 """How often the examples forget a carry or borrow."""

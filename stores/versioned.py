@@ -76,6 +76,9 @@ class VersionedStore:
         self.header = RunHeader(**attributes["header"])
         # Where the next commit appends; kept here because there is one committer.
         self._num_tokens = int(root["tokens/ids"].shape[0])
+        # One byte a trajectory id, set once it is stored: ids are dense, and nothing may be stored twice.
+        self._stored = bytearray()
+        self._mark(self._column(root, "rows/int")[:, _INT["trajectory"]].tolist())
 
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> VersionedStore:
@@ -113,6 +116,10 @@ class VersionedStore:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+        ids = [e.trajectory.id for e in ended]
+        twice = [i for i in ids if i < len(self._stored) and self._stored[i]]
+        if twice or len(set(ids)) < len(ids):
+            raise StoreError(f"{self._where}: trajectory {(twice or ids)[0]} would be stored twice")
         try:
             session = self._repository.writable_session("main")
             root = zarr.open_group(session.store, mode="r+")
@@ -126,7 +133,13 @@ class VersionedStore:
                 "free space or move runs_dir, everything up to the step before is safe"
             ) from error
         self._num_tokens = end
+        self._mark(ids)
         return snapshot
+
+    def _mark(self, ids: Sequence[int]) -> None:
+        self._stored.extend(bytes(max(0, max(ids, default=-1) + 1 - len(self._stored))))
+        for i in ids:
+            self._stored[i] = 1
 
     def _append(self, root: Any, record: StepRecord, ended: Sequence[Ended]) -> tuple[int, int]:
         begin = -(-self._num_tokens // TOKEN_CHUNK) * TOKEN_CHUNK

@@ -1,0 +1,153 @@
+"""What every trajectory store must do. Subclass, and provide `make`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stores.base import LedgerState, RunHeader, StepRecord, TrajectoryStore
+from stores.errors import StoreError
+from stores.trajectory import (
+    AbortReason,
+    Ended,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Timings,
+    Trajectory,
+    TrajectoryId,
+)
+
+HEADER = RunHeader(run="test", eta=1, groups_per_step=2, group_size=2, members_started=2)
+
+
+def segment(rng: np.random.Generator, version: int, length: int, instance: str = "rollout-0") -> Segment:
+    return Segment(
+        version=PolicyVersion(version),
+        instance=InstanceId(instance),
+        tokens=rng.integers(0, 50_000, length).astype(np.int32),
+        logprobs=rng.normal(-1, 0.5, length).astype(np.float32),
+    )
+
+
+def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUMED, **changes: Any) -> Ended:
+    versions = sorted({max(0, step - 1), step})
+    trajectory = Trajectory(
+        id=TrajectoryId(i),
+        group=GroupId(i // 2),
+        prompt_tokens=rng.integers(0, 50_000, int(rng.integers(1, 9))).astype(np.int32),
+        v_traj=PolicyVersion(versions[0]),
+        segments=tuple(segment(rng, v, int(rng.integers(1, 30))) for v in versions),
+        finish=FinishReason.STOP,
+        reward=float(np.float32(rng.random())),
+        reward_parts={"format": 0.5},
+        error="" if i % 3 else "ValueError: no",
+        timings=Timings(arrived_s=1.0, routed_s=2.0, sampled_s=3.5, rewarded_s=4.25),
+    )
+    values: dict[str, Any] = {"advantage": float(np.float32(rng.normal())), "loss_mask": bool(i % 3)}
+    reason = AbortReason.NONE if fate is Fate.CONSUMED else AbortReason.RUN_ENDED
+    return Ended(trajectory=trajectory, fate=fate, reason=reason, step=step, **(values | changes))
+
+
+def record(step: int, kind: str = "step") -> StepRecord:
+    return StepRecord(
+        kind=kind,
+        step=step,
+        ledger=LedgerState(
+            num_started=4 * (step + 1),
+            num_ended={"consumed:none": 4 * (step + 1)},
+            live=((3, 5), (8, 9)),
+            next_step=step + 1,
+            version=step,
+        ),
+        metrics={"reward": 0.5},
+        weight_fingerprint=f"w{step}",
+        loaded_fingerprints={"rollout-0": (step, f"w{step - 1}")},
+        batch_fingerprint="b",
+    )
+
+
+def assert_same(a: Ended, b: Ended) -> None:
+    assert (a.fate, a.reason, a.step, a.advantage, a.loss_mask) == (b.fate, b.reason, b.step, b.advantage, b.loss_mask)
+    s, t = a.trajectory, b.trajectory
+    for name in ("id", "group", "v_traj", "finish", "reward", "reward_parts", "error", "timings"):
+        assert getattr(s, name) == getattr(t, name), name
+    for name in ("prompt_tokens", "response_tokens", "logprobs", "versions"):
+        np.testing.assert_array_equal(getattr(s, name), getattr(t, name))
+        assert getattr(s, name).dtype == getattr(t, name).dtype
+    assert [(x.version, x.instance) for x in s.segments] == [(x.version, x.instance) for x in t.segments]
+
+
+class TrajectoryStoreTests:
+    """The suite."""
+
+    def make(self, folder: Path) -> TrajectoryStore:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> TrajectoryStore:
+        return self.make(tmp_path / "store")
+
+    @pytest.fixture
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(0)
+
+    def test_an_empty_store(self, store: TrajectoryStore) -> None:
+        assert store.header == HEADER
+        assert list(store.ended()) == []
+        assert store.steps() == []
+        assert store.get(TrajectoryId(0)) is None
+
+    def test_what_is_committed_is_read_back_bit_for_bit(self, store: TrajectoryStore, rng: Any) -> None:
+        kept: list[Ended] = []
+        for step in range(3):
+            batch = [ended(rng, 4 * step + i, step) for i in range(4)]
+            kept += batch
+            store.commit(record(step), batch)
+        read = list(store.ended())
+        assert len(read) == len(kept)
+        for a, b in zip(read, kept, strict=True):
+            assert_same(a, b)
+        got = store.get(TrajectoryId(7))
+        assert got is not None
+        assert_same(got, kept[7])
+
+    def test_a_steps_batch_in_its_order(self, store: TrajectoryStore, rng: Any) -> None:
+        for step in range(2):
+            rows = [ended(rng, 10 * step + i, step) for i in (3, 1, 2, 0)]
+            store.commit(record(step), [*rows, ended(rng, 10 * step + 5, step, Fate.ABORTED)])
+        assert [e.trajectory.id for e in store.ended(1)] == [13, 11, 12, 10]
+        assert all(e.staleness == 1 for e in store.ended(1))
+
+    def test_records_carry_the_books_and_their_own_size(self, store: TrajectoryStore, rng: Any) -> None:
+        rows = [ended(rng, i, 0) for i in range(4)]
+        store.commit(record(0), rows)
+        store.commit(record(1, "end"), [])
+        first, last = store.steps()
+        assert first.ledger == record(0).ledger
+        assert first.metrics == {"reward": 0.5}
+        assert first.loaded_fingerprints == {"rollout-0": (0, "w-1")}
+        assert first.num_rows == 4
+        assert first.num_tokens == sum(len(r.trajectory.prompt_tokens) + r.trajectory.num_tokens for r in rows)
+        assert (last.kind, last.num_rows, last.num_tokens) == ("end", 0, 0)
+
+    def test_a_trajectory_without_tokens(self, store: TrajectoryStore, rng: Any) -> None:
+        empty = Trajectory(id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.asarray([5], np.int32))
+        row = Ended(trajectory=empty, fate=Fate.ABORTED, reason=AbortReason.SURPLUS_GROUP, step=0, loss_mask=False)
+        store.commit(record(0), [row])
+        (read,) = store.ended()
+        assert_same(read, row)
+        assert read.staleness == -1
+
+    def test_nothing_is_stored_twice(self, store: TrajectoryStore, rng: Any) -> None:
+        store.commit(record(0), [ended(rng, 0, 0)])
+        with pytest.raises(StoreError):
+            store.commit(record(1), [ended(rng, 0, 1)])
+        assert len(list(store.ended())) == 1
+        assert len(store.steps()) == 1

@@ -1,0 +1,234 @@
+"""Both stores under the conformance suite; what only the versioned one does; every planted fault is found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import icechunk
+import numpy as np
+import pytest
+import zarr
+
+from stores.audit import audit
+from stores.base import LedgerState, RunHeader, StepRecord, TrajectoryStore, batch_fingerprint, id_ranges
+from stores.errors import ConfigError, StoreError
+from stores.memory import MemoryStore
+from stores.trajectory import Ended, Fate, TrajectoryId
+from stores.versioned import INT_COLUMNS, TOKEN_CHUNK, VersionedStore
+from tests.store_conformance import HEADER, TrajectoryStoreTests, ended, record
+
+
+class TestMemoryStore(TrajectoryStoreTests):
+    def make(self, folder: Path) -> TrajectoryStore:
+        return MemoryStore(HEADER)
+
+
+class TestVersionedStore(TrajectoryStoreTests):
+    def make(self, folder: Path) -> TrajectoryStore:
+        return VersionedStore.create(folder, HEADER)
+
+    def test_it_is_there_after_reopening(self, tmp_path: Path, rng: Any) -> None:
+        VersionedStore.create(tmp_path / "s", HEADER).commit(record(0), [ended(rng, 0, 0)])
+        again = VersionedStore.open(tmp_path / "s")
+        again.commit(record(1), [ended(rng, 4, 1)])
+        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").ended()] == [0, 4]
+
+    def test_time_travel(self, tmp_path: Path, rng: Any) -> None:
+        store = VersionedStore.create(tmp_path / "s", HEADER)
+        for step in range(3):
+            store.commit(record(step), [ended(rng, step, step)])
+        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s", at_step=1).ended()] == [0, 1]
+        with pytest.raises(ConfigError, match="no commit of step 7"):
+            VersionedStore.open(tmp_path / "s", at_step=7)
+
+    def test_each_commit_starts_at_a_chunk_so_none_is_rewritten(self, tmp_path: Path, rng: Any) -> None:
+        store = VersionedStore.create(tmp_path / "s", HEADER)
+        for step in range(3):
+            store.commit(record(step), [ended(rng, step, step)])
+        assert store.table()["offset"].tolist() == [0, TOKEN_CHUNK, 2 * TOKEN_CHUNK]
+
+    def test_no_store_and_a_foreign_store_are_one_line(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="no store here"):
+            VersionedStore.open(tmp_path / "none")
+        (tmp_path / "junk").mkdir()
+        with pytest.raises(StoreError, match="cannot be opened"):
+            VersionedStore.open(tmp_path / "junk")
+
+    def test_a_store_of_another_format_is_refused(self, tmp_path: Path) -> None:
+        VersionedStore.create(tmp_path / "s", HEADER)
+        edit(tmp_path / "s", lambda root: root.attrs.update({"format": 99}))
+        with pytest.raises(ConfigError, match="store format 99, this version reads 1"):
+            VersionedStore.open(tmp_path / "s")
+
+    def test_a_failed_commit_leaves_nothing(self, tmp_path: Path, rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = VersionedStore.create(tmp_path / "s", HEADER)
+        store.commit(record(0), [ended(rng, 0, 0)])
+
+        def full(self: Any, *args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VersionedStore, "_append", full)
+            with pytest.raises(StoreError, match="No space left on device; free space or move runs_dir"):
+                store.commit(record(1), [ended(rng, 1, 1)])
+        store.commit(record(1), [ended(rng, 1, 1)])
+        assert [e.trajectory.id for e in store.ended()] == [0, 1]
+
+    def test_killed_while_committing_it_is_whole(self, tmp_path: Path) -> None:
+        """kill -9 at random moments of a committing process: what is read is a prefix of whole steps."""
+        script = textwrap.dedent(
+            """
+            import sys
+            from pathlib import Path
+            import numpy as np
+            from stores.versioned import VersionedStore
+            from tests.store_conformance import HEADER, ended, record
+            store = VersionedStore.create(Path(sys.argv[1]), HEADER)
+            rng = np.random.default_rng(0)
+            for step in range(10_000):
+                store.commit(record(step), [ended(rng, 4 * step + i, step) for i in range(4)])
+                print(step, flush=True)
+            """
+        )
+        for attempt in range(3):
+            folder = tmp_path / f"s{attempt}"
+            with subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                for _ in range(5 + attempt):
+                    last = int(process.stdout.readline())
+                os.kill(process.pid, signal.SIGKILL)
+            store = VersionedStore.open(folder)
+            steps = [r.step for r in store.steps()]
+            assert steps == list(range(len(steps)))
+            assert len(steps) >= last + 1
+            assert [e.trajectory.id for e in store.ended()] == list(range(4 * len(steps)))
+            assert not [f for f in audit(store).findings if f.check in ("arrays", "bound", "once")]
+
+
+def sound_store(folder: Path, num_steps: int = 4) -> VersionedStore:
+    """A store as a faultless run writes it."""
+    rng = np.random.default_rng(1)
+    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=2, members_started=2)
+    store = VersionedStore.create(folder, header)
+    for step in range(num_steps):
+        batch = [ended(rng, 4 * step + i, step) for i in range(4)]
+        store.commit(
+            StepRecord(
+                kind="step",
+                step=step,
+                ledger=LedgerState(
+                    num_started=4 * (step + 1) + 2,
+                    num_ended={"consumed:none": 4 * (step + 1)},
+                    live=id_ranges([4 * (step + 1), 4 * (step + 1) + 1]),
+                    next_step=step + 1,
+                    version=step,
+                ),
+                weight_fingerprint=f"w{step + 1}",
+                loaded_fingerprints={"rollout-0": (step, f"w{step}")} if step else {},
+                batch_fingerprint=batch_fingerprint((e.trajectory, e.advantage) for e in batch),
+            ),
+            batch,
+        )
+    last = [ended(rng, 4 * num_steps + i, num_steps, Fate.ABORTED) for i in range(2)]
+    ledger = LedgerState(
+        num_started=4 * num_steps + 2,
+        num_ended={"consumed:none": 4 * num_steps, "aborted:run_ended": 2},
+        live=(),
+        next_step=num_steps,
+        version=num_steps,
+    )
+    store.commit(StepRecord(kind="end", step=num_steps, ledger=ledger), last)
+    return store
+
+
+def edit(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Tamper with a store, as a commit of its own."""
+    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+    session = repository.writable_session("main")
+    change(zarr.open_group(session.store, mode="r+"))
+    session.commit("tampered")
+
+
+def set_int(root: Any, row: int, column: str, value: int) -> None:
+    root["rows/int"][row, INT_COLUMNS.index(column)] = value
+
+
+def lose_a_row(root: Any) -> None:
+    for name in ("rows/int", "rows/float"):
+        array = root[name]
+        kept = np.delete(np.asarray(array[:]), 5, axis=0)
+        array.resize(kept.shape)
+        array[:] = kept
+
+
+def truncate(root: Any) -> None:
+    array = root["tokens/logprobs"]
+    array.resize((array.shape[0] - 20,))
+
+
+def repeat_a_row(root: Any) -> None:
+    root["rows/int"][6, :] = root["rows/int"][2, :]
+
+
+def forge(root: Any) -> None:
+    text = np.asarray(root["text"][:]).tobytes().replace(b'["rollout-0",', b'["rollout-0",')
+    root["text"][:] = np.frombuffer(text.replace(b'"rollout-0":[2,"w2"]', b'"rollout-0":[2,"w9"]'), np.uint8)
+
+
+def change_a_logprob(root: Any) -> None:
+    offset = int(root["rows/int"][5, INT_COLUMNS.index("offset")])
+    prompt = int(root["rows/int"][5, INT_COLUMNS.index("prompt_tokens")])
+    root["tokens/logprobs"][offset + prompt] = -9.0
+
+
+FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "version out of bound": (lambda root: set_int(root, 9, "v_traj", 0), "bound"),
+    "row consumed twice": (repeat_a_row, "once"),
+    "row lost": (lose_a_row, "conservation"),
+    "truncated array": (truncate, "arrays"),
+    "wrong weight fingerprint": (forge, "fingerprints"),
+    "changed logprob": (change_a_logprob, "fingerprints"),
+    "consumed by another step": (lambda root: set_int(root, 4, "step", 2), "once"),
+}
+
+
+def test_a_sound_store_passes(tmp_path: Path) -> None:
+    result = audit(sound_store(tmp_path / "s"))
+    assert result.findings == ()
+    assert (result.num_steps, result.num_trajectories, result.max_staleness) == (4, 18, 1)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(tmp_path: Path, fault: str) -> None:
+    sound_store(tmp_path / "s")
+    shutil.copytree(tmp_path / "s", tmp_path / "copy")
+    change, check = FAULTS[fault]
+    edit(tmp_path / "copy", change)
+    found = audit(VersionedStore.open(tmp_path / "copy")).findings
+    assert check in {f.check for f in found}
+    assert audit(VersionedStore.open(tmp_path / "s")).clean
+
+
+def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "s")
+    largest = max((tmp_path / "s" / "chunks").iterdir(), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    largest.write_bytes(bytes(data))
+    found = audit(VersionedStore.open(tmp_path / "s")).findings
+    assert found
+    assert store.get(TrajectoryId(10**6)) is None
+
+
+def test_ended_knows_staleness_only_of_what_was_consumed() -> None:
+    rng = np.random.default_rng(0)
+    row: Ended = ended(rng, 0, 3, Fate.FILTERED)
+    assert row.staleness == -1
