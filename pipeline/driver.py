@@ -144,7 +144,7 @@ class Driver:
         call_s = self._config.deadlines.call_s
         self._say("starting actors")
         await self._place_actors()
-        initial: StepResult = await call(self._trainer.actor.publish_initial(), call_s, "trainer")
+        initial: StepResult = await call(self._trainer.actor, "publish_initial", within_s=call_s, who="trainer")
         self._published[initial.version] = (initial.path, initial.fingerprint)
         await self._evaluate(PolicyVersion(0))
         self._begin = self._idle_since = time.monotonic()
@@ -181,7 +181,7 @@ class Driver:
         order = {"rollout": 0, "trainer": 1, "reward": 2}
         for placed in sorted(self._cluster.placed.values(), key=lambda p: order.get(p.role, 3)):
             with contextlib.suppress(Exception, asyncio.CancelledError):
-                await call(placed.actor.close(), 10.0, placed.name)
+                await call(placed.actor, "close", within_s=10.0, who=placed.name)
         self._journal.close()
 
     async def _main_loop(self) -> None:
@@ -201,12 +201,13 @@ class Driver:
                 last_progress = time.monotonic()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
-                self._handle(StopRequested(why=self._stop_requested))
                 self.outcomes.stopped = self._stop_requested
                 break
             limit = deadlines.train_s if self._coordinator.training else deadlines.stuck_s
             if time.monotonic() - last_progress > limit:
                 raise RunStuck(f"no progress for {limit:g} s: {self._coordinator.waiting_for()}")
+        # Redundancy may have left something in flight even after the last step.
+        self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
         step = self._coordinator.ledger.next_step
         self._books.put_nowait(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
 
@@ -241,7 +242,11 @@ class Driver:
 
     async def _draw(self, command: Draw) -> None:
         drawn = await call(
-            self._server.actor.draw(command.num_groups), self._config.deadlines.call_s, "trajectory server"
+            self._server.actor,
+            "draw",
+            command.num_groups,
+            within_s=self._config.deadlines.call_s,
+            who="trajectory server",
         )
         groups = tuple(NewGroup(group=g.group, prompt_tokens=g.prompt_tokens) for g in drawn)
         self._inbox.put_nowait(GroupsArrived(groups=groups))
@@ -249,9 +254,14 @@ class Driver:
     async def _train(self, command: Train) -> None:
         wait_s = self._training_since - self._idle_since
         result: StepResult = await call(
-            self._trainer.actor.train(self._server.actor, command.step, command.trajectories, command.versions),
-            self._config.deadlines.train_s,
-            "trainer",
+            self._trainer.actor,
+            "train",
+            self._server.actor,
+            command.step,
+            command.trajectories,
+            command.versions,
+            within_s=self._config.deadlines.train_s,
+            who="trainer",
         )
         elapsed_s = time.monotonic() - self._training_since
         result.metrics.update(
@@ -287,9 +297,11 @@ class Driver:
             item = await self._books.get()
             call_s = self._config.deadlines.call_s
             if isinstance(item, Retire):
-                await call(self._server.actor.retire(item.endings, item.versions), call_s, "trajectory server")
+                await call(
+                    self._server.actor, "retire", item.endings, item.versions, within_s=call_s, who="trajectory server"
+                )
             else:
-                metrics = await call(self._server.actor.commit(item), call_s, "trajectory server")
+                metrics = await call(self._server.actor, "commit", item, within_s=call_s, who="trajectory server")
                 if item.kind == "step":
                     self.outcomes.steps.append({"step": float(item.step), **item.metrics, **metrics})
                     self._say("")
@@ -329,12 +341,14 @@ class Driver:
                         for c in batch
                         if isinstance(c, Route)
                     )
-                    await call(actor.route(self._server.actor, items), call_s, name)
+                    await call(actor, "route", self._server.actor, items, within_s=call_s, who=name)
                 case Abort():
                     ids = tuple(c.trajectory for c in batch if isinstance(c, Abort))
-                    await call(actor.abort(ids), call_s, name)
+                    await call(actor, "abort", ids, within_s=call_s, who=name)
                 case Interrupt():
-                    stopped = await call(actor.interrupt(self._server.actor, (command.trajectory,)), call_s, name)
+                    stopped = await call(
+                        actor, "interrupt", self._server.actor, (command.trajectory,), within_s=call_s, who=name
+                    )
                     for outcome in stopped:
                         self._inbox.put_nowait(
                             TrajectoryInterrupted(
@@ -350,8 +364,8 @@ class Driver:
         call_s = self._config.deadlines.call_s
         parameters = self._cluster.placed[f"parameters-{instance.placed.host}"]
         source = self._cluster.placed[f"parameters-{self._trainer.host}"]
-        path = await call(parameters.actor.ensure(version, source.actor), call_s, parameters.name)
-        loaded = await call(instance.placed.actor.pull(version, path), call_s, instance.placed.name)
+        path = await call(parameters.actor, "ensure", version, source.actor, within_s=call_s, who=parameters.name)
+        loaded = await call(instance.placed.actor, "pull", version, path, within_s=call_s, who=instance.placed.name)
         expected = self._published[version][1]
         if loaded.fingerprint != expected:
             raise ProtocolViolation(
@@ -365,7 +379,7 @@ class Driver:
         actor, call_s = instance.placed.actor, self._config.deadlines.call_s
         while True:
             outcomes: list[Outcome] = await call(
-                actor.next_events(self._server.actor, POLL_S), call_s + POLL_S, instance.placed.name
+                actor, "next_events", self._server.actor, POLL_S, within_s=call_s + POLL_S, who=instance.placed.name
             )
             for o in outcomes:
                 event: Event = TrajectorySampled(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens)
@@ -376,10 +390,10 @@ class Driver:
     async def _watch(self, instance: _Instance) -> None:
         """Report an instance's progress, and sum up how long it had work and did none."""
         actor, call_s = instance.placed.actor, self._config.deadlines.call_s
-        instance.busy_before_s = (await call(actor.report(), call_s, instance.placed.name)).busy_s
+        instance.busy_before_s = (await call(actor, "report", within_s=call_s, who=instance.placed.name)).busy_s
         while True:
             await asyncio.sleep(TICK_S)
-            load = await call(actor.report(), call_s, instance.placed.name)
+            load = await call(actor, "report", within_s=call_s, who=instance.placed.name)
             instance.busy_s = load.busy_s - (instance.busy_before_s or 0.0)
             instance.tokens_sampled = load.tokens_sampled
             name = InstanceId(instance.placed.name)
@@ -395,7 +409,7 @@ class Driver:
             budget_s = call_s + len(batch) * self._config.reward.timeout_s
             try:
                 worker = self._cluster.placed[name].actor
-                scored = await call(worker.score(self._server.actor, tuple(batch)), budget_s, name)
+                scored = await call(worker, "score", self._server.actor, tuple(batch), within_s=budget_s, who=name)
             except errors.InstanceLost as lost:
                 self._note_loss(name, lost)
                 self._cluster.forget(name)
@@ -453,7 +467,7 @@ class Driver:
         settings = build.scoring_settings(self._config)
         call_s = self._config.deadlines.call_s
         placed = await self._cluster.place(name, "reward", RewardWorker, settings, call_s)
-        await call(placed.actor.check(), self._config.deadlines.start_s, name)
+        await call(placed.actor, "check", within_s=self._config.deadlines.start_s, who=name)
 
     async def _place_parameters(self, host: str, neighbour: Placed) -> None:
         """One parameter server a host, beside an actor that is there anyway: its calls are short and asynchronous."""
@@ -559,23 +573,31 @@ class Driver:
             for task in instance.tasks:
                 task.cancel()  # they would take the evaluation's answers for the run's
         limit = self._config.deadlines.train_s
-        prompts = await call(self._server.actor.held_out(count), limit, "trajectory server")
+        prompts = await call(self._server.actor, "held_out", count, within_s=limit, who="trajectory server")
         instances = list(self._instances.values())
         scores = {}
         for greedy in (False, True):
             shares = [prompts[i :: len(instances)] for i in range(len(instances))]
             answers = await asyncio.gather(
                 *(
-                    call(i.placed.actor.evaluate([p.tokens for p in s], greedy, limit), limit, i.placed.name)
+                    call(
+                        i.placed.actor,
+                        "evaluate",
+                        [p.tokens for p in s],
+                        greedy,
+                        limit,
+                        within_s=limit,
+                        who=i.placed.name,
+                    )
                     for i, s in zip(instances, shares, strict=True)
                 )
             )
             tokens = [a.tokens for share in answers for a in share]
-            texts = await call(self._server.actor.decode(tokens), limit, "trajectory server")
+            texts = await call(self._server.actor, "decode", tokens, within_s=limit, who="trajectory server")
             records = [p.record for share in shares for p in share]
             reward = self._cluster.placed["reward-0"].actor
             items = list(zip(texts, records, strict=True))
-            scored = await call(reward.score_texts(items), limit, "reward-0")
+            scored = await call(reward, "score_texts", items, within_s=limit, who="reward-0")
             scores[greedy] = sum(s.reward for s in scored) / count
         self.outcomes.evaluations.append(
             Evaluation(version=version, num_prompts=count, sampled=scores[False], greedy=scores[True])
@@ -584,7 +606,13 @@ class Driver:
     async def _checkpoint(self, name: str) -> None:
         folder = self._run_dir / "checkpoints"
         folder.mkdir(exist_ok=True)
-        await call(self._trainer.actor.save_checkpoint(str(folder / name)), self._config.deadlines.train_s, "trainer")
+        await call(
+            self._trainer.actor,
+            "save_checkpoint",
+            str(folder / name),
+            within_s=self._config.deadlines.train_s,
+            who="trainer",
+        )
 
     async def _prune(self) -> None:
         """Remove the versions no instance uses or is about to load."""
@@ -593,7 +621,7 @@ class Driver:
         }
         for name, placed in list(self._cluster.placed.items()):
             if placed.role == "parameters":
-                await call(placed.actor.prune(tuple(used)), self._config.deadlines.call_s, name)
+                await call(placed.actor, "prune", tuple(used), within_s=self._config.deadlines.call_s, who=name)
 
     def _ledger_state(self) -> LedgerState:
         ledger = self._coordinator.ledger

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from stores.errors import StoreError
@@ -37,7 +38,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a published file."""
     try:
         return dict(load_file(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise StoreError(f"{path}: weights cannot be read: {error}") from error
 
 
@@ -75,7 +76,7 @@ class ParameterFolder:
         try:
             save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, part)
             part.rename(self.path(version))
-        except Exception as error:
+        except (OSError, SafetensorError) as error:
             part.unlink(missing_ok=True)
             raise StoreError(f"{part}: weights cannot be written: {error}") from error
         return self.path(version)

@@ -33,7 +33,13 @@ class ParameterServer:
             if not path.exists():
                 chunks: list[bytes] = []
                 while chunk := await call(
-                    source.read_chunk(version, sum(map(len, chunks)), CHUNK_BYTES), self._call_s, "parameter server"
+                    source,
+                    "read_chunk",
+                    version,
+                    sum(map(len, chunks)),
+                    CHUNK_BYTES,
+                    within_s=self._call_s,
+                    who="parameter server",
                 ):
                     chunks.append(chunk)
                 await asyncio.to_thread(self._folder.receive, version, chunks)

@@ -25,10 +25,10 @@ class RewardWorker:
 
     async def score(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, float, str]]:
         """(trajectory, reward, error) for each that is still alive; scores and their parts go to the server."""
-        items = await call(server.scoring_items(trajectories), self._call_s, "trajectory server")
+        items = await call(server, "scoring_items", trajectories, within_s=self._call_s, who="trajectory server")
         scores = await self.score_texts([(response, record) for _, response, record in items])
         scored = [(item[0], score) for item, score in zip(items, scores, strict=True)]
-        await call(server.rewarded(scored), self._call_s, "trajectory server")
+        await call(server, "rewarded", scored, within_s=self._call_s, who="trajectory server")
         return [(trajectory, score.reward, score.error) for trajectory, score in scored]
 
     async def score_texts(self, items: list[tuple[str, Any]]) -> list[Score]:

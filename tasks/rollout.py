@@ -65,7 +65,9 @@ class RolloutInstance:
 
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
         """Start sampling these, from the tokens the server holds. Those that ended meanwhile are left out."""
-        payloads = await call(server.payloads(tuple(i.trajectory for i in items)), self._call_s, "trajectory server")
+        payloads = await call(
+            server, "payloads", tuple(i.trajectory for i in items), within_s=self._call_s, who="trajectory server"
+        )
 
         def submit() -> None:
             requests = []
@@ -157,7 +159,7 @@ class RolloutInstance:
         sampled = [e for e in ended if isinstance(e, Sampled)]
         totals: dict[TrajectoryId, int] = {}
         if sampled:
-            totals = await call(server.deliver(sampled), self._call_s, "trajectory server")
+            totals = await call(server, "deliver", sampled, within_s=self._call_s, who="trajectory server")
         return [
             Outcome(
                 trajectory=e.trajectory,

@@ -220,7 +220,9 @@ class Trainer:
     ) -> StepResult:
         """Run training step `step` on these trajectories, of these v_traj, and publish version step + 1."""
         begin = time.monotonic()
-        rows: list[Row] = await call(server.batch(step, trajectories, versions), self._call_s, "trajectory server")
+        rows: list[Row] = await call(
+            server, "batch", step, trajectories, versions, within_s=self._call_s, who="trajectory server"
+        )
         fetched = time.monotonic()
         result: StepResult = await self._in_thread(self._train, step, rows, fetched - begin)
         return result
