@@ -68,9 +68,19 @@ class ActorCluster:
                     f"for each rollout instance and the trainer, with resource {role}=1 if workers declare resources"
                 )
             await asyncio.sleep(0.2)
-        worker_name, address, host = worker
-        self.slots.setdefault(worker_name, []).append(role)
-        self.generation += 1
+        return await self._create(worker, name, role, cls, args, max(1.0, deadline - time.monotonic()))
+
+    async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        """Create a light actor on the worker of another."""
+        where = (neighbour.worker, neighbour.address, neighbour.host)
+        return await self._create(where, name, role, cls, args, self.start_s)
+
+    async def _create(
+        self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
+    ) -> Placed:
+        worker, address, host = where
+        self.slots.setdefault(worker, []).append(role)
+        self.generation += 1  # in the key: one cannot be used again while anyone holds the old future
         future = self.client.submit(
             cls,
             *args,
@@ -81,7 +91,7 @@ class ActorCluster:
             pure=False,
         )
         try:
-            actor = await asyncio.wait_for(_result(future), max(1.0, deadline - time.monotonic()))
+            actor = await asyncio.wait_for(_result(future), within_s)
         except TimeoutError:
             raise InstanceLost(f"{name} was not ready within {self.start_s:g} s on {address}") from None
         except StaleflowError:
@@ -89,9 +99,9 @@ class ActorCluster:
         except Exception as error:
             raise InstanceLost(f"{name} could not start on {address}: {type(error).__name__}: {error}") from error
         self.placed[name] = Placed(
-            name=name, role=role, worker=worker_name, address=address, host=host, actor=actor, future=future
+            name=name, role=role, worker=worker, address=address, host=host, actor=actor, future=future
         )
-        logger.debug("%s placed on %s (%s)", name, worker_name, address)
+        logger.debug("%s placed on %s (%s)", name, worker, address)
         return self.placed[name]
 
     def forget(self, name: str) -> None:

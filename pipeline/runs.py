@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipeline import config as configuration
 from pipeline.config import RunConfig
+from pipeline.crew import Crew
 from pipeline.driver import Driver, Outcomes
 from pipeline.snapshot import Snapshot
 from stores.errors import ConfigError, StoreError
@@ -58,7 +59,7 @@ async def execute(
     cluster = await connect(config)
     if cluster.dashboard:
         announce(f"Dask dashboard: {cluster.dashboard}")
-    driver = Driver(config, cluster, run_dir, facts, progress)
+    driver = Driver(config, Crew(config, cluster, run_dir, facts), run_dir, progress)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: driver.stop("interrupted"))
     loop.add_signal_handler(signal.SIGTERM, lambda: driver.stop("terminated"))

@@ -19,6 +19,7 @@ from pipeline import config as configuration
 from pipeline import journal
 from pipeline.build import make_coordinator
 from pipeline.cluster import connect
+from pipeline.crew import Crew
 from pipeline.driver import Driver
 from pipeline.model_files import inspect_model
 from pipeline.runs import RunEnd, execute, prepare_run_dir
@@ -117,7 +118,8 @@ async def sabotaged(job: Path, overrides: tuple[str, ...], victim: str, strike: 
     config = configuration.load(job, overrides)
     facts = inspect_model(config)
     cluster = await connect(config)
-    driver = Driver(config, cluster, prepare_run_dir(config), facts, lambda *_: None)
+    run_dir = prepare_run_dir(config)
+    driver = Driver(config, Crew(config, cluster, run_dir, facts), run_dir, lambda *_: None)
 
     async def saboteur() -> None:
         while not driver.outcomes.steps:

@@ -1,0 +1,203 @@
+"""The actors of one run: placing them, asking them, handing them weights, replacing the ones that are lost.
+
+Only rollout instances and reward workers can be replaced: what they held is known elsewhere. The trainer and the
+trajectory server hold state of their own, and their loss ends the run with what was committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline import build
+from pipeline.cluster import ActorCluster, Placed
+from pipeline.commands import Command
+from pipeline.config import RunConfig
+from pipeline.model_files import ModelFacts
+from stores.errors import InstanceLost, ProtocolViolation
+from stores.trajectory import InstanceId, PolicyVersion
+from tasks.parameters import ParameterServer
+from tasks.remote import call
+from tasks.reward import RewardWorker
+from tasks.rollout import RolloutInstance
+from tasks.server import TrajectoryServer
+from tasks.training import StepResult, Trainer
+
+logger = logging.getLogger(__name__)
+
+REPLACEMENTS = 3
+"""How often one instance or reward worker is replaced before the run stops: past that it is no accident."""
+CLOSE_S = 10.0
+"""Seconds an actor may take to close before it is left to its worker's end."""
+
+
+@dataclass(slots=True)
+class Instance:
+    """A rollout instance, as the driver works with it."""
+
+    placed: Placed
+    index: int
+    outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    version: PolicyVersion = PolicyVersion(0)
+    fingerprint: str = ""
+    """Of what it holds; empty until its first pull."""
+    # For its idle share: seconds the coordinator had work on it, seconds its engine had. What the engine did before
+    # the run, an evaluation, does not count.
+    assigned_s: float = 0.0
+    busy_s: float = 0.0
+    busy_before_s: float | None = None
+    tokens_sampled: int = 0
+
+    @property
+    def id(self) -> InstanceId:
+        return InstanceId(self.placed.name)
+
+
+class Crew:
+    """One run's actors."""
+
+    def __init__(self, config: RunConfig, cluster: ActorCluster, run_dir: Path, facts: ModelFacts) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._run_dir = run_dir
+        self._facts = facts
+        self._folder = str(Path(config.cluster.shared_memory) / f"staleflow-{config.name}-{facts.nonce}")
+        self._num_lost: dict[str, int] = {}
+        self._published: dict[PolicyVersion, StepResult] = {}
+        self.instances: dict[InstanceId, Instance] = {}
+        self.losses: list[str] = []
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def actor(self, name: str) -> Any:
+        """The actor called `name`, to be handed to another as an argument. Raises InstanceLost if it is gone."""
+        if name not in self._cluster.placed:
+            raise InstanceLost(f"{name} is gone")
+        return self._cluster.placed[name].actor
+
+    async def ask(self, name: str, method: str, *args: Any, within_s: float | None = None) -> Any:
+        """Call an actor; by default within the deadline for short calls."""
+        deadline_s = self._config.deadlines.call_s if within_s is None else within_s
+        return await call(self.actor(name), method, *args, within_s=deadline_s, who=name)
+
+    # -- placing -------------------------------------------------------------------------------------------------
+
+    async def place_all(self, start_s: float) -> None:
+        """Place every role, and publish the base model as version 0. start_s: on the run's clock."""
+        config, cluster = self._config, self._cluster
+        settings = build.server_settings(config, self._run_dir / "store", self._facts.context)
+        await asyncio.gather(
+            cluster.place("server", "server", TrajectoryServer, settings, start_s),
+            cluster.place(
+                "trainer",
+                "trainer",
+                Trainer,
+                build.trainer_settings(config),
+                self._folder,
+                config.cluster.threads,
+                config.deadlines.call_s,
+            ),
+            *(self.place_reward(f"reward-{i}") for i in range(config.reward.workers)),
+            *(self.place_instance(i) for i in range(config.rollout.instances)),
+        )
+        for placed in (cluster.placed["trainer"], *(i.placed for i in self.instances.values())):
+            await self._place_parameters(placed)
+        self.publish(await self.ask("trainer", "publish_initial", within_s=config.deadlines.start_s))
+
+    async def place_reward(self, name: str) -> None:
+        """Place a reward worker and have it load its reward function. Raises ConfigError if that cannot be done."""
+        settings, call_s = build.scoring_settings(self._config), self._config.deadlines.call_s
+        await self._cluster.place(name, "reward", RewardWorker, settings, call_s)
+        await self.ask(name, "check", within_s=self._config.deadlines.start_s)
+
+    async def place_instance(self, index: int) -> Instance:
+        """Place instance `index`, under a new name when it replaces one: late answers of the old one must not match."""
+        config = self._config
+        attempt = self._num_lost.get(f"rollout-{index}", 0)
+        name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
+        placed = await self._cluster.place(
+            name,
+            "rollout",
+            RolloutInstance,
+            build.engine_settings(config, index + 100 * attempt, self._facts.eos),
+            InstanceId(name),
+            config.cluster.threads,
+            config.rollout.max_new_tokens,
+            config.deadlines.call_s,
+        )
+        instance = Instance(placed=placed, index=index)
+        self.instances[instance.id] = instance
+        if self._published and max(self._published) > 0:
+            await self._place_parameters(placed)
+            await self.pull(instance, max(self._published))
+        return instance
+
+    async def _place_parameters(self, neighbour: Placed) -> None:
+        """One parameter server a host, beside an actor that is there anyway: its calls are short and asynchronous."""
+        name = f"parameters-{neighbour.host}"
+        if name not in self._cluster.placed:
+            server = self._cluster.placed["server"]
+            beside = server if server.host == neighbour.host else neighbour
+            call_s = self._config.deadlines.call_s
+            await self._cluster.place_beside(beside, name, "parameters", ParameterServer, self._folder, call_s)
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def publish(self, result: StepResult) -> None:
+        """Note a published version; instances can pull it from now on."""
+        self._published[result.version] = result
+
+    async def pull(self, instance: Instance, version: PolicyVersion) -> None:
+        """Load a version on an instance, and check that what it holds is what was published."""
+        source = self.actor(f"parameters-{self._cluster.placed['trainer'].host}")
+        path = await self.ask(f"parameters-{instance.placed.host}", "ensure", version, source)
+        loaded = await self.ask(instance.placed.name, "pull", version, path)
+        expected = self._published[version].fingerprint
+        if loaded.fingerprint != expected:
+            raise ProtocolViolation(
+                f"{instance.id} holds {loaded.fingerprint} after pulling version {version}, {expected} was published"
+            )
+        instance.version, instance.fingerprint = version, loaded.fingerprint
+
+    async def pull_all(self, version: PolicyVersion) -> None:
+        for instance in list(self.instances.values()):
+            if instance.version != version:
+                await self.pull(instance, version)
+
+    async def prune(self, wanted: set[PolicyVersion]) -> None:
+        """Remove the versions that no instance uses and that are not `wanted`."""
+        used = wanted | {i.version for i in self.instances.values()}
+        for name, placed in list(self._cluster.placed.items()):
+            if placed.role == "parameters":
+                await self.ask(name, "prune", tuple(used))
+
+    async def checkpoint(self, name: str) -> None:
+        """Save the trainer's present weights in the run's folder."""
+        folder = self._run_dir / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        await self.ask("trainer", "save_checkpoint", str(folder / name), within_s=self._config.deadlines.train_s)
+
+    # -- losing --------------------------------------------------------------------------------------------------
+
+    def lose(self, name: str, lost: InstanceLost, now: float) -> None:
+        """Note that an actor is gone and free its place. Raises InstanceLost once it happened too often."""
+        role = name.partition(".")[0]
+        self._num_lost[role] = self._num_lost.get(role, 0) + 1
+        self.losses.append(f"{now:.1f} s: {lost}")
+        logger.warning("%s; replacing it", lost)
+        self.instances.pop(InstanceId(name), None)
+        self._cluster.forget(name)
+        if self._num_lost[role] > REPLACEMENTS:
+            raise InstanceLost(f"{role} was lost {self._num_lost[role]} times, last: {lost}") from lost
+
+    async def close(self) -> None:
+        """Close all actors, the engines first: they may still use what the others hold. Never raises."""
+        order = {"rollout": 0, "trainer": 1, "reward": 2}
+        for placed in sorted(self._cluster.placed.values(), key=lambda p: order.get(p.role, 3)):
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                await self.ask(placed.name, "close", within_s=CLOSE_S)

@@ -1,0 +1,43 @@
+"""Mean reward on held-out prompts, by the run's own instances and reward worker, while nothing else runs on them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from pipeline.config import RunConfig
+from pipeline.crew import Crew
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Mean reward on held-out prompts at one policy version."""
+
+    version: int
+    num_prompts: int
+    sampled: float
+    """At the rollout temperature."""
+    greedy: float
+
+
+async def evaluate(crew: Crew, config: RunConfig, version: int) -> Evaluation:
+    """One sampled and one greedy response to each held-out prompt, spread over the instances."""
+    limit_s = config.deadlines.train_s
+    prompts = await crew.ask("server", "held_out", config.task.eval_prompts, within_s=limit_s)
+    names = list(crew.instances)
+    shares = [prompts[i :: len(names)] for i in range(len(names))]
+    means = {}
+    for greedy in (False, True):
+        answers = await asyncio.gather(
+            *(
+                crew.ask(name, "evaluate", [p.tokens for p in share], greedy, limit_s, within_s=limit_s)
+                for name, share in zip(names, shares, strict=True)
+            )
+        )
+        tokens = [a.tokens for share in answers for a in share]
+        texts = await crew.ask("server", "decode", tokens, within_s=limit_s)
+        records = [p.record for share in shares for p in share]
+        items = list(zip(texts, records, strict=True))
+        scores = await crew.ask("reward-0", "score_texts", items, within_s=limit_s)
+        means[greedy] = sum(s.reward for s in scores) / len(prompts)
+    return Evaluation(version=version, num_prompts=len(prompts), sampled=means[False], greedy=means[True])
