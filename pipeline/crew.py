@@ -19,6 +19,7 @@ from pipeline.commands import Command
 from pipeline.config import RunConfig
 from pipeline.model_files import ModelFacts
 from stores.errors import InstanceLost, ProtocolViolation
+from stores.parameters import FOLDER_PREFIX
 from stores.trajectory import InstanceId, PolicyVersion
 from tasks.parameters import ParameterServer
 from tasks.remote import call
@@ -66,7 +67,7 @@ class Crew:
         self._cluster = cluster
         self._run_dir = run_dir
         self._facts = facts
-        self._folder = str(Path(config.cluster.shared_memory) / f"staleflow-{config.name}-{facts.nonce}")
+        self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._num_lost: dict[str, int] = {}
         self._published: dict[PolicyVersion, StepResult] = {}
         self.instances: dict[InstanceId, Instance] = {}

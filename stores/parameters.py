@@ -8,8 +8,10 @@ fingerprints mean equal weights in place, whatever lay between.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,13 +54,32 @@ def check_names(held: Tensors, loaded: Tensors, path: Path) -> None:
             raise StoreError(f"{path}: {name} is {tuple(loaded[name].shape)}, the model's is {tuple(tensor.shape)}")
 
 
+OWNER = ".owner"
+"""A file in each folder that its users hold a shared lock on for as long as they live, however they end."""
+FOLDER_PREFIX = "staleflow-"
+"""How folders in shared memory are named, so that the ones a killed run left behind can be told and removed."""
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove the folders below `parent` whose users are all gone; returns them. Safe while other runs start."""
+    gone = []
+    for owner in parent.glob(f"{FOLDER_PREFIX}*/{OWNER}"):
+        with contextlib.suppress(OSError), owner.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)
+            gone.append(owner.parent)
+    return gone
+
+
 class ParameterFolder:
-    """One host's published versions."""
+    """One host's published versions. Whoever holds one keeps the folder from being swept."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._owner = (folder / OWNER).open("ab")
+            fcntl.flock(self._owner, fcntl.LOCK_SH)
         except OSError as error:
             raise StoreError(
                 f"{folder}: cannot be made: {error}; set cluster.shared_memory to another folder"
@@ -108,10 +129,8 @@ class ParameterFolder:
 
     def remove(self) -> None:
         """Give the memory back."""
-        for path in self.folder.glob("*"):
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
+        self._owner.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _part(self, version: PolicyVersion) -> Path:
         return self.folder / f".v{version:08d}.{os.getpid()}.part"

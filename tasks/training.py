@@ -207,6 +207,7 @@ class Trainer:
         torch.set_num_threads(threads)
         self._call_s = call_s
         self._trainer = PolicyTrainer(settings)
+        parameters.sweep(Path(folder).parent)
         self._folder = ParameterFolder(Path(folder))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
@@ -239,6 +240,7 @@ class Trainer:
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._folder.remove()
 
     def _train(self, step: int, rows: list[Row], fetch_s: float) -> StepResult:
         begin = time.monotonic()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +194,7 @@ def test_weights_are_published_whole_and_fingerprinted(tmp_path: Path) -> None:
     path = folder.publish(PolicyVersion(3), tensors(0))
     assert parameters.fingerprint(parameters.read(path)) == parameters.fingerprint(tensors(0))
     assert parameters.fingerprint(tensors(0)) != parameters.fingerprint(tensors(1))
-    assert [p.name for p in folder.folder.iterdir()] == [path.name]
+    assert [p.name for p in folder.folder.iterdir() if not p.name.startswith(".")] == [path.name]
 
 
 def test_a_fingerprint_sees_a_renamed_or_reshaped_tensor() -> None:
@@ -210,6 +212,22 @@ def test_only_unused_old_versions_are_removed(tmp_path: Path) -> None:
     assert folder.versions() == [2, 4]
     folder.remove()
     assert not folder.folder.exists()
+
+
+def test_a_killed_runs_folder_is_swept_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from stores.parameters import ParameterFolder
+import os, signal
+folder = ParameterFolder(Path({str(tmp_path)!r}) / "staleflow-dead-1")
+(folder.folder / "v00000001.safetensors").write_bytes(b"x")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    living = ParameterFolder(tmp_path / "staleflow-living-2")
+    subprocess.run([sys.executable, "-c", script], check=False)
+    assert [p.name for p in parameters.sweep(tmp_path)] == ["staleflow-dead-1"]
+    assert [p.name for p in tmp_path.iterdir()] == ["staleflow-living-2"]
+    living.remove()
 
 
 def test_truncated_weights_are_refused(tmp_path: Path) -> None:
