@@ -33,7 +33,7 @@ from stores.versioned import VersionedStore
 from tasks.advantage import advantages
 from tasks.engines.base import Sampled
 from tasks.environments import Record, Task, TaskSource, make_source
-from tasks.packing import Row
+from tasks.packing import PackedRows
 from tasks.scoring import Score, ScoringSettings
 
 
@@ -119,7 +119,7 @@ class TrajectoryServer:
         # Ended since the last commit; the consumed ones under their step, in the trainer's order.
         self._ended: list[Ended] = []
         self._consumed: dict[int, list[Ended]] = {}
-        self._fingerprints: dict[int, str] = {}
+        self._fingerprints: dict[int, asyncio.Future[str]] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
@@ -201,24 +201,14 @@ class TrajectoryServer:
 
     async def batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
-    ) -> list[Row]:
+    ) -> PackedRows:
         """The rows of training step `step`, groups side by side; they count as consumed from here on.
 
         versions: each trajectory's v_traj, as the ledger decided it."""
         if step not in self._consumed:
             placed = zip(trajectories, versions, strict=True)
             self._consume(step, [replace(self._live[t], v_traj=v) for t, v in placed])
-        return [
-            Row(
-                prompt=e.trajectory.prompt_tokens,
-                response=e.trajectory.response_tokens,
-                behaviour=e.trajectory.logprobs,
-                advantage=e.advantage,
-                staleness=e.staleness,
-                trained=e.loss_mask,
-            )
-            for e in self._consumed[step]
-        ]
+        return _packed(self._consumed[step])
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """These ended without being trained on; the next commit stores them with their v_traj."""
@@ -244,7 +234,7 @@ class TrajectoryServer:
             record,
             ledger=replace(record.ledger, live=live),
             metrics=metrics | record.metrics,
-            batch_fingerprint=self._fingerprints.pop(record.step, "") if record.kind == "step" else "",
+            batch_fingerprint=await self._fingerprints.pop(record.step) if record.kind == "step" else "",
         )
         await asyncio.get_running_loop().run_in_executor(self._thread, self._store.commit, record, ended)
         for group in {e.trajectory.group for e in ended}:
@@ -289,8 +279,24 @@ class TrajectoryServer:
         for t in batch:
             del self._live[t.id]
         self._consumed[step] = consumed
-        self._fingerprints[step] = batch_fingerprint((e.trajectory, e.advantage) for e in consumed)
+        # Not before the batch leaves: the trainer waits for it.
+        self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(
+            self._thread, batch_fingerprint, [(e.trajectory, e.advantage) for e in consumed]
+        )
         self._metrics[step] = _batch_metrics(consumed, rewards, valid)
+
+
+def _packed(consumed: list[Ended]) -> PackedRows:
+    trajectories = [e.trajectory for e in consumed]
+    return PackedRows(
+        prompt_tokens=np.concatenate([t.prompt_tokens for t in trajectories]),
+        response_tokens=np.concatenate([s.tokens for t in trajectories for s in t.segments]),
+        behaviour=np.concatenate([s.logprobs for t in trajectories for s in t.segments]),
+        lengths=np.asarray([(len(t.prompt_tokens), t.num_tokens) for t in trajectories], np.int64),
+        advantages=np.asarray([e.advantage for e in consumed], np.float32),
+        staleness=np.asarray([e.staleness for e in consumed], np.int64),
+        trained=np.asarray([e.loss_mask for e in consumed], bool),
+    )
 
 
 def _batch_metrics(

@@ -23,7 +23,7 @@ from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion, TrajectoryId
 from tasks.engines.transformers import load_model, resolve_device
 from tasks.loss import LossSettings, token_loss
-from tasks.packing import MicroBatch, Row, microbatches, minibatches, token_weights
+from tasks.packing import MicroBatch, PackedRows, Row, microbatches, minibatches, token_weights
 from tasks.remote import call
 
 
@@ -221,11 +221,11 @@ class Trainer:
     ) -> StepResult:
         """Run training step `step` on these trajectories, of these v_traj, and publish version step + 1."""
         begin = time.monotonic()
-        rows: list[Row] = await call(
+        packed: PackedRows = await call(
             server, "batch", step, trajectories, versions, within_s=self._call_s, who="trajectory server"
         )
         fetched = time.monotonic()
-        result: StepResult = await self._in_thread(self._train, step, rows, fetched - begin)
+        result: StepResult = await self._in_thread(self._train, step, packed.rows(), fetched - begin)
         return result
 
     async def save_checkpoint(self, folder: str) -> None:

@@ -9,7 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,37 @@ def test_a_stuck_run_says_what_it_waits_for(job: Path, tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "RunStuck: no progress for 4 s: step 0 waits for 4 more of its 4 groups" in result.stderr
     assert "scoring for" in result.stderr
+
+
+@pytest.fixture
+def foreign_cluster(tmp_path: Path) -> Iterator[Path]:
+    """A scheduler and four workers started by hand with the `dask` command, roles as resources; its scheduler file."""
+    file = tmp_path / "scheduler.json"
+    dask = [sys.executable, "-m", "dask"]
+    common = ["--scheduler-file", str(file), "--no-dashboard"]
+    processes = [subprocess.Popen([*dask, "scheduler", *common, "--port", "0"], env=ENVIRONMENT)]
+    for resources in ("server=1,reward=1", "rollout=1", "rollout=1", "trainer=1"):
+        worker = [*dask, "worker", *common, "--nthreads", "1", "--no-nanny", "--resources", resources]
+        processes.append(subprocess.Popen(worker, env=ENVIRONMENT, cwd=tmp_path))
+    yield file
+    for process in reversed(processes):
+        process.terminate()
+    for process in processes:
+        process.wait(30)
+
+
+def test_a_cluster_started_by_hand_with_roles_as_resources(job: Path, foreign_cluster: Path) -> None:
+    end = run(
+        job, "cluster.kind=file", f"cluster.scheduler_file={foreign_cluster}", "rollout.instances=2", "reward.workers=2"
+    )
+    store = check(end.run_dir, 5)
+    assert {s.instance for e in store.ended() for s in e.trajectory.segments} <= {"rollout-0", "rollout-1"}
+
+
+def test_a_role_no_worker_can_hold_is_named(job: Path, foreign_cluster: Path) -> None:
+    where = ("cluster.kind=file", f"cluster.scheduler_file={foreign_cluster}", "deadlines.start_s=15")
+    with pytest.raises(ConfigError, match=r"no free worker for rollout-\d after 15 s.*resource rollout=1"):
+        run(job, *where, "rollout.instances=3")
 
 
 WRONG = {
