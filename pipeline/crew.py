@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class Crew:
         """Place every role, and publish the base model as version 0. start_s: on the run's clock."""
         config, cluster = self._config, self._cluster
         settings = build.server_settings(config, self._run_dir / "store", self._facts.context)
-        await asyncio.gather(
+        await _all(
             cluster.place("server", "server", TrajectoryServer, settings, start_s),
             cluster.place(
                 "trainer",
@@ -202,3 +203,15 @@ class Crew:
         for placed in sorted(self._cluster.placed.values(), key=lambda p: order.get(p.role, 3)):
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await self.ask(placed.name, "close", within_s=CLOSE_S)
+
+
+async def _all(*work: Coroutine[Any, Any, Any]) -> None:
+    """Do all of this at once; at the first failure end the rest and raise it."""
+    tasks = [asyncio.ensure_future(w) for w in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -92,12 +92,15 @@ class Driver:
         self._last_event_s = 0.0
         self._ages: list[tuple[float, float]] = []
         self._stop_requested = ""
+        self._stepping = False
+        self._task: asyncio.Task[Any] | None = None
         self.outcomes = Outcomes()
 
     # -- the run -------------------------------------------------------------------------------------------------
 
     async def run(self) -> Outcomes:
         """Place the actors, evaluate, train, evaluate, store the end. Raises StaleflowError with one story."""
+        self._task = asyncio.current_task()
         self._say("starting actors")
         await self._crew.place_all(self._now())
         await self._evaluate(PolicyVersion(0))
@@ -108,7 +111,9 @@ class Driver:
             self._spawn(self._score_on(f"reward-{i}"), f"reward-{i}")
         for instance in list(self._crew.instances.values()):
             self._join(instance)
+        self._stepping = True
         await self._main_loop()
+        self._stepping = False
         await self._close_books()
         self.outcomes.snapshot = self._coordinator.snapshot()
         self._measure_phases()
@@ -120,8 +125,11 @@ class Driver:
         return self.outcomes
 
     def stop(self, why: str) -> None:
-        """End the run at the next moment when no training step is in flight. Safe from a signal handler."""
-        self._stop_requested = self._stop_requested or why
+        """End the run at the next moment when no training step is in flight; at once when asked twice, or when it does
+        not train. Safe from a signal handler."""
+        if self._task is not None and (self._stop_requested or not self._stepping):
+            self._task.cancel()
+        self.outcomes.stopped = self._stop_requested = self._stop_requested or why
 
     async def close(self) -> None:
         """Stop all tasks, close all actors; never raises."""
@@ -149,7 +157,6 @@ class Driver:
                 last_progress = time.monotonic()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
-                self.outcomes.stopped = self._stop_requested
                 break
             limit = deadlines.train_s if self._coordinator.training else deadlines.stuck_s
             if time.monotonic() - last_progress > limit:

@@ -25,8 +25,10 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
     """Evaluation before and after, steps, tokens, staleness histogram, seconds by phase, drops by reason."""
     from stores.versioned import VersionedStore
 
-    table = VersionedStore.open(run_dir / "store").table()
-    staleness = Counter(int(s) for s in table["staleness"] if s >= 0)
+    staleness: Counter[int] = Counter()
+    if (run_dir / "store").is_dir():  # not there if the run was stopped while its actors started
+        table = VersionedStore.open(run_dir / "store").table()
+        staleness.update(int(s) for s in table["staleness"] if s >= 0)
     phases = outcomes.phases
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)
     mismatch = [s for s in outcomes.steps if s["mismatch_max"] > 0]

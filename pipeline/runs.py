@@ -65,8 +65,11 @@ async def execute(
     loop.add_signal_handler(signal.SIGTERM, lambda: driver.stop("terminated"))
     try:
         outcomes = await driver.run()
+    except asyncio.CancelledError:
+        if not driver.outcomes.stopped:
+            raise
+        outcomes = driver.outcomes  # stopped at once: what is committed is all there is
     finally:
-        # From here on a second Ctrl-C is the ordinary one.
         loop.remove_signal_handler(signal.SIGINT)
         loop.remove_signal_handler(signal.SIGTERM)
         await driver.close()

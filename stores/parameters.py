@@ -139,6 +139,10 @@ class ParameterFolder:
 def checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
     """Save a model and tokenizer that `from_pretrained` can read, made visible by rename."""
     part = folder.with_name(f".{folder.name}.part")
-    model.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    part.rename(folder)
+    try:
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        part.rename(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise StoreError(f"{folder}: the checkpoint cannot be written: {error}; free space or move runs_dir") from error

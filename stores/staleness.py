@@ -139,7 +139,6 @@ class StalenessLedger:
         self._occupied: dict[PolicyVersion, dict[GroupId, None]] = {}
         self.num_started = 0
         self.num_ended: dict[tuple[Fate, AbortReason], int] = {}
-        self.last_consumption: tuple[int, tuple[int, ...]] = (-1, ())
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -308,7 +307,6 @@ class StalenessLedger:
             endings += self._end(entry, tuple(entry.completed), Fate.CONSUMED, AbortReason.NONE)
             del self.entries[entry.group]
         self.next_step += 1
-        self.last_consumption = (step, tuple(e.group for e in picked))
         return Consumption(
             step=step,
             groups=tuple(e.group for e in picked),

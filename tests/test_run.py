@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline import config as configuration
-from pipeline import journal
+from pipeline import journal, metrics
 from pipeline.build import make_coordinator
 from pipeline.cluster import connect
 from pipeline.crew import Crew
@@ -71,6 +71,7 @@ def test_a_run_trains_stores_and_explains_itself(job: Path) -> None:
         "step-000005",
     ]
     assert not list(Path("/dev/shm").glob("staleflow-job-*"))
+    assert all(set(r.metrics) <= metrics.NAMES for r in store.steps())
     fingerprints = [r.weight_fingerprint for r in store.steps() if r.kind == "step"]
     assert len(set(fingerprints)) >= 3  # the policy moved wherever a batch had signal
 

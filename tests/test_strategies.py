@@ -72,6 +72,7 @@ def test_no_signal_drops_equal_rewards() -> None:
     rule = make_filtering("no_signal")
     assert rule.verdict([1.0, 1.0]) is AbortReason.NO_SIGNAL
     assert rule.verdict([1.0, 0.0]) is None
+    assert rule.verdict([1.0]) is rule.verdict([]) is AbortReason.NO_SIGNAL
     assert make_filtering("keep_all").verdict([1.0, 1.0]) is None
 
 

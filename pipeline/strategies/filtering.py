@@ -10,7 +10,8 @@ from stores.trajectory import AbortReason
 
 class Filtering(Protocol):
     def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
-        """Why a complete group with these rewards is dropped and replaced; None if it is kept."""
+        """Why a complete group with these rewards is dropped and replaced; None if it is kept. Members whose reward
+        could not be computed are left out."""
         ...
 
 
@@ -23,7 +24,8 @@ class NoSignal:
     """DAPO (arXiv 2503.14476): equal rewards give zero advantage everywhere, so the group is dropped and replaced."""
 
     def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
-        return AbortReason.NO_SIGNAL if max(rewards) - min(rewards) < 1e-9 else None
+        has_signal = len(rewards) > 1 and max(rewards) - min(rewards) > 1e-9
+        return None if has_signal else AbortReason.NO_SIGNAL
 
 
 FILTERING_NAMES = ("keep_all", "no_signal")
