@@ -1,7 +1,7 @@
 """Make the demo's base model: a 0.6M-parameter Llama that has read noisy worked examples of running sums.
 
 The examples write each step out (`7+8=15;15-9=6;so6.`), so responses have different lengths. Their author is careless:
-in three of four carries and borrows the carry is forgotten, and the mistake is carried on. The model learns both the
+in four of five carries and borrows the carry is forgotten, and the mistake is carried on. The model learns both the
 right rule and the slip, and starts out right less than half of the time; reinforcement learning has to find out which
 is which.
 """
@@ -25,7 +25,7 @@ INSTRUCTION = "State the final answer to the following arithmetic problem:"
 SYMBOLS = ["<pad>", "<eos>", "<unk>", INSTRUCTION, *"0123456789+-=;.", "so"]
 TASK = {"min_terms": 4, "max_terms": 6, "min_digits": 1, "max_digits": 1}
 """Of reasoning-gym's chain_sum; examples/demo.toml trains on the same."""
-SLIP = 0.75
+SLIP = 0.82
 """How often the examples forget a carry or borrow."""
 FIRST_SEED = 1
 """Of the examples. The run draws its prompts with other seeds."""

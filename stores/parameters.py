@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,14 @@ class ParameterFolder:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._owner = (folder / OWNER).open("ab")
-            fcntl.flock(self._owner, fcntl.LOCK_SH)
+            owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT)
+            fcntl.flock(owner, fcntl.LOCK_SH)
         except OSError as error:
             raise StoreError(
                 f"{folder}: cannot be made: {error}; set cluster.shared_memory to another folder"
             ) from error
+        # The lock ends with this object or with the process, whichever comes first.
+        self._release = weakref.finalize(self, os.close, owner)
 
     def path(self, version: PolicyVersion) -> Path:
         return self.folder / f"v{version:08d}.safetensors"
@@ -129,7 +132,7 @@ class ParameterFolder:
 
     def remove(self) -> None:
         """Give the memory back."""
-        self._owner.close()
+        self._release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _part(self, version: PolicyVersion) -> Path:

@@ -83,12 +83,16 @@ class Mismatch:
 
 
 class PolicyTrainer:
-    """Trains on rows; publishes nothing. Deterministic for a seed and an order of calls."""
+    """Trains on rows; publishes nothing. Deterministic for a seed and an order of calls.
+
+    The weights it trains are float32 whatever is published: at usual learning rates an AdamW step on bfloat16 weights
+    is mostly rounded away. With dtype bfloat16 forward and backward run under autocast.
+    """
 
     def __init__(self, settings: TrainerSettings) -> None:
         self.settings = settings
         self.device = resolve_device(settings.device)
-        self.model: Any = load_model(settings.model, settings.dtype, self.device, attention="sdpa")
+        self.model: Any = load_model(settings.model, "float32", self.device, attention="sdpa")
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.learning_rate,
@@ -140,12 +144,19 @@ class PolicyTrainer:
             "tokens_trained": sums.tokens,
         }
 
+    def published(self) -> dict[str, torch.Tensor]:
+        """The weights as engines load them."""
+        dtype = getattr(torch, self.settings.dtype)
+        return {name: p.detach().to(dtype) for name, p in self.model.named_parameters()}
+
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """[N, T] log-probabilities of the targets at the sampling temperature, nats, float32."""
         ids = torch.from_numpy(batch.input_ids).to(self.device)
         attention = torch.from_numpy(batch.attention_mask).to(self.device)
         keep = torch.arange(batch.start, ids.shape[1] - 1, device=self.device)
-        logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False, logits_to_keep=keep).logits
+        half = self.settings.dtype == "bfloat16"
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=half):
+            logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False, logits_to_keep=keep).logits
         targets = torch.from_numpy(np.ascontiguousarray(batch.targets)).to(self.device)
         scaled = logits.float() / self.settings.temperature
         flat = torch.nn.functional.cross_entropy(scaled.flatten(0, 1), targets.flatten(), reduction="none")
@@ -251,7 +262,7 @@ class Trainer:
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
-        named = dict(self._trainer.model.named_parameters())
+        named = self._trainer.published()
         path = self._folder.publish(version, named)
         return StepResult(
             version=version, metrics=dict(metrics), fingerprint=parameters.fingerprint(named), path=str(path)

@@ -151,6 +151,14 @@ class EngineTests:
         assert set(done) >= set(range(12)) - set(aborted)
         assert engine.events(0.1) == []
 
+    def test_submitting_twice_samples_once(self, engine: Engine) -> None:
+        engine.submit([request(i, max_new_tokens=60) for i in range(4)])
+        engine.submit([request(i, max_new_tokens=60) for i in range(4)])
+        engine.submit([request(0, max_new_tokens=60, epoch=2)])
+        done = collect(engine, 4)
+        assert set(done) == {0, 1, 2, 3}
+        assert engine.events(0.2) == []
+
     def test_load_statistics(self, engine: Engine) -> None:
         engine.submit([request(i, max_new_tokens=100) for i in range(12)])
         done = wait_until_sampling(engine, 2)

@@ -194,6 +194,15 @@ def test_recomputed_logprobs_are_at_the_sampling_temperature(tiny_model: Any) ->
     np.testing.assert_allclose(got.detach().numpy(), expected, atol=1e-5)
 
 
+def test_bfloat16_is_published_but_trained_in_float32(tiny_model: Any) -> None:
+    one = trainer(tiny_model, dtype="bfloat16", learning_rate=1e-6)
+    before = {n: p.detach().clone() for n, p in one.model.named_parameters()}
+    assert np.isfinite(one.step(0, rows(4))["loss"])
+    assert all(p.dtype == torch.float32 for p in one.model.parameters())
+    assert any(not torch.equal(p, before[n]) for n, p in one.model.named_parameters())
+    assert {t.dtype for t in one.published().values()} == {torch.bfloat16}
+
+
 def test_learning_rate_schedule(tiny_model: Any) -> None:
     one = trainer(tiny_model, schedule="cosine", warmup_steps=2, num_steps=12)
     rates = [one.learning_rate(s) for s in range(13)]

@@ -75,7 +75,7 @@ class Engine(Protocol):
     def version(self) -> PolicyVersion: ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start sampling. Returns at once."""
+        """Start sampling. Returns at once. Asked twice, it samples once; a newer epoch replaces an older one."""
         ...
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:

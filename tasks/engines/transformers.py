@@ -83,6 +83,11 @@ class TransformersEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         with self._lock:
             for request in requests:
+                older = self._by_trajectory.get(request.trajectory)
+                if older is not None:
+                    if self._running[older].request.epoch == request.epoch:
+                        continue  # asked twice
+                    self._stop(older)
                 self._start(_Running(request=request, manager_id=""))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
