@@ -66,8 +66,10 @@ async def execute(
     try:
         outcomes = await driver.run()
     except asyncio.CancelledError:
-        if not driver.outcomes.stopped:
+        task = asyncio.current_task()
+        if not driver.outcomes.stopped or task is None:
             raise
+        task.uncancel()
         outcomes = driver.outcomes  # stopped at once: what is committed is all there is
     finally:
         loop.remove_signal_handler(signal.SIGINT)

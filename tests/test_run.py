@@ -208,6 +208,20 @@ def test_ctrl_c_stops_cleanly_and_the_store_is_whole(job: Path) -> None:
     check(folder, len(records) - 1)
 
 
+def test_ctrl_c_while_the_actors_start_stops_at_once(job: Path) -> None:
+    command = [sys.executable, "-m", "cli.main", "run", str(job)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "starting actors" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(60) == 130
+    assert "stopped: interrupted; all 0 steps that were finished are stored" in rest
+    assert "Traceback" not in rest
+
+
 def test_a_stuck_run_says_what_it_waits_for(job: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ndef slow(answer, record):\n    time.sleep(60)\n    return 1.0\n")
     result = staleflow(
