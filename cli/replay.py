@@ -18,9 +18,12 @@ def command(run: str, trajectory: int | None, as_json: bool) -> None:
     from pipeline import config as configuration
     from pipeline import journal
     from pipeline.build import make_coordinator
+    from stores.errors import ConfigError
     from stores.trajectory import TrajectoryId
 
     folder = Path(run)
+    if not (folder / "events.jsonl").is_file():
+        raise ConfigError(f"{run}: no recorded events here; `staleflow store ls` lists the runs there are")
     coordinator = make_coordinator(configuration.load(folder / "config.toml"))
     result = journal.replay(coordinator, journal.read(folder / "events.jsonl"))
     story = [] if trajectory is None else coordinator.story(TrajectoryId(trajectory))

@@ -85,6 +85,7 @@ def server_settings(config: RunConfig, store: Path, context: int) -> ServerSetti
         max_error_share=config.reward.max_error_share,
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
+        kv_tokens=config.rollout.engine.kv_tokens,
         store=str(store),
         header=run_header(config),
     )

@@ -39,7 +39,8 @@ from tasks.scoring import Score, ScoringSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """See TaskConfig, BatchConfig and RewardConfig. context: tokens the model can attend to."""
+    """See TaskConfig, BatchConfig and RewardConfig. context: tokens the model can attend to; kv_tokens: tokens an
+    engine's cache can hold."""
 
     tokenizer: str
     scoring: ScoringSettings
@@ -51,6 +52,7 @@ class ServerSettings:
     max_error_share: float
     max_new_tokens: int
     context: int
+    kv_tokens: int
     store: str
     header: RunHeader
 
@@ -88,11 +90,13 @@ class Prompts:
             turn = [{"role": "user", "content": text}]
             text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        room = self._settings.context - self._settings.max_new_tokens
+        settings = self._settings
+        room = min(settings.context, settings.kv_tokens) - settings.max_new_tokens
         if not 0 < len(ids) <= room:
+            smaller = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
             raise ConfigError(
-                f"a prompt has {len(ids)} tokens; it must have 1 to {room}, the model's context of "
-                f"{self._settings.context} less rollout.max_new_tokens = {self._settings.max_new_tokens}: "
+                f"a prompt has {len(ids)} tokens; it must have 1 to {room}, {smaller} of "
+                f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
                 f"{task.prompt[:60]!r}..."
             )
         return ids

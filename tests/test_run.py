@@ -271,6 +271,10 @@ WRONG = {
         "no scheduler at tcp://127.0.0.1:9",
     ),
     "long prompt": (["task.template=" + "1 " * 200 + "{prompt}"], "a prompt has "),
+    "long prompt for the cache": (
+        ["task.template=" + "1 " * 30 + "{prompt}", "rollout.engine.kv_tokens=64"],
+        "rollout.engine.kv_tokens of 64 less",
+    ),
     "no context": (["rollout.max_new_tokens=128"], "leaves no room for a prompt"),
     "no dataset": (["task.source=jsonl:none.jsonl"], "cannot be read"),
     "no reward": (["reward.function=none.py:f"], "no such file"),
