@@ -335,12 +335,16 @@ def _limits(metadata: Mapping[str, Any]) -> str:
         return " | ".join(metadata["choices"])
     parts = []
     if metadata["above"] is not None:
-        parts.append(f"> {metadata['above']:g}")
+        parts.append(f"> {_number(metadata['above'])}")
     if metadata["low"] is not None:
-        parts.append(f">= {metadata['low']:g}")
+        parts.append(f">= {_number(metadata['low'])}")
     if metadata["high"] is not None:
-        parts.append(f"<= {metadata['high']:g}")
+        parts.append(f"<= {_number(metadata['high'])}")
     return ", ".join(parts)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
