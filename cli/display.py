@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from types import TracebackType
 from typing import Any
@@ -135,8 +136,9 @@ class Display:
             console.print(
                 f"stopped: {end.stopped}; all {summary['steps']} steps that were finished are stored", highlight=False
             )
+        run_dir = os.path.relpath(end.run_dir)
         console.print(
-            f"look: {end.run_dir}/summary.png, staleflow store show {end.run_dir}, staleflow store audit {end.run_dir}",
+            f"look: {run_dir}/summary.png, staleflow store show {run_dir}, staleflow store audit {run_dir}",
             highlight=False,
             soft_wrap=True,
         )

@@ -286,6 +286,21 @@ def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     return config
 
 
+def located(config: RunConfig) -> RunConfig:
+    """The same job with absolute paths: workers of a cluster have working folders of their own."""
+    model, task, reward = config.model, config.task, config.reward
+    kind, _, name = task.source.partition(":")
+    file, _, function = reward.function.rpartition(":")
+    if Path(model.path).is_dir():
+        model = dataclasses.replace(model, path=str(Path(model.path).resolve()))
+    if kind == "jsonl":
+        task = dataclasses.replace(task, source=f"jsonl:{Path(name).resolve()}")
+    if file.endswith(".py"):
+        reward = dataclasses.replace(reward, function=f"{Path(file).resolve()}:{function}")
+    runs_dir = str(Path(config.runs_dir).resolve())
+    return dataclasses.replace(config, model=model, task=task, reward=reward, runs_dir=runs_dir)
+
+
 def to_toml(config: RunConfig) -> str:
     """The whole tree as TOML; reading it back gives an equal config."""
     scalars, tables = [], []

@@ -55,6 +55,7 @@ async def execute(
     from pipeline.report import write_report
 
     facts = inspect_model(config)
+    config = configuration.located(config)
     run_dir = prepare_run_dir(config)
     cluster = await connect(config)
     if cluster.dashboard:

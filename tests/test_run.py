@@ -244,16 +244,28 @@ def foreign_cluster(tmp_path: Path) -> Iterator[Path]:
         worker = [*dask, "worker", *common, "--nthreads", "1", "--no-nanny", "--resources", resources]
         processes.append(subprocess.Popen(worker, env=ENVIRONMENT, cwd=tmp_path))
     yield file
-    for process in reversed(processes):
-        process.terminate()
-    for process in processes:
-        process.wait(30)
+    scheduler, *workers = processes
+    for group in (workers, [scheduler]):  # workers say goodbye to a scheduler that is still there
+        for process in group:
+            process.terminate()
+        for process in group:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def test_a_cluster_started_by_hand_with_roles_as_resources(job: Path, foreign_cluster: Path) -> None:
-    end = run(
-        job, "cluster.kind=file", f"cluster.scheduler_file={foreign_cluster}", "rollout.instances=2", "reward.workers=2"
+    where = (
+        "cluster.kind=file",
+        f"cluster.scheduler_file={foreign_cluster}",
+        "rollout.instances=2",
+        "reward.workers=2",
     )
+    # A relative path: the workers were started in another folder.
+    end = run(job, *where, f"runs_dir={os.path.relpath(job.parent / 'here')}")
+    assert end.run_dir == job.parent / "here" / "job"
     store = check(end.run_dir, 5)
     assert {s.instance for e in store.ended() for s in e.trajectory.segments} <= {"rollout-0", "rollout-1"}
 
@@ -272,7 +284,7 @@ WRONG = {
     ),
     "long prompt": (["task.template=" + "1 " * 200 + "{prompt}"], "a prompt has "),
     "long prompt for the cache": (
-        ["task.template=" + "1 " * 30 + "{prompt}", "rollout.engine.kv_tokens=64"],
+        ["task.template=" + "1 " * 60 + "{prompt}", "rollout.engine.kv_tokens=64"],
         "rollout.engine.kv_tokens of 64 less",
     ),
     "no context": (["rollout.max_new_tokens=128"], "leaves no room for a prompt"),
