@@ -30,6 +30,7 @@ class Display:
         self._console = Console(stderr=True)
         self._live: Live | None = None
         self._num_printed = 0
+        self._num_evaluated = 0
         self._doing = "starting"
         self._begin = time.monotonic()
 
@@ -61,6 +62,12 @@ class Display:
                 )
         if self._live is not None:
             self._live.update(self._picture(snapshot, outcomes))
+        for evaluation in outcomes.evaluations[self._num_evaluated :]:
+            self.announce(
+                f"held-out reward at version {evaluation.version}: {evaluation.sampled:.3f} at temperature, "
+                f"{evaluation.greedy:.3f} greedy ({evaluation.num_prompts} prompts)"
+            )
+        self._num_evaluated = len(outcomes.evaluations)
         for step in outcomes.steps[self._num_printed :]:
             self._doing = "training"
             if self._live is None:

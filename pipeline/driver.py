@@ -396,6 +396,7 @@ class Driver:
             for task in instance.tasks:
                 task.cancel()  # they would take the evaluation's answers for the run's
         self.outcomes.evaluations.append(await evaluate(self._crew, self._config, version))
+        self._say("")
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
