@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.commands import Abort, Command, Draw, Pull, Retire, Route, Score, Train
@@ -40,6 +39,7 @@ from pipeline.events import (
     VersionPublished,
 )
 from pipeline.snapshot import InstanceView, Snapshot
+from pipeline.state import Instance, LiveTrajectory, Phase
 from pipeline.strategies.admission import Admission
 from pipeline.strategies.filtering import Filtering
 from pipeline.strategies.routing import Routing
@@ -53,57 +53,6 @@ STORY_LINES = 200_000
 
 FRESH = 2**62
 """Queue level of work that holds no promise yet: behind everything that does."""
-
-
-class Phase(Enum):
-    QUEUED = "queued"
-    RUNNING = "running"
-    SCORING = "scoring"
-    DONE = "done"
-
-
-@dataclass(slots=True)
-class LiveTrajectory:
-    """What the coordinator knows of a trajectory in flight."""
-
-    id: TrajectoryId
-    group: GroupId
-    prompt_tokens: int
-    phase: Phase = Phase.QUEUED
-    v_traj: PolicyVersion = PolicyVersion(-1)
-    instance: InstanceId | None = None
-    epoch: int = 0
-    tokens: int = 0
-    """Sampled tokens, as last heard."""
-    safe_tokens: int = 0
-    """Of these, the ones the trajectory server holds: what survives the instance."""
-    attempts: int = 0
-    reward: float | None = None
-    """None until it is scored, and for good if it could not be."""
-    since: float = 0.0
-    """When the present phase began."""
-
-    @property
-    def kv_tokens(self) -> int:
-        return self.prompt_tokens + self.tokens
-
-
-@dataclass(slots=True)
-class Instance:
-    """Speculative state of one rollout instance."""
-
-    instance: InstanceId
-    version: PolicyVersion
-    """What it serves, or will serve once the pulls already ordered are done."""
-    kv_capacity: int
-    max_running: int
-    pulling: bool = False
-    kv_tokens: int = 0
-    trajectories: dict[TrajectoryId, None] = field(default_factory=dict)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.trajectories)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,8 +89,8 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     stale.plot(x, [s["staleness_in_flight"] for s in steps], color="#807dba", linewidth=1, label="in flight, mean")
     stale.plot(x, [s["staleness_in_queue"] for s in steps], color="#fd8d3c", linewidth=1, label="in queue, mean")
     stale.axhline(config.staleness.eta, color="#cb181d", linestyle="--", linewidth=1, label="bound")
-    stale.set(title="staleness (versions)", xlabel="step", ylim=(-0.05, config.staleness.eta + 0.4))
-    stale.legend(fontsize=8)
+    stale.set(title="staleness (versions)", xlabel="step", ylim=(-0.05, 1.5 * config.staleness.eta + 0.2))
+    stale.legend(fontsize=7, loc="upper center", ncols=3)
 
     lengths = axes[1][0]
     lengths.plot(x, [s["response_mean"] for s in steps], color="#238b45", label="mean")

@@ -17,6 +17,7 @@ CORE = (
     "pipeline.events",
     "pipeline.commands",
     "pipeline.snapshot",
+    "pipeline.state",
     "pipeline.cost",
     "pipeline.strategies.routing",
     "pipeline.strategies.synchronization",
