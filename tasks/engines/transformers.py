@@ -139,6 +139,7 @@ class TransformersEngine:
 
     def load_statistics(self) -> EngineLoad:
         with self._lock:
+            self._drain()
             busy_s = self._busy_s
             if self._busy_since is not None:
                 busy_s += time.monotonic() - self._busy_since
