@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pipeline.config import RunConfig
 from pipeline.coordinator import Coordinator, Policy
-from pipeline.cost import CostModel
-from pipeline.strategies.admission import make_admission
-from pipeline.strategies.filtering import make_filtering
+from pipeline.forecast import LengthForecast
+from pipeline.pace import Pacing
+from pipeline.strategies.admission import Late, make_admission
+from pipeline.strategies.filtering import Stragglers, Straggling, make_filtering
+from pipeline.strategies.migration import make_migration
 from pipeline.strategies.routing import make_routing
 from pipeline.strategies.synchronization import make_synchronization
 from stores.base import RunHeader
+from stores.cost import CostModel
+from stores.errors import ConfigError
 from stores.staleness import StalenessLedger
+from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSettings
 
 if TYPE_CHECKING:
     from tasks.engines.transformers import TransformersSettings
@@ -22,35 +30,46 @@ if TYPE_CHECKING:
     from tasks.training import TrainerSettings
 
 
+def cost_model(config: RunConfig) -> CostModel:
+    cost = config.rollout.cost
+    return CostModel(k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b, prefill=cost.prefill)
+
+
 def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coordinator:
     """The coordinator this job asks for. Both bodies, and a replay, build it here."""
-    cost = config.rollout.cost
+    cost, batch, rollout = cost_model(config), config.batch, config.rollout
+    admission = make_admission(config.staleness.admission, config.staleness.eta, config.staleness.alpha)
     ledger = StalenessLedger(
-        eta=config.staleness.eta,
-        groups_per_step=config.batch.groups_per_step,
-        group_size=config.batch.group_size,
+        eta=config.bound,
+        groups_per_step=batch.groups_per_step,
+        group_size=batch.group_size,
         groups_started=config.groups_started,
         members_started=config.members_started,
         num_steps=config.steps,
+        waits=admission.late is Late.WAIT,
     )
     policy = Policy(
-        admission=make_admission(config.staleness.admission),
-        routing=make_routing(
-            config.rollout.routing,
-            CostModel(k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b),
-            config.rollout.mu,
+        admission=admission,
+        routing=make_routing(rollout.routing, cost, rollout.mu, np.random.default_rng([config.seed, 1])),
+        synchronization=make_synchronization(rollout.synchronization, rollout.load_threshold, cost),
+        filtering=make_filtering(batch.filtering),
+        migration=make_migration(rollout.migration, cost, rollout.migration_gain),
+        stragglers=Stragglers(
+            action=Straggling(batch.stragglers), patience=batch.straggler_patience, share=batch.straggler_share
         ),
-        synchronization=make_synchronization(config.rollout.synchronization, config.rollout.load_threshold),
-        filtering=make_filtering(config.batch.filtering),
-        max_attempts=config.rollout.max_attempts,
+        max_attempts=rollout.max_attempts,
     )
-    return Coordinator(ledger, policy, validate_each=validate_each)
+    forecast = LengthForecast(rollout.max_new_tokens, rare=1 / config.trajectories_per_step)
+    pacing = Pacing(
+        cost, forecast, eta=config.bound, trajectories=config.trajectories_per_step, slack=rollout.pace_slack
+    )
+    return Coordinator(ledger, policy, forecast, pacing, validate_each=validate_each)
 
 
 def run_header(config: RunConfig) -> RunHeader:
     return RunHeader(
         run=config.name,
-        eta=config.staleness.eta,
+        eta=config.bound,
         groups_per_step=config.batch.groups_per_step,
         group_size=config.batch.group_size,
         members_started=config.members_started,
@@ -135,4 +154,35 @@ def engine_settings(config: RunConfig, index: int, eos: tuple[int, ...]) -> Tran
         max_batch_tokens=engine.max_batch_tokens,
         eos=eos,
         seed=config.seed * 1000 + index,
+    )
+
+
+def make_workload(config: RunConfig) -> Workload:
+    """The responses this job's simulated or emulated instances give. Reads a store if it is a recorded one."""
+    if config.workload.kind == "recorded":
+        return _recorded_workload(Path(config.workload.run))
+    fields = {f.name: getattr(config.workload, f.name) for f in dataclasses.fields(config.workload) if f.name != "run"}
+    return DrawnWorkload(
+        WorkloadSettings(
+            **fields, members=config.members_started, max_tokens=config.rollout.max_new_tokens, seed=config.seed
+        )
+    )
+
+
+def _recorded_workload(run: Path) -> RecordedWorkload:
+    """Prompts, lengths and rewards of the groups that a stored run consumed, in the order of their ids."""
+    from stores.versioned import VersionedStore
+
+    table = VersionedStore.open(run / "store").table()
+    consumed = np.flatnonzero(table["staleness"] >= 0)
+    groups: dict[int, list[int]] = {}
+    for row in consumed[np.argsort(table["trajectory"][consumed], kind="stable")]:
+        groups.setdefault(int(table["group"][row]), []).append(int(row))
+    rows = np.asarray([groups[g] for g in sorted(groups)], np.int64)
+    if not len(rows):
+        raise ConfigError(f"workload.run = {str(run)!r}: no trajectory was trained on there; name a finished run")
+    return RecordedWorkload(
+        table["prompt_tokens"][rows[:, 0]].astype(np.int64),
+        table["response_tokens"][rows].astype(np.int64),
+        table["reward"][rows].astype(np.float64),
     )

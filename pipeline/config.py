@@ -17,11 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.strategies.admission import ADMISSION_NAMES
-from pipeline.strategies.filtering import FILTERING_NAMES
+from pipeline.strategies.filtering import FILTERING_NAMES, Straggling
+from pipeline.strategies.migration import MIGRATION_NAMES
 from pipeline.strategies.routing import ROUTING_NAMES
 from pipeline.strategies.synchronization import SYNCHRONIZATION_NAMES
 from stores.errors import ConfigError
-from tasks.names import ADVANTAGE_NAMES, AGGREGATION_NAMES, ENGINE_NAMES, LOSS_NAMES, SCHEDULE_NAMES
+from tasks.names import (
+    ADVANTAGE_NAMES,
+    AGGREGATION_NAMES,
+    ENGINE_NAMES,
+    LOSS_NAMES,
+    SCHEDULE_NAMES,
+    WORKLOAD_NAMES,
+)
 
 
 def _knob(
@@ -86,6 +94,13 @@ class BatchConfig:
     extra_groups: int = _knob(0, "redundancy: groups a step started beyond groups_per_step", low=0)
     extra_members: int = _knob(0, "redundancy: trajectories a group started beyond group_size", low=0)
     filtering: str = _knob("keep_all", "no_signal drops and replaces groups of equal rewards", choices=FILTERING_NAMES)
+    stragglers: str = _knob(
+        "wait",
+        "the last unfinished groups of a step that is stuck: wait, retry on the fastest instance, truncate",
+        choices=tuple(s.value for s in Straggling),
+    )
+    straggler_patience: float = _knob(1.0, "intervals between steps the trainer waits before it is stuck", above=0)
+    straggler_share: float = _knob(0.1, "share of groups_per_step that may count as stragglers", low=0, high=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +110,12 @@ class StalenessConfig:
     eta: int = _knob(
         1, "bound: a trajectory is trained at most this many versions after its oldest token", low=0, high=1000
     )
-    admission: str = _knob("staleflow", "who may start", choices=ADMISSION_NAMES)
+    admission: str = _knob(
+        "staleflow",
+        "who may start: by reservation, or as another system does; backlog keeps no bound, the store says so",
+        choices=ADMISSION_NAMES,
+    )
+    alpha: float = _knob(1.0, "credits: batches in play beyond one; versions a batch may lag, rounded up", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +131,15 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConfig:
-    """Decode-step cost: k1 * kv + max(k2, b + k3 * n) + k4 seconds; see pipeline/cost.py."""
+    """Decode-step cost: k1 * kv + max(k2, b + k3 * n) + k4 seconds; see stores/cost.py. Defaults: a published fit of a
+    7B model; `staleflow profile` measures yours."""
 
     k1: float = _knob(3.35e-08, "seconds a KV token", low=0)
     k2: float = _knob(0.0064, "floor of reading the weights, seconds", low=0)
     k3: float = _knob(0.0001231, "seconds a running trajectory", low=0)
     k4: float = _knob(0.0028, "seconds every step", low=0)
     b: float = _knob(0.0027, "offset of the compute-bound part, seconds", low=0)
+    prefill: float = _knob(0.0001231, "seconds a token of a prompt, or of a context that is computed again", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +155,9 @@ class RolloutConfig:
     mu: float = _knob(0.1, "throughput_optimal: least gain, as a share of an empty instance's", low=0, high=1)
     synchronization: str = _knob("greedy", "when an instance pulls weights", choices=SYNCHRONIZATION_NAMES)
     load_threshold: float = _knob(0.5, "status: share of max_running below which an instance may pull", low=0, high=1)
+    pace_slack: float = _knob(2.0, "deadline: by how much the plan's seconds may be exceeded", above=0)
+    migration: str = _knob("none", "moving single running trajectories to lighter instances", choices=MIGRATION_NAMES)
+    migration_gain: float = _knob(0.2, "largest_gain: share by which a decode step must be faster there", low=0, high=1)
     max_attempts: int = _knob(3, "engine failures or lost instances a trajectory survives", low=0)
     engine: EngineConfig = EngineConfig()
     cost: CostConfig = CostConfig()
@@ -192,6 +217,51 @@ class DeadlineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadConfig:
+    """What responses look like where no model samples them: in `staleflow simulate`, and with the emulated engine."""
+
+    kind: str = _knob("lognormal", "how response lengths are distributed", choices=WORKLOAD_NAMES)
+    prompt_tokens: int = _knob(512, "tokens of a prompt", low=1)
+    median: float = _knob(2000.0, "median response length, tokens (power_law: the shortest)", low=1)
+    sigma: float = _knob(1.0, "lognormal, agentic: standard deviation of the log length", low=0, high=10)
+    long_share: float = _knob(0.15, "bimodal: share of long responses", low=0, high=1)
+    long_ratio: float = _knob(15.0, "bimodal: how much longer they are", low=1)
+    exponent: float = _knob(1.5, "power_law: P(length > x) falls as x to the minus this", above=0)
+    turns: float = _knob(5.0, "agentic: mean number of turns, the last without a tool", low=1)
+    tool_s: float = _knob(5.0, "agentic: median seconds a tool takes (lognormal, sigma 1)", low=0)
+    tool_tokens: int = _knob(200, "agentic: tokens a tool answers with", low=0)
+    group_correlation: float = _knob(
+        0.0, "correlation of log lengths within a group: how much a prompt decides of them", low=0, high=1
+    )
+    signal_share: float = _knob(1.0, "share of groups whose rewards are not all equal", low=0, high=1)
+    run: str = _knob("", "recorded: folder of a stored run, whose lengths, prompts and rewards are taken")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """Seconds of everything that is not decoding, and what may go wrong, in `staleflow simulate`."""
+
+    train_s: float = _knob(20.0, "seconds a training step takes", low=0)
+    train_s_per_token: float = _knob(0.0, "and for each token of its batch, prompts included", low=0)
+    reward_s: float = _knob(0.1, "seconds until a response is scored", low=0)
+    pull_s: float = _knob(1.0, "seconds an instance takes to load new weights, prefill not counted", low=0)
+    command_s: float = _knob(0.0, "seconds a command takes to reach an instance, and an answer to come back", low=0)
+    report_s: float = _knob(2.0, "seconds between reports of an instance, and between ticks", above=0)
+    colocated: bool = _knob(
+        False, "synchronous only: rollout and training take turns on all GPUs instead of having their own"
+    )
+    gpus_per_instance: int = _knob(1, "GPUs of a rollout instance", low=1)
+    trainer_gpus: int = _knob(1, "GPUs of the trainer", low=1)
+    switch_s: float = _knob(0.0, "colocated: seconds to change between rollout and training, twice a step", low=0)
+    lost_every_s: float = _knob(0.0, "mean seconds between losses of an instance somewhere; 0 for none", low=0)
+    replace_s: float = _knob(60.0, "seconds until a lost instance is replaced", low=0)
+    straggler_share: float = _knob(0.0, "share of the instances that are slow", low=0, high=1)
+    straggler_factor: float = _knob(3.0, "how much slower they decode", low=1)
+    slow_pull_share: float = _knob(0.0, "share of pulls that are slow", low=0, high=1)
+    slow_pull_factor: float = _knob(10.0, "how much longer these take", low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One job."""
 
@@ -208,6 +278,8 @@ class RunConfig:
     training: TrainingConfig = TrainingConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
+    workload: WorkloadConfig = WorkloadConfig()
+    simulation: SimulationConfig = SimulationConfig()
 
     @property
     def run_dir(self) -> Path:
@@ -221,6 +293,11 @@ class RunConfig:
     @property
     def groups_started(self) -> int:
         return self.batch.groups_per_step + self.batch.extra_groups
+
+    @property
+    def bound(self) -> int:
+        """eta; with admission backlog, which keeps no bound, all steps."""
+        return self.steps if self.staleness.admission == "backlog" else self.staleness.eta
 
     @property
     def members_started(self) -> int:
@@ -246,6 +323,7 @@ DERIVED = (
     "trajectories_per_step",
     "groups_started",
     "members_started",
+    "bound",
     "max_response_tokens_per_step",
     "max_trajectories_in_flight",
     "concurrency",
@@ -434,7 +512,7 @@ def _article(kind: str) -> str:
 
 def _check_across(config: RunConfig, where: str) -> None:
     """Rules that need more than one key."""
-    if not config.model.path:
+    if not config.model.path and config.rollout.engine.name != "emulated":
         raise ConfigError(f"{where}: model.path is missing; name a folder or a hub model")
     if "{prompt}" not in config.task.template:
         raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {config.task.template!r}")
@@ -450,6 +528,16 @@ def _check_across(config: RunConfig, where: str) -> None:
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
             f"{config.trajectories_per_step} trajectories of a step"
         )
+    staleness = config.staleness
+    if staleness.admission == "credits" and math.ceil(staleness.alpha) > staleness.eta:
+        raise ConfigError(
+            f"{where}: staleness.alpha = {staleness.alpha:g} lets trajectories lag {math.ceil(staleness.alpha)} "
+            f"versions, staleness.eta allows {staleness.eta}; lower alpha or raise eta"
+        )
+    if config.simulation.colocated and staleness.admission != "synchronous":
+        raise ConfigError(f'{where}: simulation.colocated needs staleness.admission = "synchronous"')
+    if config.workload.kind == "recorded" and not config.workload.run:
+        raise ConfigError(f'{where}: workload.kind = "recorded" needs workload.run, the folder of a stored run')
     engine = config.rollout.engine
     if engine.kv_tokens < config.rollout.max_new_tokens:
         raise ConfigError(

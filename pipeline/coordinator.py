@@ -17,12 +17,12 @@ A trajectory's phases:
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.commands import Abort, Command, Draw, Pull, Retire, Route, Score, Train
+from pipeline.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
 from pipeline.events import (
     Event,
     GroupsArrived,
@@ -38,21 +38,26 @@ from pipeline.events import (
     TrajectoryScored,
     VersionPublished,
 )
+from pipeline.fleet import Fleet, Instance
+from pipeline.forecast import LengthForecast
+from pipeline.history import History
+from pipeline.pace import Pacing
 from pipeline.snapshot import InstanceView, Snapshot
-from pipeline.state import Instance, LiveTrajectory, Phase
+from pipeline.state import LiveTrajectory, Phase
 from pipeline.strategies.admission import Admission
-from pipeline.strategies.filtering import Filtering
-from pipeline.strategies.routing import Routing
+from pipeline.strategies.filtering import Filtering, Stragglers, Straggling
+from pipeline.strategies.migration import Load, Migration, Movable
+from pipeline.strategies.routing import Routing, Work
 from pipeline.strategies.synchronization import LaggingInstance, Synchronization
+from pipeline.waiting import FRESH, WaitingLine
 from stores.errors import ProtocolViolation
 from stores.staleness import Ending, EntryState, StalenessLedger
 from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
 
-STORY_LINES = 200_000
-"""Lines of history kept for `story`: about 40,000 trajectories of five lines each, some tens of megabytes."""
-
-FRESH = 2**62
-"""Queue level of work that holds no promise yet: behind everything that does."""
+MOVES_A_TICK = 0.125
+"""Share of the instances that may give trajectories away in one tick: moves change the loads the next ones go by."""
+SMOOTHING = 0.3
+"""Weight of the newest measurement in a running mean of seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,8 @@ class Policy:
     routing: Routing
     synchronization: Synchronization
     filtering: Filtering
+    migration: Migration
+    stragglers: Stragglers = Stragglers()
     max_attempts: int = 3
     """Engine failures or lost instances a trajectory survives."""
 
@@ -70,23 +77,41 @@ class Policy:
 class Coordinator:
     """One run's decisions. `validate_each` re-checks the ledger's invariants after every event (O(live))."""
 
-    def __init__(self, ledger: StalenessLedger, policy: Policy, *, validate_each: bool = False) -> None:
+    def __init__(
+        self,
+        ledger: StalenessLedger,
+        policy: Policy,
+        forecast: LengthForecast,
+        pacing: Pacing,
+        *,
+        validate_each: bool = False,
+    ) -> None:
         self.ledger = ledger
+        self.forecast = forecast
+        self._pacing = pacing
         self._policy = policy
         self._validate_each = validate_each
         self._live: dict[TrajectoryId, LiveTrajectory] = {}
-        self._instances: dict[InstanceId, Instance] = {}
-        self._levels: dict[int, deque[TrajectoryId]] = {}
+        self._fleet = Fleet()
+        self._waiting = WaitingLine()
         self._fresh_groups: set[GroupId] = set()
         self._groups_drawn = 0  # asked for and not yet arrived
         self._training = False
         self._stopped = False
         self._num_events = 0
-        self._refusals: dict[str, int] = {}
-        self._log: deque[tuple[TrajectoryId, float, str, str]] = deque(maxlen=STORY_LINES)
+        self._history = History()
         self._commands: list[Command] = []
-        self._now = 0.0
-        self._cause = ""
+        # What the event at hand has changed: a decision is only made again when something it rests on has.
+        self._batch_changed = self._room_changed = self._routing_changed = False
+        self._loads_changed: dict[InstanceId, Instance] = {}
+        self._all_loads_changed = False
+        # Measured, for strategies that weigh seconds.
+        self._prompt_tokens = 0.0
+        self._published_s = 0.0
+        self._interval_s = 0.0
+        self._pull_s = 0.0
+        self._pull_ordered_s: dict[InstanceId, float] = {}
+        self._idle_since: float | None = 0.0  # None while a step is being trained
         self._handlers: dict[type, Callable[[Any], None]] = {
             GroupsArrived: self._on_groups_arrived,
             InstanceJoined: self._on_instance_joined,
@@ -99,14 +124,14 @@ class Coordinator:
             PullFinished: self._on_pull_finished,
             VersionPublished: self._on_version_published,
             StopRequested: self._on_stop_requested,
-            Tick: lambda _event: None,
+            Tick: self._on_tick,
         }
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Decide what follows from `event`, heard at `now` seconds. Raises `ProtocolViolation` with the story."""
         self._num_events += 1
-        self._now = now
-        self._cause = f"{type(event).__name__}#{self._num_events}"
+        self._history.now = now
+        self._history.cause = f"{type(event).__name__}#{self._num_events}"
         self._commands = []
         try:
             self._handlers[type(event)](event)
@@ -125,42 +150,52 @@ class Coordinator:
     def _on_groups_arrived(self, event: GroupsArrived) -> None:
         self._groups_drawn -= len(event.groups)
         for new in event.groups:
+            self._prompt_tokens = _smoothed(self._prompt_tokens, new.prompt_tokens)
             members = self.ledger.start(new.group)
             self._fresh_groups.add(new.group)
             for member in members:
-                self._live[member] = LiveTrajectory(
-                    id=member, group=new.group, prompt_tokens=new.prompt_tokens, since=self._now
-                )
-                self._enqueue(member, FRESH)
-                self._note(member, "arrived")
+                live = LiveTrajectory(id=member, group=new.group, prompt_tokens=new.prompt_tokens, since=self._now)
+                self._live[member] = live
+                self._waiting.enter(live, FRESH)
+                self._history.note(member, "arrived")
+        self._routing_changed = True
 
     def _on_instance_joined(self, event: InstanceJoined) -> None:
-        self._instances[event.instance] = Instance(
-            instance=event.instance,
-            version=event.version,
-            kv_capacity=event.kv_capacity,
-            max_running=event.max_running,
-        )
+        if self._fleet.get(event.instance) is not None:  # it started anew before its end was noticed
+            self._on_instance_lost(InstanceLost(instance=event.instance, why="it joined anew"))
+        self._fleet.join(event.instance, event.version, event.kv_capacity, event.max_running)
+        self._replan()
+        self._room_changed = self._routing_changed = self._all_loads_changed = True
 
     def _on_instance_lost(self, event: InstanceLost) -> None:
-        lost = self._instances.pop(event.instance, None)
+        lost = self._fleet.lose(event.instance)
         for member in () if lost is None else tuple(lost.trajectories):
             live = self._live.get(member)
             if live is not None:
                 self._leave_instance(live)
                 live.tokens = live.safe_tokens
                 self._requeue(live, f"{event.instance} was lost: {event.why}", failed=True)
+        self._replan()
 
     def _on_instance_reported(self, event: InstanceReported) -> None:
-        instance = self._instances.get(event.instance)
+        instance = self._fleet.get(event.instance)
         if instance is None:
             return
+        urgent = self._policy.routing.knows_urgency
+        pace_s = math.inf
         for member, tokens in event.progress:
             live = self._live.get(member)
             # A report may be older than a later routing; only progress of what still runs here counts, and only up.
-            if live is not None and member in instance.trajectories and tokens > live.tokens:
-                instance.kv_tokens += tokens - live.tokens
-                live.tokens = tokens
+            if live is not None and member in instance.trajectories:
+                if tokens > live.tokens:
+                    instance.kv_tokens += tokens - live.tokens
+                    live.tokens = tokens
+                if urgent:
+                    pace_s = min(pace_s, self._pace_s(live))
+        if urgent:
+            instance.pace_s = pace_s
+            self._routing_changed = True
+        self._fleet.touch(instance)
 
     def _on_sampled(self, event: TrajectorySampled) -> None:
         live = self._current(event.trajectory, event.epoch)
@@ -168,14 +203,19 @@ class Coordinator:
             return
         self._leave_instance(live)
         live.tokens = live.safe_tokens = event.tokens
-        self._enter(live, Phase.SCORING, f"sampled, {event.tokens} tokens")
-        self._commands.append(Score(trajectory=live.id, cause=self._cause))
+        self.forecast.finished(live.group, event.tokens, live.forecast)
+        self._score(live, f"sampled, {event.tokens} tokens")
 
     def _on_interrupted(self, event: TrajectoryInterrupted) -> None:
         live = self._current(event.trajectory, event.epoch)
-        if live is not None:
-            self._leave_instance(live)
-            live.tokens = live.safe_tokens = event.tokens
+        if live is None:
+            return
+        self._leave_instance(live)
+        live.tokens = live.safe_tokens = event.tokens
+        if live.cut and event.tokens > 0:
+            self._score(live, f"cut off at {event.tokens} tokens")
+        else:
+            live.cut = False
             self._requeue(live, f"interrupted at {event.tokens} tokens", failed=False)
 
     def _on_failed(self, event: TrajectoryFailed) -> None:
@@ -200,15 +240,24 @@ class Coordinator:
             self._retire(self.ledger.filter(live.group, verdict))
         else:
             self._retire(self.ledger.occupy(live.group))
+        self._batch_changed = True
 
     def _on_pull_finished(self, event: PullFinished) -> None:
-        instance = self._instances.get(event.instance)
+        instance = self._fleet.get(event.instance)
         if instance is not None and event.version == instance.version:
             instance.pulling = False
+            ordered_s = self._pull_ordered_s.pop(event.instance, self._now)
+            self._pull_s = _smoothed(self._pull_s, self._now - ordered_s)
+            self._loads_changed[event.instance] = instance
 
     def _on_version_published(self, event: VersionPublished) -> None:
         self.ledger.publish(event.version)
-        self._training = False
+        self._training, self._idle_since = False, self._now
+        self._interval_s = _smoothed(self._interval_s, self._now - self._published_s)
+        self._published_s = self._now
+        self._pacing.step_finished(self._now)
+        self._replan()
+        self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = True
 
     def _on_stop_requested(self, event: StopRequested) -> None:
         self._stopped = True
@@ -217,117 +266,151 @@ class Coordinator:
             endings += self.ledger.abort(group, AbortReason.RUN_ENDED)
         self._retire(endings)
 
+    def _on_tick(self, event: Tick) -> None:
+        self._routing_changed = self._all_loads_changed = True
+        if not self._stopped:
+            self._rescue()
+            self._migrate()
+
     # -- what to do ----------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        self._train()
-        self._synchronize()
-        self._draw()
-        self._route()
+        if self._batch_changed:
+            self._train()
+        if self._all_loads_changed or self._loads_changed:
+            self._synchronize()
+        if self._room_changed:
+            self._draw()
+        if self._routing_changed:
+            self._route()
+        self._batch_changed = self._room_changed = self._routing_changed = False
 
     def _train(self) -> None:
         if self._training or not self.ledger.ready():
             return
         consumption = self.ledger.consume(self.ledger.next_step)
-        self._training = True
+        self._training, self._idle_since = True, None
+        self._pacing.step_started(consumption.step, self._now)
         versions = tuple(self._live[m].v_traj for m in consumption.members)
         for member in consumption.members:
-            self._note(member, f"consumed by step {consumption.step}")
+            self._history.note(member, f"consumed by step {consumption.step}")
             del self._live[member]
+        for group in consumption.groups:
+            self.forecast.forget(group)
         self._commands.append(
-            Train(step=consumption.step, trajectories=consumption.members, versions=versions, cause=self._cause)
+            Train(step=consumption.step, trajectories=consumption.members, versions=versions, cause=self._history.cause)
         )
+        self._room_changed = self._routing_changed = True
         surplus = [e for e in consumption.endings if e.reason is not AbortReason.NONE]
         self._retire(surplus)
 
     def _synchronize(self) -> None:
         published = self.ledger.version
-        for instance in self._instances.values():
-            if instance.version >= published or instance.pulling:
-                continue
-            lagging = LaggingInstance(
+        rule = self._policy.synchronization
+        looked_at = self._fleet if self._all_loads_changed else tuple(self._loads_changed.values())
+        lagging = [i for i in looked_at if i.version < published and not i.pulling]
+        self._loads_changed, self._all_loads_changed = {}, False
+        if not lagging:
+            return
+        if rule.weighs:  # those that are cheapest to interrupt first: they take the work that others hope for
+            lagging.sort(key=lambda i: i.kv_tokens)
+        demand = self._demand(published)
+        sample = self._fresh_work()
+        for instance in lagging:
+            fed = min(self._appetite(instance, sample), self._demand(instance.version))
+            fed_if_pulled = min(self._appetite(instance, sample), demand) if rule.weighs else 0
+            view = LaggingInstance(
                 lag=published - instance.version,
                 num_running=instance.num_running,
                 max_running=instance.max_running,
-                can_be_fed=self._can_be_fed(instance),
+                kv_tokens=instance.kv_tokens,
+                fed=fed,
+                fed_if_pulled=fed_if_pulled,
+                added_kv_tokens=sample.kv_tokens,
+                interval_s=self._interval_s,
+                pull_s=self._pull_s,
             )
-            if self._policy.synchronization.should_pull(lagging):
+            if rule.should_pull(view):
+                demand -= fed_if_pulled
                 instance.version, instance.pulling = published, True
-                self._commands.append(Pull(instance=instance.instance, version=published, cause=self._cause))
+                self._fleet.touch(instance)
+                self._pull_ordered_s[instance.instance] = self._now
+                self._routing_changed = True
+                self._commands.append(Pull(instance=instance.instance, version=published, cause=self._history.cause))
 
     def _draw(self) -> None:
         room = self._policy.admission.room(self.ledger)
         wanted = room - len(self._fresh_groups) - self._groups_drawn
-        if wanted > 0 and self._instances:
+        if wanted > 0 and len(self._fleet):
             self._groups_drawn += wanted
-            self._commands.append(Draw(num_groups=wanted, cause=self._cause))
+            self._commands.append(Draw(num_groups=wanted, cause=self._history.cause))
 
     def _route(self) -> None:
         """Serve the queue level by level, oldest promises first. A level stops at its first trajectory that finds no
         instance: those behind it are of the same version and would find none either."""
-        if not any(i.num_running < i.max_running for i in self._instances.values()):
-            return
         blocked: set[int] = set()
         # Sending the first member of a fresh group opens a level for its siblings: always go on with the lowest.
-        while open_levels := self._levels.keys() - blocked:
-            level = min(open_levels)
-            queue = self._levels[level]
-            if not queue:
-                del self._levels[level]
-                continue
-            live = self._live.get(queue[0])
-            if live is None or live.phase is not Phase.QUEUED or self._level_of(live) != level:
-                queue.popleft()  # it ended, or moved to another level
-                continue
+        while True:
+            level = next((one for one in self._waiting.levels() if one not in blocked), None)
+            if level is None:
+                return
+            live = self._waiting.head(level)
             instance = self._place(live)
             if instance is None:
                 blocked.add(level)
-                continue
-            queue.popleft()
-            self._send(live, instance)
+            else:
+                self._waiting.leave(live)
+                self._send(live, instance)
 
     def _place(self, live: LiveTrajectory) -> Instance | None:
-        candidates, refusal = [], "no instance"
-        for instance in self._instances.values():
-            why = self._unfit(live, instance)
-            if why is None:
-                candidates.append(instance)
-            else:
-                refusal = why
-        if not candidates:
-            self._refusals[refusal] = self._refusals.get(refusal, 0) + 1
+        least_version = self._least_version(live)
+        if least_version is None:
+            possible = self._policy.admission.refusal(self.ledger, self.ledger.version) is None
+            self._history.refused(live, "version too old" if possible else "no place under the bound")
             return None
-        chosen = self._policy.routing.choose(live.kv_tokens, candidates)
-        if chosen is None:
-            self._refusals["gain too small"] = self._refusals.get("gain too small", 0) + 1
+        fitting = self._fleet.fitting(live.kv_tokens, least_version)
+        target = self._fleet.get(live.target)
+        if target is not None and fitting[target.row]:
+            return target
+        if not fitting.any():
+            self._history.refused(live, self._fleet.refusal(live.kv_tokens, least_version))
             return None
-        return self._instances[chosen]
+        row = self._policy.routing.choose(self._work(live), self._fleet, fitting)
+        if row is None:
+            self._history.refused(live, "gain too small" if not self._policy.routing.knows_urgency else "pace too slow")
+            return None
+        return self._fleet[row]
 
-    def _unfit(self, live: LiveTrajectory, instance: Instance) -> str | None:
-        """Why this instance cannot take this trajectory now; None if it can."""
-        if instance.num_running >= instance.max_running:
-            return "concurrency cap"
-        if instance.num_running and instance.kv_tokens + live.kv_tokens > instance.kv_capacity:
-            return "KV memory"
-        return self._version_refusal(live, instance.version)
-
-    def _version_refusal(self, live: LiveTrajectory, version: PolicyVersion) -> str | None:
+    def _least_version(self, live: LiveTrajectory) -> int | None:
+        """The oldest version in service that an instance may have for this trajectory; None if no version would do."""
         if live.v_traj >= 0:
-            return None if version >= live.v_traj else "version too old"
-        if self.ledger.entries[live.group].state is EntryState.QUEUED:
-            return None if self._policy.admission.refusal(self.ledger, version) is None else "no place under the bound"
-        return None if self.ledger.can_reserve(live.group, version) else "version too old for its group"
+            return live.v_traj
+        entry = self.ledger.entries[live.group]
+        fresh = entry.state is EntryState.QUEUED
+        # Newer versions are never refused more than older ones, and few are served at a time.
+        for version in self._fleet.versions():
+            if fresh:
+                allowed = self._policy.admission.refusal(self.ledger, version) is None
+            else:
+                allowed = self.ledger.can_reserve(live.group, version)
+            if allowed:
+                return version
+        return None
 
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
-        level = self._level_of(live)
+        work = self._work(live)
+        before = self.ledger.entries[live.group].version
         if live.v_traj < 0:
             self.ledger.reserve(live.group, live.id, instance.version)
             live.v_traj = instance.version
+            live.forecast = self.forecast.expected_remaining(live.group, 0)
             self._fresh_groups.discard(live.group)
         live.epoch += 1
-        live.instance = instance.instance
+        live.instance, live.target, live.refused = instance.instance, None, ""
         instance.trajectories[live.id] = None
         instance.kv_tokens += live.kv_tokens
+        instance.pace_s = min(instance.pace_s, work.pace_s)
+        self._fleet.touch(instance)
         self._enter(live, Phase.RUNNING, f"routed to {instance.instance} at version {instance.version}")
         self._commands.append(
             Route(
@@ -335,27 +418,150 @@ class Coordinator:
                 epoch=live.epoch,
                 instance=instance.instance,
                 version=live.v_traj,
-                cause=self._cause,
+                cause=self._history.cause,
             )
         )
-        if self._level_of(live) != level:
+        if self.ledger.entries[live.group].version != before:
             self._move_up(live.group)
+
+    def _migrate(self) -> None:
+        """Let the slowest instances give single trajectories to the fastest ones, where that pays."""
+        count = len(self._fleet)
+        if count < 2:
+            return
+        order = self._step_order()
+        for i in range(min(count // 2, max(1, int(count * MOVES_A_TICK)))):
+            source, target = self._fleet[int(order[-1 - i])], self._fleet[int(order[i])]
+            room = target.max_running - target.num_running
+            if source.pulling or target.pulling or room <= 0:
+                continue
+            movable, views = self._movable(source, target)
+            here = Load(running=source.num_running, kv_tokens=source.kv_tokens)
+            there = Load(running=target.num_running, kv_tokens=target.kv_tokens)
+            for index in self._policy.migration.moves(here, there, views, room):
+                self._interrupt(movable[index], f"moves to {target.instance}")
+                movable[index].target = target.instance
+
+    def _movable(self, source: Instance, target: Instance) -> tuple[list[LiveTrajectory], list[Movable]]:
+        """What runs on `source` and may go on on `target`."""
+        movable = [
+            live
+            for member in source.trajectories
+            if not (live := self._live[member]).leaving
+            and live.v_traj <= target.version
+            and target.kv_tokens + live.kv_tokens <= target.kv_capacity
+            and live.moved_at != self.ledger.version
+        ]
+        views = [
+            Movable(
+                kv_tokens=live.kv_tokens,
+                remaining=self.forecast.expected_remaining(live.group, live.tokens),
+                pace_s=self._pace_s(live) if self._policy.routing.knows_urgency else math.inf,
+            )
+            for live in movable
+        ]
+        return movable, views
+
+    def _rescue(self) -> None:
+        """Do something about the last trajectories of a step that the trainer has long waited for."""
+        rule = self._policy.stragglers
+        if self._idle_since is None or rule.action is Straggling.WAIT:
+            return
+        ledger = self.ledger
+        missing = ledger.groups_per_step - ledger.num_occupied
+        if not rule.stuck(
+            waited_s=self._now - self._idle_since,
+            interval_s=self._interval_s,
+            missing=max(1, missing),
+            groups_per_step=ledger.groups_per_step,
+        ):
+            return
+        awaited = [
+            live
+            for live in self._live.values()
+            if live.phase is Phase.RUNNING
+            and not live.leaving
+            and ledger.deadline(ledger.entries[live.group].version) <= ledger.next_step
+        ]
+        for live in awaited:
+            if rule.action is Straggling.TRUNCATE and live.tokens > 0:
+                self._interrupt(live, "straggles: cut off")
+                live.cut = True
+            elif rule.action is Straggling.RETRY and len(self._fleet) > 1:
+                target = self._fleet[int(self._step_order()[0])]
+                if target.instance != live.instance and target.version >= live.v_traj:
+                    self._interrupt(live, f"straggles: retried on {target.instance}")
+                    live.target = target.instance
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
-    def _level_of(self, live: LiveTrajectory) -> int:
-        version = self.ledger.entries[live.group].version
-        return FRESH if version < 0 else version
+    @property
+    def _now(self) -> float:
+        return self._history.now
 
-    def _enqueue(self, member: TrajectoryId, level: int) -> None:
-        self._levels.setdefault(level, deque()).append(member)
+    def _work(self, live: LiveTrajectory) -> Work:
+        pace_s = self._pace_s(live) if self._policy.routing.knows_urgency else math.inf
+        return Work(
+            kv_tokens=live.kv_tokens,
+            pace_s=pace_s,
+            planned_s=self._pacing.plan.step_s,
+            continued=live.tokens > 0,
+        )
+
+    def _fresh_work(self) -> Work:
+        """A trajectory as it will be drawn next, halfway through its life."""
+        pace_s = math.inf
+        if self._policy.routing.knows_urgency:
+            due = self.ledger.deadline(self.ledger.version)
+            pace_s = self._pacing.pace_s(due, GroupId(-1), 0, self._now)
+        kv_tokens = int(self._prompt_tokens + self.forecast.mean_position)
+        return Work(kv_tokens=kv_tokens, pace_s=pace_s, planned_s=self._pacing.plan.step_s)
+
+    def _pace_s(self, live: LiveTrajectory) -> float:
+        """Seconds a token of it may take."""
+        version = self.ledger.entries[live.group].version
+        due = self.ledger.deadline(version if version >= 0 else self.ledger.version)
+        return self._pacing.pace_s(due, live.group, live.tokens, self._now)
+
+    def _demand(self, version: PolicyVersion) -> int:
+        """How many trajectories an instance that serves `version` could be given, from the queue or freshly drawn."""
+        ledger = self.ledger
+        promised = self._waiting.promised(version)
+        if self._policy.admission.refusal(ledger, version) is not None:
+            return promised
+        groups = min(self._policy.admission.room(ledger), ledger.room(version))
+        return promised + groups * ledger.members_started
+
+    def _appetite(self, instance: Instance, work: Work) -> int:
+        """How many more of such trajectories routing would give this instance. Bisects: takes() is monotone."""
+        low, high = 0, instance.max_running - instance.num_running
+        while low < high:
+            middle = (low + high) // 2
+            held = instance.kv_tokens + middle * work.kv_tokens
+            room = held + work.kv_tokens <= instance.kv_capacity
+            if room and self._policy.routing.takes(work, instance.num_running + middle, held):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _step_order(self) -> Any:
+        """Rows by the time a decode step takes, fastest first."""
+        return self._pacing.steps_s(self._fleet.running, self._fleet.kv_tokens).argsort(kind="stable")
+
+    def _replan(self) -> None:
+        caps = [i.max_running for i in self._fleet]
+        if caps:
+            self._pacing.replan(len(caps), max(caps), self._prompt_tokens)
 
     def _move_up(self, group: GroupId) -> None:
         """A group got its promise, or an older version: its queued members move to the level of that version."""
         entry = self.ledger.entries[group]
         for member in sorted(entry.waiting):
-            if self._live[member].phase is Phase.QUEUED:
-                self._enqueue(member, entry.version)
+            live = self._live[member]
+            if live.phase is Phase.QUEUED:
+                self._waiting.leave(live)
+                self._waiting.enter(live, entry.version)
 
     def _current(self, member: TrajectoryId, epoch: int) -> LiveTrajectory | None:
         """The trajectory an instance's answer is about, or None if the answer is late."""
@@ -364,24 +570,43 @@ class Coordinator:
 
     def _enter(self, live: LiveTrajectory, phase: Phase, what: str) -> None:
         live.phase, live.since = phase, self._now
-        self._note(live.id, what)
+        self._history.note(live.id, what)
+
+    def _score(self, live: LiveTrajectory, what: str) -> None:
+        self._enter(live, Phase.SCORING, what)
+        self._commands.append(Score(trajectory=live.id, cause=self._history.cause))
+
+    def _interrupt(self, live: LiveTrajectory, what: str) -> None:
+        assert live.instance is not None
+        live.moved_at = self.ledger.version
+        self._history.note(live.id, what)
+        self._commands.append(
+            Interrupt(trajectory=live.id, epoch=live.epoch, instance=live.instance, cause=self._history.cause)
+        )
 
     def _leave_instance(self, live: LiveTrajectory) -> None:
         """Take it off the instance it runs on. Before its token count changes: the instance counts with the old one."""
-        instance = self._instances.get(live.instance) if live.instance is not None else None
+        instance = self._fleet.get(live.instance)
         if instance is not None and live.id in instance.trajectories:
             del instance.trajectories[live.id]
             instance.kv_tokens -= live.kv_tokens
+            if not instance.trajectories:
+                instance.pace_s = math.inf
+            self._fleet.touch(instance)
+            self._loads_changed[instance.instance] = instance
+            self._routing_changed = True
         live.instance = None
 
     def _requeue(self, live: LiveTrajectory, what: str, *, failed: bool) -> None:
         live.attempts += failed
         if live.attempts > self._policy.max_attempts:
-            self._note(live.id, what)
+            self._history.note(live.id, what)
             self._retire(self.ledger.abort(live.group, AbortReason.ENGINE_FAILED, live.id))
             return
         self._enter(live, Phase.QUEUED, what)
-        self._enqueue(live.id, self._level_of(live))
+        version = self.ledger.entries[live.group].version
+        self._waiting.enter(live, FRESH if version < 0 else version)
+        self._routing_changed = True
 
     def _retire(self, endings: Iterable[Ending]) -> None:
         """Take ended trajectories out of the live state, stop those that run, and tell the store how they ended."""
@@ -391,28 +616,17 @@ class Coordinator:
             live = self._live[ending.trajectory]
             if live.phase is Phase.RUNNING and live.instance is not None:
                 self._commands.append(
-                    Abort(trajectory=live.id, epoch=live.epoch, instance=live.instance, cause=self._cause)
+                    Abort(trajectory=live.id, epoch=live.epoch, instance=live.instance, cause=self._history.cause)
                 )
                 self._leave_instance(live)
+            self._waiting.leave(live)
             self._fresh_groups.discard(live.group)
-            self._note(live.id, f"{ending.fate.value}: {ending.reason.value}")
+            self.forecast.forget(live.group)
+            self._history.note(live.id, f"{ending.fate.value}: {ending.reason.value}")
             del self._live[live.id]
         if endings:
-            self._commands.append(Retire(endings=endings, versions=versions, cause=self._cause))
-
-    def _can_be_fed(self, instance: Instance) -> bool:
-        """Whether some queued trajectory could go to this instance at the version it serves."""
-        for level in sorted(self._levels):
-            for member in self._levels[level]:
-                live = self._live.get(member)
-                if live is not None and live.phase is Phase.QUEUED:
-                    if self._version_refusal(live, instance.version) is None:
-                        return True
-                    break  # the level's others are of the same version
-        return False
-
-    def _note(self, member: TrajectoryId, what: str) -> None:
-        self._log.append((member, self._now, self._cause, what))
+            self._room_changed = self._routing_changed = True
+            self._commands.append(Retire(endings=endings, versions=versions, cause=self._history.cause))
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -427,11 +641,11 @@ class Coordinator:
 
     def loads(self) -> dict[InstanceId, int]:
         """Trajectories each instance is taken to be running. O(instances)."""
-        return {i.instance: i.num_running for i in self._instances.values()}
+        return {i.instance: i.num_running for i in self._fleet}
 
     def story(self, trajectory: TrajectoryId) -> list[str]:
         """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
-        return [f"{now:9.3f} s  {what}  ({cause})" for who, now, cause, what in self._log if who == trajectory]
+        return self._history.story(trajectory)
 
     def waiting_for(self, limit: int = 6) -> str:
         """One paragraph for a run that makes no progress: what the next step waits for, and where that is."""
@@ -441,11 +655,11 @@ class Coordinator:
         head = (
             f"step {ledger.next_step} waits for {ledger.groups_per_step - ledger.num_occupied} more of its "
             f"{ledger.groups_per_step} groups; {ledger.num_reserved} are being sampled, "
-            f"{len(self._fresh_groups)} queued, {len(self._instances)} instances"
+            f"{len(self._fresh_groups)} queued, {len(self._fleet)} instances"
         )
         oldest = sorted(
             (t for t in self._live.values() if t.phase is not Phase.DONE),
-            key=lambda t: (self._level_of(t), t.since),
+            key=lambda t: (FRESH if (version := ledger.entries[t.group].version) < 0 else version, t.since),
         )[:limit]
         lines = [
             f"group {t.group}, trajectory {t.id}: {t.phase.value} for {self._now - t.since:.1f} s"
@@ -489,9 +703,10 @@ class Coordinator:
                     kv_tokens=i.kv_tokens,
                     kv_capacity=i.kv_capacity,
                 )
-                for i in self._instances.values()
+                for i in self._fleet
             ),
-            refusals=dict(self._refusals),
+            refusals=dict(self._history.refusals),
+            forecast=self.forecast.error,
         )
 
     def validate(self) -> None:
@@ -500,17 +715,30 @@ class Coordinator:
         held = {m for e in self.ledger.entries.values() for m in e.members}
         if held != self._live.keys():
             raise ProtocolViolation(f"ledger and coordinator differ about {sorted(held ^ self._live.keys())[:10]}")
-        for instance in self._instances.values():
+        for instance in self._fleet:
             if instance.kv_tokens != sum(self._live[m].kv_tokens for m in instance.trajectories):
                 raise ProtocolViolation(f"{instance.instance} is taken to hold {instance.kv_tokens} KV tokens")
+            row = (instance.num_running, instance.kv_tokens, instance.version)
+            held_row = tuple(a[instance.row] for a in (self._fleet.running, self._fleet.kv_tokens, self._fleet.version))
+            if row != held_row:
+                raise ProtocolViolation(f"{instance.instance} has {row}, the arrays say {held_row}")
             for member in instance.trajectories:
                 live = self._live[member]
                 if live.phase is not Phase.RUNNING or live.instance != instance.instance:
                     raise ProtocolViolation(f"{member} is listed on {instance.instance} but {live.phase.value}")
-        for live in self._live.values():
-            if live.phase is Phase.QUEUED and live.id not in self._levels.get(self._level_of(live), ()):
-                raise ProtocolViolation(f"queued trajectory {live.id} stands in no queue")
+        queued = {
+            t.id: FRESH if self.ledger.entries[t.group].version < 0 else self.ledger.entries[t.group].version
+            for t in self._live.values()
+            if t.phase is Phase.QUEUED
+        }
+        standing = {t.id: t.level for t in self._waiting}
+        if queued != standing:
+            raise ProtocolViolation(f"queued and waiting differ: {sorted(queued.items() ^ standing.items())[:10]}")
 
 
 def _mean(values: list[int]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def _smoothed(mean: float, newest: float) -> float:
+    return newest if not mean else mean + SMOOTHING * (newest - mean)

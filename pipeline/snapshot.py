@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.forecast import ForecastError
 from stores.staleness import BufferView
 from stores.trajectory import InstanceId
 
@@ -44,3 +45,5 @@ class Snapshot:
     instances: tuple[InstanceView, ...]
     refusals: dict[str, int]
     """How often routing declined, by reason."""
+    forecast: ForecastError
+    """How well response lengths were foreseen."""

@@ -1,8 +1,8 @@
-"""What the coordinator believes: its speculative state of trajectories and instances. Pure, mutated only by it."""
+"""What the coordinator believes of a trajectory in flight. Pure, changed only by it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
@@ -23,6 +23,8 @@ class LiveTrajectory:
     group: GroupId
     prompt_tokens: int
     phase: Phase = Phase.QUEUED
+    level: int = 0
+    """Where it stands in the waiting line, while it is queued."""
     v_traj: PolicyVersion = PolicyVersion(-1)
     instance: InstanceId | None = None
     epoch: int = 0
@@ -35,25 +37,22 @@ class LiveTrajectory:
     """None until it is scored, and for good if it could not be."""
     since: float = 0.0
     """When the present phase began."""
+    forecast: float = 0.0
+    """Tokens expected of it when it was first routed."""
+    target: InstanceId | None = None
+    """Where it is to go on, while it is being taken off its instance."""
+    moved_at: int = -1
+    """The published version when it was last interrupted: it is moved once a version at most."""
+    cut: bool = False
+    """It is being taken off its instance to be scored as it is."""
+    refused: str = ""
+    """Why it was last left in the queue."""
 
     @property
     def kv_tokens(self) -> int:
         return self.prompt_tokens + self.tokens
 
-
-@dataclass(slots=True)
-class Instance:
-    """Speculative state of one rollout instance."""
-
-    instance: InstanceId
-    version: PolicyVersion
-    """What it serves, or will serve once the pulls already ordered are done."""
-    kv_capacity: int
-    max_running: int
-    pulling: bool = False
-    kv_tokens: int = 0
-    trajectories: dict[TrajectoryId, None] = field(default_factory=dict)
-
     @property
-    def num_running(self) -> int:
-        return len(self.trajectories)
+    def leaving(self) -> bool:
+        """An Interrupt is on its way to it."""
+        return self.cut or self.target is not None

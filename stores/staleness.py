@@ -109,6 +109,9 @@ class StalenessLedger:
     eta: the bound, >= 0. groups_per_step: groups one step consumes. group_size: members an advantage is taken over.
     groups_started / members_started (redundancy): how many groups a step and members a group may be started; the
     surplus is aborted as soon as it cannot be used any more. num_steps: planned end; nothing is promised beyond it.
+    waits: whether a step waits for promised work that is due. If not, promises hold nothing: any number of groups may
+    be reserved, a step begins as soon as enough of them are finished, and what was due by it is aborted. The bound
+    holds all the same; invariant 2 is the price. (It is what systems do that discard at the consumer.)
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class StalenessLedger:
         groups_started: int | None = None,
         members_started: int | None = None,
         num_steps: int = UNBOUNDED_STEPS,
+        waits: bool = True,
     ) -> None:
         self.eta = eta
         self.groups_per_step = groups_per_step
@@ -127,6 +131,9 @@ class StalenessLedger:
         self.groups_started = groups_per_step if groups_started is None else groups_started
         self.members_started = group_size if members_started is None else members_started
         self.num_steps = num_steps
+        self.waits = waits
+        # Groups that may be promised places in one step.
+        self._promises_per_step = self.groups_started if waits else UNBOUNDED_STEPS
         if eta < 0 or groups_per_step < 1 or group_size < 1 or num_steps < 0:
             raise ValueError("eta and num_steps must be >= 0, groups_per_step and group_size >= 1")
         if self.groups_started < groups_per_step or self.members_started < group_size:
@@ -174,6 +181,8 @@ class StalenessLedger:
         num_occupied = sum(map(len, self._occupied.values()))
         if num_occupied < self.groups_per_step:
             return False
+        if not self.waits:
+            return True
         # After an earliest-deadline-first pick of one batch, what is due by D must fit into steps next+1 .. D,
         # but for the groups that were started in excess.
         allowance = self.groups_started - self.groups_per_step
@@ -357,7 +366,7 @@ class StalenessLedger:
         self._validate_membership()
         self._validate_counts()
         due = occupied_due = 0
-        strict = self.groups_started == self.groups_per_step
+        strict = self._promises_per_step == self.groups_per_step
         for step in range(min(self.next_step, self.version), self._horizon() + 1):
             due += self._count_at(step, reserved=True)
             occupied_due += self._count_at(step, reserved=False)
@@ -429,7 +438,7 @@ class StalenessLedger:
             promised += self._count_at(step, reserved=True)
             finished += self._count_at(step, reserved=False)
             num_steps = step - self.next_step + 1
-            yield step, self.groups_started * num_steps - promised, self.groups_per_step * num_steps - finished
+            yield step, self._promises_per_step * num_steps - promised, self.groups_per_step * num_steps - finished
 
     def _shortage(self, due: int, last: int) -> str | None:
         """What keeps one more group due by `due` from being promised a place, looking at the steps up to `last`."""
@@ -476,8 +485,8 @@ class StalenessLedger:
         )
 
     def _shed(self) -> tuple[Ending, ...]:
-        """Abort reserved groups for which finished work has left no legal place. Only redundancy ever makes any."""
-        if self.groups_started == self.groups_per_step:
+        """Abort reserved groups that have no legal place left. Only redundancy, or steps that do not wait, make any."""
+        if self._promises_per_step == self.groups_per_step:
             return ()
         endings: list[Ending] = []
         room: int = UNBOUNDED_STEPS
@@ -486,8 +495,9 @@ class StalenessLedger:
         for step in range(self._horizon(), self.deadline(min(self._reserved, default=self.version)) - 1, -1):
             room = min(room, self.groups_per_step * max(0, step - self.next_step + 1) - occupied_due)
             if room <= 0:
+                reason = AbortReason.TOO_STALE if step < self.next_step else AbortReason.SURPLUS_GROUP
                 for version in tuple(self._due_versions(step)):
                     for group in tuple(self._reserved.get(version, ())):
-                        endings += self.abort(group, AbortReason.SURPLUS_GROUP)
+                        endings += self.abort(group, reason)
             occupied_due -= self._count_at(step, reserved=False) if step >= self.next_step else 0
         return tuple(endings)

@@ -55,6 +55,8 @@ class AbortReason(Enum):
     """Filtered: all rewards of its group are equal, so no advantage can be learned from it."""
     RUN_ENDED = "run_ended"
     """The run stopped while it was in flight."""
+    TOO_STALE = "too_stale"
+    """The last step that may train it has begun without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The names a job file may use, apart from what they name: checking a job loads neither torch nor vllm."""
 
-ENGINE_NAMES = ("transformers",)
+ENGINE_NAMES = ("transformers", "emulated")
 ADVANTAGE_NAMES = ("grpo", "dapo", "dr_grpo", "rloo", "reinforce_plus_plus")
 LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "cispo", "tis")
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant_length")
 SCHEDULE_NAMES = ("constant", "cosine")
+WORKLOAD_NAMES = ("lognormal", "bimodal", "power_law", "agentic", "recorded")

@@ -46,7 +46,10 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("training.learning_rate=0", "learning_rate = 0.0 is out of range; it must be > 0"),
         ("training.learning_rate=nan", "out of range"),
         ("staleness=3", "staleness must be a table, not 3"),
-        ("rollout.routing=best", "must be one of round_robin, least_requests, throughput_optimal, not 'best'"),
+        (
+            "rollout.routing=best",
+            "must be one of random, round_robin, least_requests, throughput_optimal, deadline, not 'best'",
+        ),
         ("training.loss.name=ppo_clap", r"did you mean 'ppo_clip'\?"),
         ("steps", "expected key=value"),
         ("model.path=", "model.path is missing"),
@@ -56,6 +59,8 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("training.minibatches=1000", "is more than the 128 trajectories of a step"),
         ("rollout.max_new_tokens=100000", "cannot hold one response"),
         ("cluster.kind=address", "needs cluster.address"),
+        ("workload.kind=recorded", "needs workload.run"),
+        ("simulation.colocated=true", 'needs staleness.admission = "synchronous"'),
     ],
 )
 def test_each_mistake_is_one_line(tmp_path: Path, override: str, message: str) -> None:

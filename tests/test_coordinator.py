@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.commands import Abort, Command, Draw, Pull, Retire, Route, Score, Train
 from pipeline.coordinator import Coordinator, Policy
-from pipeline.cost import CostModel
 from pipeline.events import (
     Event,
     GroupsArrived,
@@ -26,10 +26,14 @@ from pipeline.events import (
     TrajectoryScored,
     VersionPublished,
 )
+from pipeline.forecast import LengthForecast
+from pipeline.pace import Pacing
 from pipeline.strategies.admission import make_admission
-from pipeline.strategies.filtering import make_filtering
+from pipeline.strategies.filtering import Stragglers, Straggling, make_filtering
+from pipeline.strategies.migration import make_migration
 from pipeline.strategies.routing import make_routing
 from pipeline.strategies.synchronization import make_synchronization
+from stores.cost import CostModel
 from stores.errors import ProtocolViolation
 from stores.staleness import StalenessLedger
 from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
@@ -50,19 +54,25 @@ class Bench:
         filtering: str = "keep_all",
         synchronization: str = "greedy",
         routing: str = "least_requests",
+        migration: str = "none",
+        stragglers: str = "wait",
         max_attempts: int = 1,
         **redundancy: int,
     ) -> None:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
         cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002)
         policy = Policy(
-            admission=make_admission(admission),
-            routing=make_routing(routing, cost, 0.1),
-            synchronization=make_synchronization(synchronization, 0.5),
+            admission=make_admission(admission, eta, alpha=eta),
+            routing=make_routing(routing, cost, 0.1, np.random.default_rng(0)),
+            synchronization=make_synchronization(synchronization, 0.5, cost),
             filtering=make_filtering(filtering),
+            migration=make_migration(migration, cost, 0.2),
+            stragglers=Stragglers(action=Straggling(stragglers)),
             max_attempts=max_attempts,
         )
-        self.coordinator = Coordinator(ledger, policy, validate_each=True)
+        forecast = LengthForecast(100, rare=0.01)
+        pacing = Pacing(cost, forecast, eta=eta, trajectories=groups * size, slack=1.0)
+        self.coordinator = Coordinator(ledger, policy, forecast, pacing, validate_each=True)
         self.now = 0.0
         self.epochs: dict[int, int] = {}
 

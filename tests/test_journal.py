@@ -10,18 +10,20 @@ import pytest
 from pipeline import config as configuration
 from pipeline import journal
 from pipeline.build import make_coordinator
-from pipeline.commands import Abort, Command, Draw, Pull, Retire, Route, Score, Train
+from pipeline.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
 from pipeline.coordinator import Coordinator
 from pipeline.events import (
     Event,
     GroupsArrived,
     InstanceJoined,
     InstanceLost,
+    InstanceReported,
     NewGroup,
     PullFinished,
     StopRequested,
     Tick,
     TrajectoryFailed,
+    TrajectoryInterrupted,
     TrajectorySampled,
     TrajectoryScored,
     VersionPublished,
@@ -36,6 +38,11 @@ SHAPES = {
     "redundant": ("batch.extra_members=1", "batch.extra_groups=1", "batch.filtering=no_signal"),
     "status": ("rollout.synchronization=status", "rollout.routing=throughput_optimal", "batch.extra_groups=2"),
     "synchronous": ("staleness.admission=synchronous", "batch.extra_members=2"),
+    "one_step": ("staleness.admission=one_step", "rollout.routing=random"),
+    "credits": ("staleness.admission=credits", "staleness.alpha=1.5", "rollout.routing=round_robin"),
+    "deadline": ("rollout.routing=deadline", "rollout.synchronization=hypothesis", "rollout.migration=largest_gain"),
+    "retry": ("batch.stragglers=retry", "batch.straggler_patience=0.1", "batch.straggler_share=1"),
+    "truncate": ("batch.stragglers=truncate", "batch.straggler_patience=0.1", "batch.straggler_share=1"),
 }
 
 
@@ -90,6 +97,9 @@ class TinyBody:
                 for ending in command.endings:
                     assert ending.trajectory not in self.ended
                     self.ended[ending.trajectory] = ending.fate
+            case Interrupt():
+                t, e = command.trajectory, command.epoch
+                self.pending.append(TrajectoryInterrupted(trajectory=t, epoch=e, tokens=self.rng.randint(1, 9)))
             case Abort():
                 pass
 
@@ -104,6 +114,9 @@ class TinyBody:
                 self.losses += 1
                 self.tell(InstanceLost(instance=InstanceId("ab"[self.losses % 2] + "'" * (self.losses // 3)), why="x"))
                 self.join("ab"[self.losses % 2])
+            for one in (InstanceId("a"), InstanceId("b")):
+                progress = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 9))
+                self.tell(InstanceReported(instance=one, progress=progress))
             self.tell(Tick())
         self.tell(StopRequested(why="all steps are trained"))
         self.journal.close()

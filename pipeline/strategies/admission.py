@@ -1,25 +1,50 @@
-"""How much new work may start. The ledger's bound holds under every rule; a rule can only be stricter."""
+"""How much new work may start. Each rule is one system's; what they share is counted in groups.
+
+| rule | in play (reserved and finished, not the batch being trained) | late work | keeps the bound |
+|---|---|---|---|
+| staleflow | what can be promised a place | is waited for | yes |
+| synchronous | one batch, while nothing trains | is waited for | yes |
+| one_step | one batch, while the one before trains | is waited for | yes |
+| credits | (1 + alpha) batches (ROLL Flash, arXiv 2510.11345) | is dropped | yes |
+| backlog | (eta + 1 + version - next step) batches (AReaL, arXiv 2505.24298) | is trained late | no |
+"""
 
 from __future__ import annotations
 
+import math
+from enum import Enum
 from typing import Protocol
 
 from stores.staleness import StalenessLedger
 from stores.trajectory import PolicyVersion
 
 
+class Late(Enum):
+    """What a step does about work that is due and not finished."""
+
+    WAIT = "wait"
+    DROP = "drop"
+    TRAIN = "train"
+    """Takes what is finished, however old: the bound is not kept."""
+
+
 class Admission(Protocol):
+    @property
+    def late(self) -> Late: ...
+
     def room(self, ledger: StalenessLedger) -> int:
         """How many groups of the published version may be started now, those already queued included."""
         ...
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
-        """Why a fresh group must not start at `version`; None if it may."""
+        """Why a fresh group must not start at `version`; None if it may. A newer version is never refused more."""
         ...
 
 
 class Reservations:
     """StaleFlow: as much as can be promised a place."""
+
+    late = Late.WAIT
 
     def room(self, ledger: StalenessLedger) -> int:
         return ledger.room(ledger.version)
@@ -28,32 +53,88 @@ class Reservations:
         return ledger.refusal(version)
 
 
-class Synchronous:
-    """One batch at a time, all of it from the version that will train on it: rollout and training take turns."""
+class _Capped:
+    """At most so many groups in play."""
+
+    late = Late.WAIT
+
+    def cap(self, ledger: StalenessLedger) -> int:
+        raise NotImplementedError
 
     def room(self, ledger: StalenessLedger) -> int:
-        if ledger.version < ledger.next_step:
-            return 0
-        in_batch = ledger.num_reserved + ledger.num_occupied
-        return min(ledger.room(ledger.version), max(0, ledger.groups_started - in_batch))
+        left = self.cap(ledger) - ledger.num_reserved - ledger.num_occupied
+        return min(ledger.room(ledger.version), max(0, left))
+
+    def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
+        cap, in_play = self.cap(ledger), ledger.num_reserved + ledger.num_occupied
+        if in_play >= cap:
+            return f"{type(self).__name__.lower()}: {in_play} of {cap} groups are in play"
+        return ledger.refusal(version)
+
+
+class Synchronous(_Capped):
+    """One batch at a time, all of it from the version that will train on it: rollout and training take turns."""
+
+    def cap(self, ledger: StalenessLedger) -> int:
+        return ledger.groups_started if ledger.version == ledger.next_step else 0
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
         if version < ledger.next_step:
             return f"synchronous: version {version} is not the one step {ledger.next_step} starts from"
-        if self.room(ledger) == 0:
-            return f"synchronous: the batch of step {ledger.next_step} is complete"
-        return ledger.refusal(version)
+        return super().refusal(ledger, version)
 
 
-ADMISSION_NAMES = ("staleflow", "synchronous")
+class OneStep(_Capped):
+    """One batch ahead: the next batch is sampled while one is trained, never a second."""
+
+    def cap(self, ledger: StalenessLedger) -> int:
+        return ledger.groups_started
 
 
-def make_admission(name: str) -> Admission:
-    """The admission rule called `name`."""
+class Credits(_Capped):
+    """ROLL Flash: B + ceil(alpha B) credits to start with, B more a step; what is too old for a step is dropped.
+
+    alpha bounds the version gap by ceil(alpha), which must not be more than the ledger's eta; a fractional alpha holds
+    fewer groups of the oldest version.
+    """
+
+    late = Late.DROP
+
+    def __init__(self, alpha: float) -> None:
+        self._alpha = alpha
+
+    def cap(self, ledger: StalenessLedger) -> int:
+        return ledger.groups_started + math.ceil(self._alpha * ledger.groups_started)
+
+
+class Backlog(_Capped):
+    """AReaL: (eta + version + 1) B less what was accepted and what runs. Bounds how far ahead work is started, not how
+    old it is when it is trained."""
+
+    late = Late.TRAIN
+
+    def __init__(self, eta: int) -> None:
+        self._eta = eta
+
+    def cap(self, ledger: StalenessLedger) -> int:
+        return (self._eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started
+
+
+ADMISSION_NAMES = ("staleflow", "synchronous", "one_step", "credits", "backlog")
+
+
+def make_admission(name: str, eta: int, alpha: float) -> Admission:
+    """The admission rule called `name`. alpha: of `credits`."""
     match name:
         case "staleflow":
             return Reservations()
         case "synchronous":
             return Synchronous()
+        case "one_step":
+            return OneStep()
+        case "credits":
+            return Credits(alpha)
+        case "backlog":
+            return Backlog(eta)
         case _:
             raise ValueError(f"no admission rule {name!r}; there are {', '.join(ADMISSION_NAMES)}")

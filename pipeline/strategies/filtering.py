@@ -1,8 +1,10 @@
-"""Which complete groups are not worth training on."""
+"""Which complete groups are not worth training on, and which unfinished ones are not worth waiting for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from stores.trajectory import AbortReason
@@ -26,6 +28,33 @@ class NoSignal:
     def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
         has_signal = len(rewards) > 1 and max(rewards) - min(rewards) > 1e-9
         return None if has_signal else AbortReason.NO_SIGNAL
+
+
+class Straggling(Enum):
+    """What becomes of the last trajectories that a step waits for."""
+
+    WAIT = "wait"
+    RETRY = "retry"
+    """Continued on the least loaded instance."""
+    TRUNCATE = "truncate"
+    """Ended with the tokens they have, and scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stragglers:
+    """When a step that waits is stuck, and what is done about the few it waits for."""
+
+    action: Straggling = Straggling.WAIT
+    patience: float = 1.0
+    """Intervals between steps that the trainer waits first."""
+    share: float = 0.1
+    """Of the groups of a step, at most this many are stragglers; if more are missing, it is not them."""
+
+    def stuck(self, *, waited_s: float, interval_s: float, missing: int, groups_per_step: int) -> bool:
+        """Whether a step that has waited so long for so few groups is stuck. interval_s: 0 while it is not known."""
+        if self.action is Straggling.WAIT or not interval_s or not missing:
+            return False
+        return waited_s > self.patience * interval_s and missing <= max(1, self.share * groups_per_step)
 
 
 FILTERING_NAMES = ("keep_all", "no_signal")

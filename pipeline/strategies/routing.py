@@ -1,79 +1,175 @@
-"""Which instance samples a trajectory. Each rule takes the instances that may serve it and picks one, or declines."""
+"""Which instance samples a trajectory. Each rule sees the instances that may serve it and picks one, or declines.
+
+Declined work stays in the queue, where it can still go to any instance, and to a newer version.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.cost import CostModel
-from stores.trajectory import InstanceId
+import numpy as np
+import numpy.typing as npt
+
+from stores.cost import CostModel, Numbers
+
+BoolArray = npt.NDArray[np.bool_]
 
 
-class Candidate(Protocol):
-    """What a routing rule may see of an instance that has room and an admissible version."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a rule may know of a trajectory. kv_tokens: that it needs at once. pace_s: seconds a token may take if it is
+    to be in time for the step that will want it; infinite if nothing is known."""
+
+    kv_tokens: int
+    pace_s: float = math.inf
+    planned_s: float = 0.0
+    """Seconds a decode step takes by plan: no instance need be faster for anyone's sake."""
+    continued: bool = False
+    """It has a place promised already, and perhaps tokens."""
+
+
+class Loads(Protocol):
+    """What a rule may know of the instances, an element each. pace_s: what the most urgent one they run needs."""
 
     @property
-    def instance(self) -> InstanceId: ...
+    def running(self) -> Numbers: ...
     @property
-    def num_running(self) -> int: ...
+    def kv_tokens(self) -> Numbers: ...
     @property
-    def kv_tokens(self) -> int: ...
+    def pace_s(self) -> Numbers: ...
 
 
 class Routing(Protocol):
-    """Decides on the speculative state; never modifies it. `candidates` is not empty."""
+    """Decides on the speculative state; never modifies it."""
 
-    def choose(self, needed_kv_tokens: int, candidates: Sequence[Candidate]) -> InstanceId | None: ...
+    @property
+    def knows_urgency(self) -> bool:
+        """Whether it looks at pace: then it is worth working out."""
+        ...
+
+    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+        """The row of an instance, one of those marked `fitting` (at least one is), or None to let it wait."""
+        ...
+
+    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+        """Whether an instance with this load would be given such work, if it were the only one."""
+        ...
+
+
+class Random:
+    """Any of them."""
+
+    knows_urgency = False
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+
+    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+        return int(self._rng.choice(np.flatnonzero(fitting)))
+
+    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+        return True
 
 
 class RoundRobin:
     """Each instance in turn."""
 
-    def __init__(self) -> None:
-        self._turn = 0
+    knows_urgency = False
 
-    def choose(self, needed_kv_tokens: int, candidates: Sequence[Candidate]) -> InstanceId | None:
-        self._turn += 1
-        return candidates[self._turn % len(candidates)].instance
+    def __init__(self) -> None:
+        self._last = -1
+
+    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+        rows = np.flatnonzero(fitting)
+        after = rows[rows > self._last]
+        self._last = int(after[0] if len(after) else rows[0])
+        return self._last
+
+    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+        return True
 
 
 class LeastRequests:
     """The instance with the fewest running trajectories; the first of equals."""
 
-    def choose(self, needed_kv_tokens: int, candidates: Sequence[Candidate]) -> InstanceId | None:
-        return min(candidates, key=lambda c: c.num_running).instance
+    knows_urgency = False
+
+    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+        return int(np.where(fitting, loads.running, np.inf).argmin())
+
+    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+        return True
 
 
 class ThroughputOptimal:
-    """The instance whose throughput gains most; declines when that gain is below mu times an empty instance's.
+    """The instance whose throughput gains most; declines when that gain is below mu times an empty instance's
+    (StaleFlow, arXiv 2601.12784)."""
 
-    Declined work stays in the queue, where it can still go to any instance and to a newer version.
-    """
+    knows_urgency = False
 
     def __init__(self, cost: CostModel, mu: float) -> None:
         self._cost = cost
         self._mu = mu
 
-    def choose(self, needed_kv_tokens: int, candidates: Sequence[Candidate]) -> InstanceId | None:
-        def gain(candidate: Candidate) -> float:
-            return self._cost.marginal_gain(candidate.num_running, candidate.kv_tokens, needed_kv_tokens)
+    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+        gains = np.where(fitting, self._cost.marginal_gains(loads.running, loads.kv_tokens, work.kv_tokens), -np.inf)
+        best = int(gains.argmax())
+        worth_it = loads.running[best] == 0 or gains[best] >= self._least(work)
+        return best if worth_it else None
 
-        best = max(candidates, key=gain)
-        worth_it = best.num_running == 0 or gain(best) >= self._mu * self._cost.marginal_gain(0, 0, needed_kv_tokens)
-        return best.instance if worth_it else None
+    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+        return running == 0 or self._cost.marginal_gain(running, kv_tokens, work.kv_tokens) >= self._least(work)
+
+    def _least(self, work: Work) -> float:
+        return self._mu * self._cost.marginal_gain(0, 0, work.kv_tokens)
 
 
-ROUTING_NAMES = ("round_robin", "least_requests", "throughput_optimal")
+class Deadline:
+    """Ours: every promised place has a step that will wait for it, so a decode step may take no longer than the most
+    urgent trajectory of an instance can afford; or than the plan says, since what is late already gains nothing from
+    instances that stand empty.
+
+    New work goes where throughput gains most among the instances that keep everyone's pace with it, and waits if there
+    is none. Work that has begun never waits for that: if nobody keeps its pace, the fastest instance takes it.
+    """
+
+    knows_urgency = True
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+
+    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+        after_s = self._cost.steps_s(loads.running + 1, loads.kv_tokens + work.kv_tokens)
+        in_time = fitting & (after_s <= np.maximum(np.minimum(loads.pace_s, work.pace_s), work.planned_s))
+        if in_time.any():
+            gains = self._cost.marginal_gains(loads.running, loads.kv_tokens, work.kv_tokens)
+            return int(np.where(in_time, gains, -np.inf).argmax())
+        fastest = int(np.where(fitting, after_s, np.inf).argmin())
+        return fastest if work.continued or loads.running[fastest] == 0 else None
+
+    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+        return running == 0 or self._cost.step_s(running + 1, kv_tokens + work.kv_tokens) <= max(
+            work.pace_s, work.planned_s
+        )
 
 
-def make_routing(name: str, cost: CostModel, mu: float) -> Routing:
-    """The routing rule called `name`."""
+ROUTING_NAMES = ("random", "round_robin", "least_requests", "throughput_optimal", "deadline")
+
+
+def make_routing(name: str, cost: CostModel, mu: float, rng: np.random.Generator) -> Routing:
+    """The routing rule called `name`. rng: of `random`."""
     match name:
+        case "random":
+            return Random(rng)
         case "round_robin":
             return RoundRobin()
         case "least_requests":
             return LeastRequests()
         case "throughput_optimal":
             return ThroughputOptimal(cost, mu)
+        case "deadline":
+            return Deadline(cost)
         case _:
             raise ValueError(f"no routing rule {name!r}; there are {', '.join(ROUTING_NAMES)}")

@@ -1,9 +1,12 @@
-"""When an instance pulls new weights. A pull interrupts what it runs; not pulling makes what it starts staler."""
+"""When an instance pulls new weights. A pull interrupts what it runs, whose contexts are then prefilled again; not
+pulling keeps it from work that may only start under a newer version."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
+
+from stores.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,16 +17,32 @@ class LaggingInstance:
     """Published version minus the one it serves, >= 1."""
     num_running: int
     max_running: int
-    can_be_fed: bool
-    """Whether queued work could still be routed to it at the version it serves."""
+    kv_tokens: int
+    fed: int
+    """How many more trajectories it would be given at the version it serves."""
+    fed_if_pulled: int
+    """And how many if it had the new version."""
+    added_kv_tokens: float
+    """KV tokens that each of these would bring."""
+    interval_s: float
+    """Seconds between published versions, as last seen."""
+    pull_s: float
+    """Seconds that loading new weights takes, as last seen; 0 before the first."""
 
 
 class Synchronization(Protocol):
+    @property
+    def weighs(self) -> bool:
+        """Whether it looks at `fed_if_pulled`: then it is worth working out."""
+        ...
+
     def should_pull(self, instance: LaggingInstance) -> bool: ...
 
 
 class Greedy:
     """As soon as it lags."""
+
+    weighs = False
 
     def should_pull(self, instance: LaggingInstance) -> bool:
         return True
@@ -32,22 +51,53 @@ class Greedy:
 class Status:
     """When it can no longer be fed at its version and its load has drained below a share of its capacity."""
 
+    weighs = False
+
     def __init__(self, load_threshold: float) -> None:
         self._load_threshold = load_threshold
 
     def should_pull(self, instance: LaggingInstance) -> bool:
-        return not instance.can_be_fed and instance.num_running <= self._load_threshold * instance.max_running
+        return not instance.fed and instance.num_running <= self._load_threshold * instance.max_running
 
 
-SYNCHRONIZATION_NAMES = ("greedy", "status")
+class Hypothesis:
+    """Suppose it had the new version: pull when what it would be fed then is worth the interruption.
+
+    Gained: the rise in throughput, for as long as the next version takes to come. Lost: what it decodes now, for the
+    seconds that loading and prefilling its contexts again take. Waiting makes both sides change: while it drains, less
+    has to be prefilled and more is gained.
+    """
+
+    weighs = True
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+
+    def should_pull(self, instance: LaggingInstance) -> bool:
+        if not instance.num_running:
+            return True  # nothing is interrupted
+        now = self._rate(instance, instance.fed)
+        then = self._rate(instance, instance.fed_if_pulled)
+        stalled_s = instance.pull_s + self._cost.prefill * instance.kv_tokens
+        return then > now and (then - now) * instance.interval_s >= now * stalled_s
+
+    def _rate(self, instance: LaggingInstance, fed: int) -> float:
+        """Tokens per second with `fed` more trajectories."""
+        kv_tokens = instance.kv_tokens + fed * instance.added_kv_tokens
+        return self._cost.throughput(instance.num_running + fed, kv_tokens)
 
 
-def make_synchronization(name: str, load_threshold: float) -> Synchronization:
+SYNCHRONIZATION_NAMES = ("greedy", "status", "hypothesis")
+
+
+def make_synchronization(name: str, load_threshold: float, cost: CostModel) -> Synchronization:
     """The synchronization rule called `name`."""
     match name:
         case "greedy":
             return Greedy()
         case "status":
             return Status(load_threshold)
+        case "hypothesis":
+            return Hypothesis(cost)
         case _:
             raise ValueError(f"no synchronization rule {name!r}; there are {', '.join(SYNCHRONIZATION_NAMES)}")

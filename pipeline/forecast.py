@@ -1,0 +1,175 @@
+"""How long responses will be, learned while the run goes on. Pure; deterministic in the order of what it hears.
+
+Two sources. The lengths of the run's latest finished trajectories: given that one has reached `tokens` already, those
+longer than that say how much is to be expected, and with a heavy tail that is the more the longer it has run. And the
+finished siblings of its group: if lengths within a group are alike (measured as the correlation of log lengths, not
+assumed), a group's finished members scale what is expected of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right, insort
+from collections import deque
+from dataclasses import dataclass
+
+from stores.trajectory import GroupId
+
+WINDOW = 4096
+"""Finished lengths that are remembered: enough to see one in a thousand, few enough to follow a policy that drifts."""
+ENOUGH = 32
+"""Finished lengths below which nothing is concluded: the first to finish are the short ones."""
+REFRESH = 0.02
+"""Share of new lengths after which the sums over the sorted window are made again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastError:
+    """How good forecasts were that were made when a trajectory was first routed; tokens over the latest ones."""
+
+    count: int
+    mean_length: float
+    mean_error: float
+    """Mean of |forecast - length|."""
+    bias: float
+    """Mean of forecast - length."""
+    sibling_correlation: float
+    """Of log lengths within a group, -1 to 1; what a finished sibling tells of the others."""
+
+
+@dataclass(slots=True)
+class _Siblings:
+    count: int = 0
+    log_sum: float = 0.0
+
+
+class LengthForecast:
+    """max_tokens: what a response may have. rare: the share of trajectories that may outlast `longest_remaining`."""
+
+    def __init__(self, max_tokens: int, rare: float) -> None:
+        self._max_tokens = max_tokens
+        self._rare = rare
+        self._latest: deque[int] = deque()
+        self._sorted: list[int] = []
+        # Of the sorted window at the last refresh, and the sums of its tails: tails[i] = sum(lengths[i:]).
+        self._lengths: list[int] = []
+        self._tails: list[float] = [0.0]
+        self._since_refresh = 0
+        self._groups: dict[GroupId, _Siblings] = {}
+        self._log_count, self._log_mean, self._log_square = 0, 0.0, 0.0
+        self._pair_count, self._pair_product = 0, 0.0
+        self._errors: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+
+    # -- hearing -------------------------------------------------------------------------------------------------
+
+    def finished(self, group: GroupId, length: int, forecast: float) -> None:
+        """A trajectory of `group` ended by itself; `forecast` is what was expected of it when it was first routed."""
+        self._latest.append(length)
+        insort(self._sorted, length)
+        if len(self._latest) > WINDOW:
+            del self._sorted[bisect_right(self._sorted, self._latest.popleft()) - 1]
+        self._since_refresh += 1
+        if self._since_refresh > REFRESH * len(self._lengths):
+            self._refresh()
+        if forecast > 0:
+            self._errors.append((forecast, length))
+        self._learn_siblings(group, math.log(max(1, length)))
+
+    def forget(self, group: GroupId) -> None:
+        """A group has ended."""
+        self._groups.pop(group, None)
+
+    # -- telling -------------------------------------------------------------------------------------------------
+
+    @property
+    def knows(self) -> bool:
+        """Whether enough has finished to conclude anything."""
+        return len(self._lengths) >= ENOUGH
+
+    def expected_remaining(self, group: GroupId, tokens: int) -> float:
+        """Tokens that one with `tokens` so far is still expected to sample; half of what it may, before it knows."""
+        most = self._max_tokens - tokens
+        if not self.knows:
+            return most / 2
+        scale = self._scale(group)
+        at = bisect_right(self._lengths, tokens / scale)
+        left = len(self._lengths) - at
+        if not left:
+            return most / 2
+        return min(float(most), max(1.0, self._tails[at] / left * scale - tokens))
+
+    def longest_remaining(self, group: GroupId, tokens: int) -> float:
+        """Tokens that one with `tokens` so far still samples at most, but for the share `rare` of all; what it may,
+        before it knows."""
+        most = self._max_tokens - tokens
+        if not self.knows:
+            return float(most)
+        scale = self._scale(group)
+        at = bisect_right(self._lengths, tokens / scale)
+        last = len(self._lengths) - 1 - int(self._rare * len(self._lengths))
+        if at > last:  # among the rarest already: the longest seen, or what it may
+            longest = self._lengths[-1] * scale
+            return min(float(most), longest - tokens) if longest > tokens else float(most)
+        return min(float(most), max(1.0, self._lengths[last] * scale - tokens))
+
+    @property
+    def mean(self) -> float:
+        """Mean length of the latest finished ones, tokens; half of what they may have, before it knows."""
+        return self._tails[0] / len(self._lengths) if self.knows else self._max_tokens / 2
+
+    @property
+    def mean_position(self) -> float:
+        """Mean over all sampled tokens of their position in the response: E[L^2] / (2 E[L])."""
+        if not self.knows:
+            return self._max_tokens / 4
+        return sum(n * n for n in self._lengths) / (2 * self._tails[0])
+
+    @property
+    def error(self) -> ForecastError:
+        count = len(self._errors)
+        return ForecastError(
+            count=count,
+            mean_length=sum(n for _, n in self._errors) / max(1, count),
+            mean_error=sum(abs(f - n) for f, n in self._errors) / max(1, count),
+            bias=sum(f - n for f, n in self._errors) / max(1, count),
+            sibling_correlation=self._correlation,
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        self._since_refresh = 0
+        self._lengths = list(self._sorted)
+        tails, total = [0.0], 0.0
+        for length in reversed(self._lengths):
+            total += length
+            tails.append(total)
+        self._tails = tails[::-1]
+
+    def _learn_siblings(self, group: GroupId, log_length: float) -> None:
+        self._log_count += 1
+        delta = log_length - self._log_mean
+        self._log_mean += delta / self._log_count
+        self._log_square += delta * (log_length - self._log_mean)
+        siblings = self._groups.setdefault(group, _Siblings())
+        if siblings.count:
+            self._pair_count += 1
+            self._pair_product += (log_length - self._log_mean) * (siblings.log_sum / siblings.count - self._log_mean)
+        siblings.count += 1
+        siblings.log_sum += log_length
+
+    @property
+    def _correlation(self) -> float:
+        if self._pair_count < ENOUGH or self._log_square <= 0:
+            return 0.0
+        correlation = (self._pair_product / self._pair_count) / (self._log_square / self._log_count)
+        return max(-1.0, min(1.0, correlation))
+
+    def _scale(self, group: GroupId) -> float:
+        """What a group's finished members say of the others: the best linear guess in log lengths."""
+        siblings = self._groups.get(group)
+        correlation = self._correlation
+        if siblings is None or correlation <= 0.05:
+            return 1.0
+        weight = siblings.count * correlation / (1 + (siblings.count - 1) * correlation)
+        return math.exp(weight * (siblings.log_sum / siblings.count - self._log_mean))

@@ -1,0 +1,1 @@
+"""The coordinator's second body: the same decisions, in virtual time."""

@@ -1,0 +1,335 @@
+"""The coordinator's body in virtual time: carries its commands out on simulated instances and feeds the outcomes back.
+
+Discrete events on one heap; everything random is drawn from the job's seed, so the same job gives the same trace. The
+coordinator is the one that runs on a cluster, built by the same function from the same file. It decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeline import build
+from pipeline.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.config import RunConfig
+from pipeline.coordinator import Coordinator
+from pipeline.events import (
+    Event,
+    GroupsArrived,
+    InstanceJoined,
+    InstanceLost,
+    InstanceReported,
+    NewGroup,
+    PullFinished,
+    StopRequested,
+    Tick,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+    TrajectoryScored,
+    VersionPublished,
+)
+from pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
+from stores.cost import CostModel
+from stores.errors import RunStuck
+from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.decoding import DecodingInstance
+from tasks.workload import Workload
+
+STUCK_TICKS = 20_000
+"""Ticks without any other event after which nothing will ever happen again."""
+
+
+@dataclass(slots=True)
+class Simulated:
+    """An instance as the body works with it. wake: the heap entry that is still valid."""
+
+    id: InstanceId
+    index: int
+    engine: DecodingInstance
+    trace: InstanceTrace
+    version: PolicyVersion
+    wake: int = 0
+    alive: bool = True
+
+
+@dataclass(slots=True)
+class Response:
+    """A live trajectory's tokens, as the trajectory server would hold them."""
+
+    tokens: int = 0
+    sampled: int = 0
+
+
+class SimulatedRun:
+    """One job in virtual time. `observe` hears every event with the commands it led to."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        workload: Workload,
+        *,
+        validate_each: bool = False,
+        observe: Callable[[float, Event, list[Command]], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._simulation = config.simulation
+        self._workload = workload
+        self._observe = observe
+        self._members = config.members_started
+        self.coordinator: Coordinator = build.make_coordinator(config, validate_each=validate_each)
+        self._faults = np.random.default_rng([config.seed, 3])
+        self._now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._instances: dict[InstanceId, Simulated] = {}
+        self._touched: dict[InstanceId, Simulated] = {}
+        self._tokens: dict[TrajectoryId, int] = {}
+        self._next_group = 0
+        self._quiet_ticks = 0
+        self.trace = Trace()
+
+    def run(self) -> Trace:
+        """Run all steps. Raises RunStuck with what it waits for if nothing can happen any more."""
+        for index in range(num_instances(self._config)):
+            self._join(index, attempt=0)
+        self._at(self._simulation.report_s, self._tick)
+        if self._simulation.lost_every_s:
+            self._at(self._faults.exponential(self._simulation.lost_every_s), self._lose_one)
+        while not self.coordinator.finished:
+            at, _, action = heapq.heappop(self._heap)
+            self._now = max(self._now, at)
+            action()
+            self._reschedule()
+        self._tell(StopRequested(why="all steps are trained"))
+        self._close()
+        return self.trace
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def _at(self, seconds: float, action: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (seconds, self._order, action))
+
+    def _after(self, seconds: float, event: Event) -> None:
+        self._at(self._now + seconds, lambda: self._tell(event))
+
+    def _tell(self, event: Event) -> None:
+        if not isinstance(event, (Tick, InstanceReported)):
+            self._quiet_ticks = 0
+        commands = self.coordinator.handle(event, self._now)
+        self.trace.num_events += 1
+        if self._observe is not None:
+            self._observe(self._now, event, commands)
+        for command in commands:
+            name = type(command).__name__
+            self.trace.commands[name] = self.trace.commands.get(name, 0) + 1
+            self._carry_out(command)
+
+    def _tick(self) -> None:
+        self._quiet_ticks += 1
+        if self._quiet_ticks > STUCK_TICKS:
+            raise RunStuck(f"nothing can happen any more: {self.coordinator.waiting_for()}")
+        for one in list(self._instances.values()):
+            if one.engine.num_requests:
+                progress = tuple((TrajectoryId(t), n) for t, n in one.engine.progress(self._now))
+                self._tell(InstanceReported(instance=one.id, progress=progress))
+            one.trace.loads.append((self._now, one.engine.num_decoding))
+        self._tell(Tick())
+        view = self.coordinator.ledger.view()
+        self.trace.buffers.append(
+            (
+                self._now,
+                {b.step: sum(b.reserved.values()) for b in view},
+                {b.step: sum(b.occupied.values()) for b in view},
+            )
+        )
+        self._at(self._now + self._simulation.report_s, self._tick)
+
+    # -- carrying out --------------------------------------------------------------------------------------------
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Route() | Abort() | Interrupt() | Pull():
+                if self._simulation.command_s:
+                    self._at(self._now + self._simulation.command_s, lambda: self._on_instance(command))
+                else:
+                    self._on_instance(command)
+            case Draw():
+                groups = range(self._next_group, self._next_group + command.num_groups)
+                self._next_group = groups.stop
+                new = tuple(NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g)) for g in groups)
+                self._after(0.0, GroupsArrived(groups=new))
+            case Score():
+                reward = self._workload.reward(*divmod(command.trajectory, self._members))
+                self._after(self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward))
+            case Train():
+                self._train(command)
+            case Retire():
+                for ending in command.endings:
+                    reason = f"{ending.fate.value}:{ending.reason.value}"
+                    self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
+                    self.trace.wasted_tokens += self._tokens.pop(ending.trajectory, 0)
+
+    def _on_instance(self, command: Route | Abort | Interrupt | Pull) -> None:
+        one = self._instances.get(command.instance)
+        if one is None:  # its loss is already known
+            return
+        self._advance(one)
+        self._touched[one.id] = one
+        match command:
+            case Route():
+                group, member = divmod(command.trajectory, self._members)
+                one.engine.submit(
+                    self._now,
+                    command.trajectory,
+                    command.epoch,
+                    self._workload.prompt_tokens(group),
+                    self._tokens.get(command.trajectory, 0),
+                    self._workload.turns(group, member),
+                )
+            case Abort():
+                stopped = one.engine.remove(self._now, command.trajectory)
+                if stopped is not None:
+                    self.trace.wasted_tokens += stopped[1] - self._tokens.pop(command.trajectory, 0)
+            case Interrupt():
+                stopped = one.engine.remove(self._now, command.trajectory)
+                if stopped is not None:
+                    epoch, tokens = stopped
+                    self._tokens[command.trajectory] = tokens
+                    self._after(
+                        max(0.0, one.engine.clock - self._now) + self._simulation.command_s,
+                        TrajectoryInterrupted(trajectory=command.trajectory, epoch=epoch, tokens=tokens),
+                    )
+            case Pull():
+                slow = self._faults.random() < self._simulation.slow_pull_share
+                seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if slow else 1.0)
+                loaded_s = one.engine.load(self._now, seconds)
+                one.version = command.version
+                one.trace.pulls.append((self._now, loaded_s))
+                self._after(
+                    loaded_s - self._now + self._simulation.command_s,
+                    PullFinished(instance=one.id, version=command.version),
+                )
+
+    def _train(self, command: Train) -> None:
+        lengths = [self._tokens.pop(t) for t in command.trajectories]
+        prompts = sum(self._workload.prompt_tokens(t // self._members) for t in command.trajectories)
+        seconds = train_seconds(self._config, sum(lengths) + prompts)
+        step = TrainedStep(
+            step=command.step,
+            ready_s=self._now,
+            finished_s=self._now + seconds,
+            tokens=sum(lengths),
+            prompt_tokens=prompts,
+            longest=max(lengths),
+            staleness=dict(Counter(command.step - v for v in command.versions)),
+        )
+        self.trace.steps.append(step)
+        reason = f"{Fate.CONSUMED.value}"
+        self.trace.ended[reason] = self.trace.ended.get(reason, 0) + len(lengths)
+        self._after(seconds, VersionPublished(version=PolicyVersion(command.step + 1)))
+
+    # -- instances -----------------------------------------------------------------------------------------------
+
+    def _join(self, index: int, attempt: int) -> None:
+        simulation, engine = self._simulation, self._config.rollout.engine
+        cost = build.cost_model(self._config)
+        if index < simulation.straggler_share * num_instances(self._config):
+            cost = slowed(cost, simulation.straggler_factor)
+        name = InstanceId(f"rollout-{index}" + (f".{attempt}" if attempt else ""))
+        version = self.coordinator.ledger.version
+        one = Simulated(
+            id=name,
+            index=index,
+            engine=DecodingInstance(cost, kv_capacity=engine.kv_tokens, max_running=engine.max_running),
+            trace=InstanceTrace(name=name, joined_s=self._now),
+            version=version,
+        )
+        one.engine.clock = self._now
+        self._instances[name] = one
+        self.trace.instances.append(one.trace)
+        self._tell(
+            InstanceJoined(instance=name, version=version, kv_capacity=engine.kv_tokens, max_running=engine.max_running)
+        )
+
+    def _lose_one(self) -> None:
+        if self._instances:
+            one = list(self._instances.values())[int(self._faults.integers(len(self._instances)))]
+            self._retire_instance(one)
+            self.trace.losses += 1
+            attempt = self.trace.losses
+            self._tell(InstanceLost(instance=one.id, why="drawn by lot"))
+            self._at(self._now + self._simulation.replace_s, lambda: self._join(one.index, attempt))
+        self._at(self._now + self._faults.exponential(self._simulation.lost_every_s), self._lose_one)
+
+    def _retire_instance(self, one: Simulated) -> None:
+        del self._instances[one.id]
+        self._touched.pop(one.id, None)
+        one.alive = False
+        one.trace.lost_s = self._now
+        one.trace.work = one.engine.work
+
+    def _advance(self, one: Simulated) -> None:
+        """Let an instance catch up; what ends is heard of one at a time, later at this moment."""
+        for ended in one.engine.advance(self._now):
+            self._tokens[TrajectoryId(ended.trajectory)] = ended.tokens
+            self._after(
+                self._simulation.command_s,
+                TrajectorySampled(trajectory=TrajectoryId(ended.trajectory), epoch=ended.epoch, tokens=ended.tokens),
+            )
+
+    def _wake(self, one: Simulated, ticket: int) -> None:
+        if one.alive and ticket == one.wake:
+            self._advance(one)
+            self._touched[one.id] = one
+
+    def _reschedule(self) -> None:
+        """Whatever an instance now expects to happen replaces what it expected before."""
+        for one in self._touched.values():
+            one.wake += 1
+            at = one.engine.next_s()
+            if at < math.inf:
+                ticket = one.wake
+                self._at(at, lambda one=one, ticket=ticket: self._wake(one, ticket))  # type: ignore[misc]
+        self._touched.clear()
+
+    def _close(self) -> None:
+        for one in self._instances.values():
+            one.trace.work = one.engine.work
+        self.trace.finished_s = self._now
+        self.trace.refusals = self.coordinator.snapshot().refusals
+
+
+def num_instances(config: RunConfig) -> int:
+    """Rollout instances; colocated, the trainer's GPUs hold some too."""
+    simulation = config.simulation
+    extra = simulation.trainer_gpus // simulation.gpus_per_instance if simulation.colocated else 0
+    return config.rollout.instances + extra
+
+
+def train_seconds(config: RunConfig, tokens: int) -> float:
+    """Seconds of a training step over `tokens`, prompts counted; colocated, on all GPUs and with two switches."""
+    simulation = config.simulation
+    seconds = simulation.train_s + simulation.train_s_per_token * tokens
+    if not simulation.colocated:
+        return seconds
+    own = config.rollout.instances * simulation.gpus_per_instance
+    return seconds * simulation.trainer_gpus / (simulation.trainer_gpus + own) + 2 * simulation.switch_s
+
+
+def slowed(cost: CostModel, factor: float) -> CostModel:
+    """The cost model of an instance that is slower by a factor."""
+    return replace(
+        cost,
+        k1=cost.k1 * factor,
+        k2=cost.k2 * factor,
+        k3=cost.k3 * factor,
+        k4=cost.k4 * factor,
+        b=cost.b * factor,
+        prefill=cost.prefill * factor,
+    )

@@ -1,0 +1,84 @@
+"""Moving single trajectories from an instance that drowns to one that starves. A move costs one more prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from stores.cost import CostModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movable:
+    """A running trajectory that could run elsewhere. remaining: tokens it is still expected to sample."""
+
+    kv_tokens: int
+    remaining: float
+    pace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    running: int
+    kv_tokens: int
+
+
+class Migration(Protocol):
+    def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
+        """Which of `movable` (indices) to take from the fuller `source` to `target`, which has room for `limit`."""
+        ...
+
+
+class Stay:
+    """Never."""
+
+    def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
+        return []
+
+
+class LargestGain:
+    """The ones whose move gains most, for as long as it gains: seconds saved over what the trajectory has left to
+    sample, less the seconds its prefill takes from everyone on the target."""
+
+    def __init__(self, cost: CostModel, least_gain: float) -> None:
+        self._cost = cost
+        self._least_gain = least_gain
+
+    def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
+        here, there = source, target
+        # Urgent work gains most from a light instance; among equals the small contexts are cheap to move.
+        order = sorted(range(len(movable)), key=lambda i: (movable[i].pace_s, movable[i].kv_tokens))
+        moved: list[int] = []
+        for i in order:
+            if len(moved) == limit:
+                break
+            if not self._gains(here, there, movable[i]):
+                continue
+            kv = movable[i].kv_tokens
+            here = Load(running=here.running - 1, kv_tokens=here.kv_tokens - kv)
+            there = Load(running=there.running + 1, kv_tokens=there.kv_tokens + kv)
+            moved.append(i)
+        return moved
+
+    def _gains(self, here: Load, there: Load, one: Movable) -> bool:
+        cost = self._cost
+        before_s = cost.step_s(here.running, here.kv_tokens)
+        after_s = cost.step_s(there.running + 1, there.kv_tokens + one.kv_tokens)
+        prefill_s = cost.prefill * one.kv_tokens
+        faster_for_it = one.remaining * (before_s - after_s) - prefill_s * (there.running + 1)
+        return after_s < (1 - self._least_gain) * before_s and faster_for_it > 0
+
+
+MIGRATION_NAMES = ("none", "largest_gain")
+
+
+def make_migration(name: str, cost: CostModel, least_gain: float) -> Migration:
+    """The migration rule called `name`. least_gain: share by which a step must be faster on the target."""
+    match name:
+        case "none":
+            return Stay()
+        case "largest_gain":
+            return LargestGain(cost, least_gain)
+        case _:
+            raise ValueError(f"no migration rule {name!r}; there are {', '.join(MIGRATION_NAMES)}")

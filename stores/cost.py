@@ -1,0 +1,77 @@
+"""What a rollout instance's work costs in seconds: what routing, simulator and emulated engine share. Pure arithmetic.
+
+step_seconds(n, kv) = k1 * kv + max(k2, b + k3 * n) + k4 with n running trajectories holding kv KV tokens
+(StaleFlow, arXiv 2601.12784): k1 attention over the cache, k2 the memory-bound floor of reading the weights,
+b + k3 * n the compute-bound part, k4 what is the same for every step. prefill: seconds a token of a prompt, or of a
+context that is computed again after an interrupt. A token pushed through the model costs the same compute in a prompt
+as in a large decode batch, so k3 is the natural guess for it where it was not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Coefficients in seconds; k1 per KV token, k3 per running trajectory, prefill per token."""
+
+    k1: float
+    k2: float
+    k3: float
+    k4: float
+    b: float
+    prefill: float = 0.0
+
+    def compute_s(self, running: int) -> float:
+        """The part of a step that does not depend on the KV cache."""
+        return max(self.k2, self.b + self.k3 * running) + self.k4
+
+    def step_s(self, running: int, kv_tokens: float) -> float:
+        """Seconds of one decode step, in which each running trajectory gains one token."""
+        return self.k1 * kv_tokens + self.compute_s(running) if running else 0.0
+
+    def throughput(self, running: int, kv_tokens: float) -> float:
+        """Tokens per second over all running trajectories."""
+        return running / self.step_s(running, kv_tokens) if running else 0.0
+
+    def marginal_gain(self, running: int, kv_tokens: float, added_kv_tokens: float) -> float:
+        """Tokens per second gained by adding one trajectory that holds `added_kv_tokens`; may be negative."""
+        after = self.throughput(running + 1, kv_tokens + added_kv_tokens)
+        return after - self.throughput(running, kv_tokens)
+
+    def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
+        """`step_s` of many instances at once; of an empty one, what its first step would cost beside the cache."""
+        seconds: Numbers = self.k1 * kv_tokens + np.maximum(self.k2, self.b + self.k3 * running) + self.k4
+        return seconds
+
+    def marginal_gains(self, running: Numbers, kv_tokens: Numbers, added_kv_tokens: float) -> Numbers:
+        """`marginal_gain` on many instances at once."""
+        after = (running + 1) / self.steps_s(running + 1, kv_tokens + added_kv_tokens)
+        gains: Numbers = after - running / self.steps_s(running, kv_tokens)
+        return gains
+
+    # -- decoding in closed form: between two changes n is fixed and the cache grows by n a step ------------------
+
+    def decode_s(self, running: int, kv_tokens: float, num_steps: float) -> float:
+        """Seconds of `num_steps` decode steps in a row that start with `kv_tokens` in the cache."""
+        if not running:
+            return 0.0
+        grown = kv_tokens * num_steps + running * num_steps * (num_steps - 1) / 2
+        return self.k1 * grown + self.compute_s(running) * num_steps
+
+    def steps_within(self, running: int, kv_tokens: float, seconds: float) -> float:
+        """How many decode steps, not rounded, take `seconds`: the inverse of `decode_s`."""
+        if not running or seconds <= 0:
+            return 0.0
+        quadratic = self.k1 * running / 2
+        linear = self.k1 * (kv_tokens - running / 2) + self.compute_s(running)
+        if quadratic * seconds < 1e-12 * linear * linear:  # the cache does not matter: a straight line
+            return seconds / linear
+        return (math.sqrt(linear * linear + 4 * quadratic * seconds) - linear) / (2 * quadratic)

@@ -1,0 +1,290 @@
+"""Continuous batching under a cost model, in closed form. Pure: time comes in as an argument.
+
+Between two changes of what runs, n trajectories gain a token a step and the cache grows by n a step, so any number of
+steps costs one formula (`CostModel.decode_s`): the work of simulating a response does not depend on its length. What
+changes a batch takes effect at the next step boundary, as in a real engine. A prefill stalls the decode steps beside it
+for as long as its tokens cost. When the cache would overflow, the newest request gives up its place and is prefilled
+again later.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stores.cost import CostModel
+from tasks.workload import Turn
+
+
+@dataclass(slots=True)
+class Decoding:
+    """A request on an instance. `tokens`: of the response, earlier ones and tools' answers counted, as of `since`."""
+
+    trajectory: int
+    epoch: int
+    kv_tokens: int
+    tokens: int
+    turns: Sequence[Turn]
+    turn: int
+    left: int
+    """Tokens the present turn still samples, as of `since`."""
+    to_prefill: int
+    since: int = 0
+    """The instance's step count when it was last brought up to date."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    trajectory: int
+    epoch: int
+    tokens: int
+    at_s: float
+
+
+@dataclass(slots=True)
+class Work:
+    """What an instance has done."""
+
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    pull_s: float = 0.0
+    tokens: int = 0
+    prefilled: int = 0
+    """Tokens prefilled for the first time: prompts and tools' answers."""
+    reprefilled: int = 0
+    """Tokens that had been computed before: after an interrupt, a move, a pull or a preemption."""
+    preemptions: int = 0
+
+
+class DecodingInstance:
+    """One instance. `clock` is the step boundary it is settled to; commands at `now` act at the next boundary."""
+
+    def __init__(self, cost: CostModel, *, kv_capacity: int, max_running: int) -> None:
+        self._cost = cost
+        self._kv_capacity = kv_capacity
+        self._max_running = max_running
+        self.clock = 0.0
+        self.work = Work()
+        self._steps = 0
+        self._kv = 0  # of what decodes
+        self._kv_resting = 0  # of what waits for a tool
+        self._decoding: dict[int, Decoding] = {}
+        self._waiting: deque[Decoding] = deque()
+        self._resting: dict[int, Decoding] = {}
+        self._stops: list[tuple[int, int, Decoding]] = []  # step at which a turn ends; stale where it left before
+        self._returns: list[tuple[float, int, Decoding]] = []  # when a tool answers
+        self._order = 0
+        self._finished: list[Finished] = []
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._decoding) + len(self._waiting) + len(self._resting)
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._decoding)
+
+    @property
+    def kv_tokens(self) -> int:
+        """As of `clock`."""
+        return self._kv + self._kv_resting
+
+    def next_s(self) -> float:
+        """When something will happen here by itself; infinite if nothing will."""
+        steps = self._steps_to_stop()
+        at = math.inf if steps is None else self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
+        while self._returns and self._resting.get(self._returns[0][2].trajectory) is not self._returns[0][2]:
+            heapq.heappop(self._returns)
+        return min(at, max(self.clock, self._returns[0][0])) if self._returns else at
+
+    def progress(self, now: float) -> tuple[tuple[int, int], ...]:
+        """(trajectory, response tokens) of all requests, at `now`."""
+        running = len(self._decoding)
+        flown = int(self._cost.steps_within(running, self._kv, now - self.clock)) if running else 0
+        steps = self._steps + flown
+        rows = [(d.trajectory, d.tokens + min(d.left, steps - d.since)) for d in self._decoding.values()]
+        rows += [(d.trajectory, d.tokens) for d in (*self._waiting, *self._resting.values())]
+        return tuple(rows)
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> list[Finished]:
+        """Let everything happen that happens by itself up to `now`; returns what ended, in order."""
+        while (at := self.next_s()) <= now:
+            steps = self._steps_to_stop()
+            stop_s = math.inf
+            if steps is not None:
+                stop_s = self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
+            if steps is not None and stop_s <= at:
+                self._step(steps)
+            else:
+                self._to_boundary(at)
+            self._settle()
+        finished, self._finished = self._finished, []
+        return finished
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, now: float, trajectory: int, epoch: int, prompt_tokens: int, tokens: int, turns: Sequence[Turn]
+    ) -> None:
+        """Start or continue a response that has `tokens` already. Call `advance(now)` first, here and below."""
+        turn, left, done = 0, turns[0].tokens, tokens
+        while done >= left and turn < len(turns) - 1:  # a tool that was waited for has answered meanwhile
+            done -= left + turns[turn].tool_tokens
+            turn += 1
+            left = turns[turn].tokens
+        context = prompt_tokens + tokens + max(0, -done)
+        request = Decoding(
+            trajectory=trajectory,
+            epoch=epoch,
+            kv_tokens=context,
+            tokens=tokens + max(0, -done),
+            turns=turns,
+            turn=turn,
+            left=max(1, left - max(0, done)),
+            to_prefill=context,
+        )
+        self.work.reprefilled += prompt_tokens + tokens if tokens else 0
+        self.work.prefilled += max(0, -done) if tokens else prompt_tokens
+        self._to_boundary(now)
+        self._waiting.append(request)
+        self._settle()
+
+    def remove(self, now: float, trajectory: int) -> tuple[int, int] | None:
+        """Stop a request: (epoch, response tokens), or None if it is not here."""
+        self._to_boundary(now)
+        self._settle()
+        decoding = self._decoding.get(trajectory)
+        if decoding is not None:
+            self._leave(decoding)
+            self._settle()
+            return decoding.epoch, decoding.tokens
+        resting = self._resting.pop(trajectory, None)
+        if resting is not None:
+            self._kv_resting -= resting.kv_tokens
+            return resting.epoch, resting.tokens
+        for waiting in self._waiting:
+            if waiting.trajectory == trajectory:
+                self._waiting.remove(waiting)
+                return waiting.epoch, waiting.tokens
+        return None
+
+    def load(self, now: float, seconds: float) -> float:
+        """Put new weights in place in `seconds`, and prefill all contexts again. Returns when they are in place."""
+        self._to_boundary(now)
+        self._settle()
+        self.clock += seconds
+        loaded_s = self.clock
+        self.work.pull_s += seconds
+        self._prefill(self._kv + self._kv_resting)
+        self.work.reprefilled += self._kv + self._kv_resting
+        return loaded_s
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _steps_to_stop(self) -> int | None:
+        """Decode steps until a turn ends or the cache is full; None if nothing decodes."""
+        if not self._decoding:
+            return None
+        while self._decoding.get(self._stops[0][2].trajectory) is not self._stops[0][2]:
+            heapq.heappop(self._stops)
+        steps = self._stops[0][0] - self._steps
+        room = self._kv_capacity - self._kv - self._kv_resting
+        if len(self._decoding) > 1:
+            steps = min(steps, max(0, room // len(self._decoding)))
+        return steps
+
+    def _to_boundary(self, now: float) -> None:
+        """Bring the clock to the first step boundary at or after `now`."""
+        if now <= self.clock:
+            return
+        if not self._decoding:
+            self.clock = now
+            return
+        flown = self._cost.steps_within(len(self._decoding), self._kv, now - self.clock)
+        steps = self._steps_to_stop()
+        assert steps is not None
+        self._step(min(steps, math.ceil(flown - 1e-9)))
+
+    def _step(self, steps: int) -> None:
+        running = len(self._decoding)
+        seconds = self._cost.decode_s(running, self._kv, steps)
+        self.clock += seconds
+        self._steps += steps
+        self._kv += steps * running
+        self.work.decode_s += seconds
+        self.work.tokens += steps * running
+
+    def _settle(self) -> None:
+        """At a boundary: end turns, make room, take tools' answers, admit what waits."""
+        while self._stops and self._stops[0][0] <= self._steps:
+            _, _, decoding = heapq.heappop(self._stops)
+            if self._decoding.get(decoding.trajectory) is decoding:
+                self._leave(decoding)
+                self._end_turn(decoding)
+        while len(self._decoding) > 1 and self._kv + self._kv_resting + len(self._decoding) > self._kv_capacity:
+            newest = self._decoding[next(reversed(self._decoding))]
+            self._leave(newest)
+            newest.to_prefill = newest.kv_tokens
+            self._waiting.appendleft(newest)
+            self.work.preemptions += 1
+            self.work.reprefilled += newest.kv_tokens
+        while self._returns and self._returns[0][0] <= self.clock:
+            _, _, resting = heapq.heappop(self._returns)
+            if self._resting.get(resting.trajectory) is resting:
+                del self._resting[resting.trajectory]
+                self._kv_resting -= resting.kv_tokens
+                answer = resting.turns[resting.turn - 1].tool_tokens
+                resting.kv_tokens += answer
+                resting.tokens += answer
+                resting.to_prefill = answer
+                self.work.prefilled += answer
+                self._waiting.appendleft(resting)
+        while self._waiting and len(self._decoding) < self._max_running:
+            held = self._kv + self._kv_resting + self._waiting[0].kv_tokens + len(self._decoding) + 1
+            if held > self._kv_capacity and self._decoding:
+                break
+            self._admit(self._waiting.popleft())
+
+    def _admit(self, request: Decoding) -> None:
+        self._prefill(request.to_prefill)
+        request.since = self._steps
+        self._kv += request.kv_tokens
+        self._decoding[request.trajectory] = request
+        self._order += 1
+        heapq.heappush(self._stops, (self._steps + request.left, self._order, request))
+
+    def _prefill(self, tokens: int) -> None:
+        seconds = self._cost.prefill * tokens
+        self.clock += seconds
+        self.work.prefill_s += seconds
+
+    def _leave(self, decoding: Decoding) -> None:
+        """Take a request out of the batch, brought up to date."""
+        gained = self._steps - decoding.since
+        decoding.tokens += gained
+        decoding.left -= gained
+        decoding.kv_tokens += gained
+        decoding.since = self._steps
+        self._kv -= decoding.kv_tokens
+        del self._decoding[decoding.trajectory]
+
+    def _end_turn(self, decoding: Decoding) -> None:
+        done = decoding.turns[decoding.turn]
+        decoding.turn += 1
+        if decoding.turn == len(decoding.turns):
+            self._finished.append(
+                Finished(trajectory=decoding.trajectory, epoch=decoding.epoch, tokens=decoding.tokens, at_s=self.clock)
+            )
+            return
+        decoding.left = decoding.turns[decoding.turn].tokens
+        self._resting[decoding.trajectory] = decoding
+        self._kv_resting += decoding.kv_tokens
+        self._order += 1
+        heapq.heappush(self._returns, (self.clock + done.tool_s, self._order, decoding))
