@@ -24,10 +24,10 @@ from stores.staleness import StalenessLedger
 from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSettings
 
 if TYPE_CHECKING:
-    from tasks.engines.transformers import TransformersSettings
+    from tasks.engines.base import EngineSettings
     from tasks.scoring import ScoringSettings
     from tasks.server import ServerSettings
-    from tasks.training import TrainerSettings
+    from tasks.training import PolicySettings
 
 
 def cost_model(config: RunConfig) -> CostModel:
@@ -51,7 +51,11 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
     policy = Policy(
         admission=admission,
         routing=make_routing(rollout.routing, cost, rollout.mu, np.random.default_rng([config.seed, 1])),
-        synchronization=make_synchronization(rollout.synchronization, rollout.load_threshold, cost),
+        synchronization=make_synchronization(
+            rollout.synchronization,
+            rollout.load_threshold,
+            cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0),
+        ),
         filtering=make_filtering(batch.filtering),
         migration=make_migration(rollout.migration, cost, rollout.migration_gain),
         stragglers=Stragglers(
@@ -80,7 +84,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     from tasks.scoring import ScoringSettings
 
     return ScoringSettings(
-        source=config.task.source,
+        source="emulated" if config.emulated else config.task.source,
         options=dict(config.task.options),
         seed=config.seed,
         function=config.reward.function,
@@ -107,10 +111,19 @@ def server_settings(config: RunConfig, store: Path, context: int) -> ServerSetti
         kv_tokens=config.rollout.engine.kv_tokens,
         store=str(store),
         header=run_header(config),
+        workload=make_workload(config) if config.emulated else None,
     )
 
 
-def trainer_settings(config: RunConfig) -> TrainerSettings:
+def trainer_settings(config: RunConfig) -> PolicySettings:
+    if config.emulated:
+        from tasks.emulated_training import EmulatedTraining
+
+        return EmulatedTraining(
+            train_s=config.simulation.train_s,
+            s_per_token=config.simulation.train_s_per_token,
+            time_scale=config.rollout.engine.time_scale,
+        )
     from tasks.loss import LossSettings
     from tasks.training import TrainerSettings
 
@@ -138,11 +151,24 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
     )
 
 
-def engine_settings(config: RunConfig, index: int, eos: tuple[int, ...]) -> TransformersSettings:
+def engine_settings(config: RunConfig, index: int, eos: tuple[int, ...]) -> EngineSettings:
     """index: of the instance, so that each samples with a seed of its own. eos: ids that end a response."""
+    engine = config.rollout.engine
+    if config.emulated:
+        from tasks.engines.emulated import EmulatedSettings
+
+        return EmulatedSettings(
+            cost=cost_model(config),
+            workload=make_workload(config),
+            members=config.members_started,
+            kv_tokens=engine.kv_tokens,
+            max_running=engine.max_running,
+            pull_s=config.simulation.pull_s,
+            keep=config.rollout.on_pull == "keep",
+            time_scale=engine.time_scale,
+        )
     from tasks.engines.transformers import TransformersSettings
 
-    engine = config.rollout.engine
     return TransformersSettings(
         model=config.model.path,
         dtype=config.model.dtype,

@@ -127,6 +127,7 @@ class EngineConfig:
     kv_tokens: int = _knob(16384, "KV cache of an instance, tokens", low=64)
     page_tokens: int = _knob(32, "tokens a cache page", low=4)
     max_batch_tokens: int = _knob(1024, "tokens one forward pass may hold (prefill and decode together)", low=1)
+    time_scale: float = _knob(1.0, "emulated: seconds of the cost model that pass in one second", above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +155,13 @@ class RolloutConfig:
     routing: str = _knob("least_requests", "which instance gets a trajectory", choices=ROUTING_NAMES)
     mu: float = _knob(0.1, "throughput_optimal: least gain, as a share of an empty instance's", low=0, high=1)
     synchronization: str = _knob("greedy", "when an instance pulls weights", choices=SYNCHRONIZATION_NAMES)
+    on_pull: str = _knob(
+        "interrupt",
+        "what runs while new weights are pulled: interrupt computes its cache again, keep goes on with the old one",
+        choices=("interrupt", "keep"),
+    )
     load_threshold: float = _knob(0.5, "status: share of max_running below which an instance may pull", low=0, high=1)
-    pace_slack: float = _knob(2.0, "deadline: by how much the plan's seconds may be exceeded", above=0)
+    pace_slack: float = _knob(1.0, "deadline: by how much the plan's seconds may be exceeded", above=0)
     migration: str = _knob("none", "moving single running trajectories to lighter instances", choices=MIGRATION_NAMES)
     migration_gain: float = _knob(0.2, "largest_gain: share by which a decode step must be faster there", low=0, high=1)
     max_attempts: int = _knob(3, "engine failures or lost instances a trajectory survives", low=0)
@@ -295,6 +301,16 @@ class RunConfig:
         return self.batch.groups_per_step + self.batch.extra_groups
 
     @property
+    def emulated(self) -> bool:
+        """Whether no model is involved: responses are drawn, and only their seconds pass."""
+        return self.rollout.engine.name == "emulated"
+
+    @property
+    def time_scale(self) -> float:
+        """Seconds that pass for the coordinator in one second of the clock; 1 but for an emulated engine."""
+        return self.rollout.engine.time_scale if self.emulated else 1.0
+
+    @property
     def bound(self) -> int:
         """eta; with admission backlog, which keeps no bound, all steps."""
         return self.steps if self.staleness.admission == "backlog" else self.staleness.eta
@@ -353,7 +369,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for override in overrides:
-        _apply(tree, override)
+        apply_override(tree, override)
     return from_tree(tree, str(path))
 
 
@@ -440,7 +456,7 @@ def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     if not sign or not key:
         raise ConfigError(f"--set {override}: expected key=value, such as training.learning_rate=1e-4")
@@ -512,7 +528,7 @@ def _article(kind: str) -> str:
 
 def _check_across(config: RunConfig, where: str) -> None:
     """Rules that need more than one key."""
-    if not config.model.path and config.rollout.engine.name != "emulated":
+    if not config.model.path and not config.emulated:
         raise ConfigError(f"{where}: model.path is missing; name a folder or a hub model")
     if "{prompt}" not in config.task.template:
         raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {config.task.template!r}")
@@ -539,6 +555,8 @@ def _check_across(config: RunConfig, where: str) -> None:
     if config.workload.kind == "recorded" and not config.workload.run:
         raise ConfigError(f'{where}: workload.kind = "recorded" needs workload.run, the folder of a stored run')
     engine = config.rollout.engine
+    if config.rollout.on_pull == "keep" and engine.name == "transformers":
+        raise ConfigError(f'{where}: rollout.on_pull = "keep" is not known to the transformers engine; use "interrupt"')
     if engine.kv_tokens < config.rollout.max_new_tokens:
         raise ConfigError(
             f"{where}: rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "

@@ -181,8 +181,7 @@ class Coordinator:
         instance = self._fleet.get(event.instance)
         if instance is None:
             return
-        urgent = self._policy.routing.knows_urgency
-        pace_s = math.inf
+        least_tokens: dict[PolicyVersion, int] = {}  # by version: the one that has most before it is the most urgent
         for member, tokens in event.progress:
             live = self._live.get(member)
             # A report may be older than a later routing; only progress of what still runs here counts, and only up.
@@ -190,10 +189,15 @@ class Coordinator:
                 if tokens > live.tokens:
                     instance.kv_tokens += tokens - live.tokens
                     live.tokens = tokens
-                if urgent:
-                    pace_s = min(pace_s, self._pace_s(live))
-        if urgent:
-            instance.pace_s = pace_s
+                version = self.ledger.entries[live.group].version
+                if live.tokens < least_tokens.get(version, FRESH):
+                    least_tokens[version] = live.tokens
+        if self._policy.routing.knows_urgency:
+            paces_s = [
+                self._pacing.pace_s(self.ledger.deadline(version), GroupId(-1), tokens, self._now)
+                for version, tokens in least_tokens.items()
+            ]
+            instance.pace_s = min(paces_s, default=math.inf)
             self._routing_changed = True
         self._fleet.touch(instance)
 
@@ -368,7 +372,7 @@ class Coordinator:
             possible = self._policy.admission.refusal(self.ledger, self.ledger.version) is None
             self._history.refused(live, "version too old" if possible else "no place under the bound")
             return None
-        fitting = self._fleet.fitting(live.kv_tokens, least_version)
+        fitting = self._fleet.fitting(live.kv_tokens, least_version, self._typical_kv_tokens)
         target = self._fleet.get(live.target)
         if target is not None and fitting[target.row]:
             return target
@@ -427,7 +431,7 @@ class Coordinator:
     def _migrate(self) -> None:
         """Let the slowest instances give single trajectories to the fastest ones, where that pays."""
         count = len(self._fleet)
-        if count < 2:
+        if count < 2 or not self._policy.migration.active:
             return
         order = self._step_order()
         for i in range(min(count // 2, max(1, int(count * MOVES_A_TICK)))):
@@ -481,6 +485,7 @@ class Coordinator:
             for live in self._live.values()
             if live.phase is Phase.RUNNING
             and not live.leaving
+            and live.moved_at != ledger.version
             and ledger.deadline(ledger.entries[live.group].version) <= ledger.next_step
         ]
         for live in awaited:
@@ -507,6 +512,11 @@ class Coordinator:
             planned_s=self._pacing.plan.step_s,
             continued=live.tokens > 0,
         )
+
+    @property
+    def _typical_kv_tokens(self) -> float:
+        """KV tokens of a trajectory, on average over its life; 0 while nothing is known."""
+        return self._prompt_tokens + self.forecast.mean_position if self.forecast.knows else 0.0
 
     def _fresh_work(self) -> Work:
         """A trajectory as it will be drawn next, halfway through its life."""

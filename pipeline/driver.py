@@ -172,8 +172,8 @@ class Driver:
             if num_running and name in self._crew.instances:
                 self._crew.instances[name].assigned_s += now - self._last_event_s
         self._last_event_s = now
-        commands = self._coordinator.handle(event, now)
-        self._journal.append(now, event, commands)
+        commands = self._coordinator.handle(event, now * self._config.time_scale)
+        self._journal.append(now * self._config.time_scale, event, commands)
         for command in commands:
             self._carry_out(command)
 
@@ -389,7 +389,7 @@ class Driver:
         self._join(await self._crew.place_instance(index))
 
     async def _evaluate(self, version: PolicyVersion) -> None:
-        if not self._config.task.eval_prompts:
+        if not self._config.task.eval_prompts or self._config.emulated:  # there is no policy to judge
             return
         self._say(f"evaluating version {version}")
         for instance in self._crew.instances.values():

@@ -109,14 +109,13 @@ class Fleet:
             len(instance.trajectories), instance.kv_tokens, instance.pace_s, instance.version,
         )  # fmt: skip
 
-    def fitting(self, kv_tokens: int, least_version: int) -> BoolArray:
-        """Which instances serve at least this version and have room for a trajectory of this size. An empty instance
-        has room for anything."""
+    def fitting(self, kv_tokens: int, least_version: int, typical_kv_tokens: float = 0.0) -> BoolArray:
+        """Which instances serve at least this version and have room for a trajectory of this size, also once those they
+        run have grown to what is typical (else some would be preempted). An empty instance has room for anything."""
         count = len(self._rows)
         running, held, _, version, capacity, cap = self._numbers[:, :count]
-        fits: BoolArray = (
-            (version >= least_version) & (running < cap) & ((held + kv_tokens <= capacity) | (running == 0))
-        )
+        needed = np.maximum(held + kv_tokens, (running + 1) * typical_kv_tokens)
+        fits: BoolArray = (version >= least_version) & (running < cap) & ((needed <= capacity) | (running == 0))
         return fits
 
     def refusal(self, kv_tokens: int, least_version: int) -> str:

@@ -54,6 +54,7 @@ class LengthForecast:
         # Of the sorted window at the last refresh, and the sums of its tails: tails[i] = sum(lengths[i:]).
         self._lengths: list[int] = []
         self._tails: list[float] = [0.0]
+        self._squares = 0
         self._since_refresh = 0
         self._groups: dict[GroupId, _Siblings] = {}
         self._log_count, self._log_mean, self._log_square = 0, 0.0, 0.0
@@ -88,7 +89,7 @@ class LengthForecast:
 
     def expected_remaining(self, group: GroupId, tokens: int) -> float:
         """Tokens that one with `tokens` so far is still expected to sample; half of what it may, before it knows."""
-        most = self._max_tokens - tokens
+        most = max(1, self._max_tokens - tokens)
         if not self.knows:
             return most / 2
         scale = self._scale(group)
@@ -101,7 +102,7 @@ class LengthForecast:
     def longest_remaining(self, group: GroupId, tokens: int) -> float:
         """Tokens that one with `tokens` so far still samples at most, but for the share `rare` of all; what it may,
         before it knows."""
-        most = self._max_tokens - tokens
+        most = max(1, self._max_tokens - tokens)
         if not self.knows:
             return float(most)
         scale = self._scale(group)
@@ -109,7 +110,7 @@ class LengthForecast:
         last = len(self._lengths) - 1 - int(self._rare * len(self._lengths))
         if at > last:  # among the rarest already: the longest seen, or what it may
             longest = self._lengths[-1] * scale
-            return min(float(most), longest - tokens) if longest > tokens else float(most)
+            return min(float(most), max(1.0, longest - tokens)) if longest > tokens else float(most)
         return min(float(most), max(1.0, self._lengths[last] * scale - tokens))
 
     @property
@@ -122,7 +123,7 @@ class LengthForecast:
         """Mean over all sampled tokens of their position in the response: E[L^2] / (2 E[L])."""
         if not self.knows:
             return self._max_tokens / 4
-        return sum(n * n for n in self._lengths) / (2 * self._tails[0])
+        return self._squares / (2 * self._tails[0])
 
     @property
     def error(self) -> ForecastError:
@@ -145,6 +146,7 @@ class LengthForecast:
             total += length
             tails.append(total)
         self._tails = tails[::-1]
+        self._squares = sum(n * n for n in self._lengths)
 
     def _learn_siblings(self, group: GroupId, log_length: float) -> None:
         self._log_count += 1

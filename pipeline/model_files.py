@@ -21,6 +21,8 @@ class ModelFacts:
 
 def inspect_model(config: RunConfig) -> ModelFacts:
     """Read the model's configuration and tokenizer, no weights. Raises ConfigError."""
+    if config.emulated:
+        return ModelFacts(context=2**31, eos=(), nonce=secrets.token_hex(4))
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     path = config.model.path

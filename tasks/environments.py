@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stores.errors import ConfigError
+from tasks.names import REWARD_TOKEN
 
 HELD_OUT_SHARE = 0.1
 """Of a file's rows, the share at its end that is only evaluated on, at most."""
@@ -104,6 +105,16 @@ class JsonLines:
         return float(" ".join(answer.split()) == " ".join(str(record["answer"]).split()))
 
 
+class Emulated:
+    """What an emulated engine answers: the first token of a response says how it is rewarded."""
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        return Task(prompt="", record={"prompt": "", "answer": ""})
+
+    def score(self, answer: str, record: Record) -> float:
+        return float(answer.split(" ", 1)[0] == str(REWARD_TOKEN + 1))
+
+
 def make_source(source: str, options: Mapping[str, Any], seed: int) -> TaskSource:
     """The source called `kind:name`."""
     kind, _, name = source.partition(":")
@@ -111,6 +122,8 @@ def make_source(source: str, options: Mapping[str, Any], seed: int) -> TaskSourc
         return ReasoningGym(name, options, seed)
     if kind == "jsonl" and name:
         return JsonLines(Path(name))
+    if source == "emulated":
+        return Emulated()
     raise ConfigError(f"task.source = {source!r}: expected reasoning_gym:DATASET or jsonl:FILE")
 
 

@@ -6,3 +6,5 @@ LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "cispo", "tis")
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant_length")
 SCHEDULE_NAMES = ("constant", "cosine")
 WORKLOAD_NAMES = ("lognormal", "bimodal", "power_law", "agentic", "recorded")
+REWARD_TOKEN = 2
+"""First token of an emulated response without reward; one more with it."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from stores.errors import ProtocolViolation
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, EngineSettings, Failed, Loaded, Request, Sampled
 from tasks.remote import call
 
 
@@ -49,16 +49,13 @@ class Evaluated:
 class RolloutInstance:
     """The Dask actor. All slow work runs in two threads of its own: one for commands, in order, one for waiting."""
 
-    def __init__(self, engine_settings: Any, instance: InstanceId, threads: int, max_new_tokens: int, call_s: float):
-        import torch
-
-        from tasks.engines.transformers import TransformersEngine
-
-        torch.set_num_threads(threads)
+    def __init__(
+        self, engine_settings: EngineSettings, instance: InstanceId, threads: int, max_new_tokens: int, call_s: float
+    ):
         self._instance = instance
         self._max_new_tokens = max_new_tokens
         self._call_s = call_s
-        self._engine: Engine = TransformersEngine(engine_settings, instance)
+        self._engine: Engine = engine_settings.build(instance, threads)
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._undelivered: list[Sampled | Failed] = []

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,9 +32,11 @@ from stores.trajectory import (
 from stores.versioned import VersionedStore
 from tasks.advantage import advantages
 from tasks.engines.base import Sampled
+from tasks.engines.emulated import words
 from tasks.environments import Record, Task, TaskSource, make_source
 from tasks.packing import PackedRows
 from tasks.scoring import Score, ScoringSettings
+from tasks.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class ServerSettings:
     kv_tokens: int
     store: str
     header: RunHeader
+    workload: Workload | None = None
+    """Where prompts come from when no model reads them: then there is no tokenizer either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +77,35 @@ class HeldOut:
     record: Record
 
 
-class Prompts:
-    """Tasks as token ids. Pure but for the tokenizer it holds."""
+class Prompts(Protocol):
+    """Tasks as token ids, and token ids as text."""
+
+    def task(self, index: int, *, held_out: bool = False) -> Task: ...
+
+    def encode(self, task: Task) -> tuple[int, ...]: ...
+
+    def text(self, tokens: Sequence[int]) -> str: ...
+
+
+class EmulatedPrompts:
+    """Prompts of the lengths that a workload says; their words mean nothing."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        return Task(prompt="", record={"prompt": "", "answer": "", "group": index})
+
+    def encode(self, task: Task) -> tuple[int, ...]:
+        group = int(task.record["group"])
+        return tuple(words(group, 0, self._workload.prompt_tokens(group)).tolist())
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+class TokenizedPrompts:
+    """Prompts of a task source, read by the model's tokenizer."""
 
     def __init__(self, settings: ServerSettings) -> None:
         from transformers import AutoTokenizer
@@ -115,7 +146,9 @@ class TrajectoryServer:
         self._settings = settings
         # Seconds since the run's start, as the driver counts them.
         self._epoch = time.monotonic() - start_s
-        self._prompts = Prompts(settings)
+        self._prompts: Prompts = (
+            TokenizedPrompts(settings) if settings.workload is None else EmulatedPrompts(settings.workload)
+        )
         self._store = VersionedStore.create(Path(settings.store), settings.header)
         self._live: dict[TrajectoryId, Trajectory] = {}
         self._records: dict[GroupId, Record] = {}

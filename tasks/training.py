@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ class TrainerSettings:
     max_length: int
     seed: int
 
+    def build(self) -> Policy:
+        return PolicyTrainer(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -80,6 +83,22 @@ class Mismatch:
     max: float
     kl: float
     num_tokens: int
+
+
+class Policy(Protocol):
+    """What the Trainer actor trains and publishes."""
+
+    def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
+
+    def published(self) -> dict[str, torch.Tensor]: ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+class PolicySettings(Protocol):
+    """What a worker builds its policy from. Picklable."""
+
+    def build(self) -> Policy: ...
 
 
 class PolicyTrainer:
@@ -149,6 +168,12 @@ class PolicyTrainer:
         dtype = getattr(torch, self.settings.dtype)
         return {name: p.detach().to(dtype) for name, p in self.model.named_parameters()}
 
+    def save(self, folder: Path) -> None:
+        """Save the present weights and the tokenizer where `from_pretrained` finds them."""
+        from transformers import AutoTokenizer
+
+        parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder)
+
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """[N, T] log-probabilities of the targets at the sampling temperature, nats, float32."""
         ids = torch.from_numpy(batch.input_ids).to(self.device)
@@ -214,10 +239,10 @@ class PolicyTrainer:
 class Trainer:
     """The Dask actor: fetches batches from the trajectory server, trains in a thread of its own, publishes weights."""
 
-    def __init__(self, settings: TrainerSettings, folder: str, threads: int, call_s: float) -> None:
+    def __init__(self, settings: PolicySettings, folder: str, threads: int, call_s: float) -> None:
         torch.set_num_threads(threads)
         self._call_s = call_s
-        self._trainer = PolicyTrainer(settings)
+        self._policy: Policy = settings.build()
         parameters.sweep(Path(folder).parent)
         self._folder = ParameterFolder(Path(folder))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -241,13 +266,7 @@ class Trainer:
 
     async def save_checkpoint(self, folder: str) -> None:
         """Save the present weights where `from_pretrained` finds them."""
-        from transformers import AutoTokenizer
-
-        def save() -> None:
-            tokenizer = AutoTokenizer.from_pretrained(self._trainer.settings.model)
-            parameters.checkpoint(self._trainer.model, tokenizer, Path(folder))
-
-        await self._in_thread(save)
+        await self._in_thread(self._policy.save, Path(folder))
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -255,14 +274,14 @@ class Trainer:
 
     def _train(self, step: int, rows: list[Row], fetch_s: float) -> StepResult:
         begin = time.monotonic()
-        metrics = self._trainer.step(step, rows)
+        metrics = self._policy.step(step, rows)
         trained = time.monotonic()
         result = self._publish(PolicyVersion(step + 1), metrics)
         result.metrics.update(fetch_s=fetch_s, train_s=trained - begin, publish_s=time.monotonic() - trained)
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
-        named = self._trainer.published()
+        named = self._policy.published()
         path = self._folder.publish(version, named)
         return StepResult(
             version=version, metrics=dict(metrics), fingerprint=parameters.fingerprint(named), path=str(path)

@@ -65,6 +65,10 @@ class DrawnWorkload:
         self._settings = settings
         self._block = lru_cache(maxsize=64)(self._draw_block)
 
+    def __reduce__(self) -> tuple[type[DrawnWorkload], tuple[WorkloadSettings]]:
+        """It travels to workers as its settings."""
+        return DrawnWorkload, (self._settings,)
+
     def prompt_tokens(self, group: int) -> int:
         return self._settings.prompt_tokens
 

@@ -40,7 +40,7 @@ from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, Trajecto
 from tasks.engines.decoding import DecodingInstance
 from tasks.workload import Workload
 
-STUCK_TICKS = 20_000
+STUCK_TICKS = 5_000
 """Ticks without any other event after which nothing will ever happen again."""
 
 
@@ -57,12 +57,14 @@ class Simulated:
     alive: bool = True
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """A live trajectory's tokens, as the trajectory server would hold them."""
+    """One trained response; see TrainedStep for the words. alone_s: on an instance of its own."""
 
-    tokens: int = 0
-    sampled: int = 0
+    sampled: int
+    prefilled: int
+    context_tokens: float
+    alone_s: float
 
 
 class SimulatedRun:
@@ -79,6 +81,7 @@ class SimulatedRun:
         self._config = config
         self._simulation = config.simulation
         self._workload = workload
+        self._cost = build.cost_model(config)
         self._observe = observe
         self._members = config.members_started
         self.coordinator: Coordinator = build.make_coordinator(config, validate_each=validate_each)
@@ -208,7 +211,7 @@ class SimulatedRun:
             case Pull():
                 slow = self._faults.random() < self._simulation.slow_pull_share
                 seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if slow else 1.0)
-                loaded_s = one.engine.load(self._now, seconds)
+                loaded_s = one.engine.load(self._now, seconds, keep=self._config.rollout.on_pull == "keep")
                 one.version = command.version
                 one.trace.pulls.append((self._now, loaded_s))
                 self._after(
@@ -217,28 +220,45 @@ class SimulatedRun:
                 )
 
     def _train(self, command: Train) -> None:
-        lengths = [self._tokens.pop(t) for t in command.trajectories]
-        prompts = sum(self._workload.prompt_tokens(t // self._members) for t in command.trajectories)
-        seconds = train_seconds(self._config, sum(lengths) + prompts)
+        responses = [self._response(t, self._tokens.pop(t)) for t in command.trajectories]
+        tokens, prefilled = sum(r.sampled for r in responses), sum(r.prefilled for r in responses)
+        seconds = train_seconds(self._config, tokens + prefilled)
         step = TrainedStep(
             step=command.step,
             ready_s=self._now,
             finished_s=self._now + seconds,
-            tokens=sum(lengths),
-            prompt_tokens=prompts,
-            longest=max(lengths),
+            tokens=tokens,
+            prefilled=prefilled,
+            context_tokens=sum(r.context_tokens for r in responses),
+            longest_tokens=max(r.sampled for r in responses),
+            longest_s=max(r.alone_s for r in responses),
             staleness=dict(Counter(command.step - v for v in command.versions)),
         )
         self.trace.steps.append(step)
-        reason = f"{Fate.CONSUMED.value}"
-        self.trace.ended[reason] = self.trace.ended.get(reason, 0) + len(lengths)
+        reason = Fate.CONSUMED.value
+        self.trace.ended[reason] = self.trace.ended.get(reason, 0) + len(responses)
         self._after(seconds, VersionPublished(version=PolicyVersion(command.step + 1)))
+
+    def _response(self, trajectory: TrajectoryId, tokens: int) -> Response:
+        """What a response of `tokens` (tools' answers counted) has cost at least."""
+        group, member = divmod(trajectory, self._members)
+        context = prompt = self._workload.prompt_tokens(group)
+        sampled = tools = 0
+        context_tokens = alone_s = 0.0
+        for turn in self._workload.turns(group, member):
+            count = min(turn.tokens, prompt + tokens - context)
+            context_tokens += context * count + count * (count - 1) / 2
+            alone_s += self._cost.decode_s(1, context, count) + turn.tool_s
+            sampled += count
+            tools += turn.tool_tokens
+            context += count + turn.tool_tokens
+        return Response(sampled=sampled, prefilled=prompt + tools, context_tokens=context_tokens, alone_s=alone_s)
 
     # -- instances -----------------------------------------------------------------------------------------------
 
     def _join(self, index: int, attempt: int) -> None:
         simulation, engine = self._simulation, self._config.rollout.engine
-        cost = build.cost_model(self._config)
+        cost = self._cost
         if index < simulation.straggler_share * num_instances(self._config):
             cost = slowed(cost, simulation.straggler_factor)
         name = InstanceId(f"rollout-{index}" + (f".{attempt}" if attempt else ""))

@@ -9,14 +9,20 @@ from tasks.engines.decoding import Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """One training step. tokens: sampled tokens of its batch. longest: of its responses."""
+    """One training step."""
 
     step: int
     ready_s: float
     finished_s: float
     tokens: int
-    prompt_tokens: int
-    longest: int
+    """Sampled tokens of its batch."""
+    prefilled: int
+    """Tokens its batch had to prefill at least: prompts and tools' answers."""
+    context_tokens: float
+    """Sum over its sampled tokens of the KV tokens each was sampled with."""
+    longest_tokens: int
+    longest_s: float
+    """Seconds its longest response takes on an instance of its own, tools counted."""
     staleness: dict[int, int]
     """Trajectories by v_train - v_traj."""
 

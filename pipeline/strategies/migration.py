@@ -25,6 +25,11 @@ class Load:
 
 
 class Migration(Protocol):
+    @property
+    def active(self) -> bool:
+        """Whether it ever moves anything."""
+        ...
+
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
         """Which of `movable` (indices) to take from the fuller `source` to `target`, which has room for `limit`."""
         ...
@@ -33,6 +38,8 @@ class Migration(Protocol):
 class Stay:
     """Never."""
 
+    active = False
+
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
         return []
 
@@ -40,6 +47,8 @@ class Stay:
 class LargestGain:
     """The ones whose move gains most, for as long as it gains: seconds saved over what the trajectory has left to
     sample, less the seconds its prefill takes from everyone on the target."""
+
+    active = True
 
     def __init__(self, cost: CostModel, least_gain: float) -> None:
         self._cost = cost

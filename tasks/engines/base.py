@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from stores.trajectory import FinishReason, PolicyVersion, Segment, TrajectoryId
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,12 @@ class Loaded:
     version: PolicyVersion
     fingerprint: str
     elapsed_s: float
+
+
+class EngineSettings(Protocol):
+    """What a worker builds its engine from. Picklable."""
+
+    def build(self, instance: InstanceId, threads: int) -> Engine: ...
 
 
 class Engine(Protocol):

@@ -32,6 +32,8 @@ class Decoding:
     left: int
     """Tokens the present turn still samples, as of `since`."""
     to_prefill: int
+    ticket: int = 0
+    """Of its last admission or rest: what was foreseen under an older one no longer counts."""
     since: int = 0
     """The instance's step count when it was last brought up to date."""
 
@@ -95,10 +97,13 @@ class DecodingInstance:
         return self._kv + self._kv_resting
 
     def next_s(self) -> float:
-        """When something will happen here by itself; infinite if nothing will."""
+        """When something will happen here by itself, or be heard of; infinite if nothing will."""
+        return min(self._change_s(), self._finished[0].at_s) if self._finished else self._change_s()
+
+    def _change_s(self) -> float:
         steps = self._steps_to_stop()
         at = math.inf if steps is None else self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
-        while self._returns and self._resting.get(self._returns[0][2].trajectory) is not self._returns[0][2]:
+        while self._returns and not _holds(self._resting, self._returns[0]):
             heapq.heappop(self._returns)
         return min(at, max(self.clock, self._returns[0][0])) if self._returns else at
 
@@ -115,7 +120,7 @@ class DecodingInstance:
 
     def advance(self, now: float) -> list[Finished]:
         """Let everything happen that happens by itself up to `now`; returns what ended, in order."""
-        while (at := self.next_s()) <= now:
+        while (at := self._change_s()) <= now:
             steps = self._steps_to_stop()
             stop_s = math.inf
             if steps is not None:
@@ -125,7 +130,9 @@ class DecodingInstance:
             else:
                 self._to_boundary(at)
             self._settle()
-        finished, self._finished = self._finished, []
+        # A command's step boundary may lie ahead of it, and what ended there is not to be heard of before.
+        finished = [f for f in self._finished if f.at_s <= now]
+        self._finished = self._finished[len(finished) :]
         return finished
 
     # -- commands ------------------------------------------------------------------------------------------------
@@ -175,13 +182,16 @@ class DecodingInstance:
                 return waiting.epoch, waiting.tokens
         return None
 
-    def load(self, now: float, seconds: float) -> float:
-        """Put new weights in place in `seconds`, and prefill all contexts again. Returns when they are in place."""
+    def load(self, now: float, seconds: float, *, keep: bool = False) -> float:
+        """Put new weights in place in `seconds`; returns when they are. All contexts are prefilled again, unless the
+        cache that the old weights have filled is to `keep`."""
         self._to_boundary(now)
         self._settle()
         self.clock += seconds
         loaded_s = self.clock
         self.work.pull_s += seconds
+        if keep:
+            return loaded_s
         self._prefill(self._kv + self._kv_resting)
         self.work.reprefilled += self._kv + self._kv_resting
         return loaded_s
@@ -192,7 +202,7 @@ class DecodingInstance:
         """Decode steps until a turn ends or the cache is full; None if nothing decodes."""
         if not self._decoding:
             return None
-        while self._decoding.get(self._stops[0][2].trajectory) is not self._stops[0][2]:
+        while not _holds(self._decoding, self._stops[0]):
             heapq.heappop(self._stops)
         steps = self._stops[0][0] - self._steps
         room = self._kv_capacity - self._kv - self._kv_resting
@@ -224,10 +234,10 @@ class DecodingInstance:
     def _settle(self) -> None:
         """At a boundary: end turns, make room, take tools' answers, admit what waits."""
         while self._stops and self._stops[0][0] <= self._steps:
-            _, _, decoding = heapq.heappop(self._stops)
-            if self._decoding.get(decoding.trajectory) is decoding:
-                self._leave(decoding)
-                self._end_turn(decoding)
+            stop = heapq.heappop(self._stops)
+            if _holds(self._decoding, stop):
+                self._leave(stop[2])
+                self._end_turn(stop[2])
         while len(self._decoding) > 1 and self._kv + self._kv_resting + len(self._decoding) > self._kv_capacity:
             newest = self._decoding[next(reversed(self._decoding))]
             self._leave(newest)
@@ -236,8 +246,9 @@ class DecodingInstance:
             self.work.preemptions += 1
             self.work.reprefilled += newest.kv_tokens
         while self._returns and self._returns[0][0] <= self.clock:
-            _, _, resting = heapq.heappop(self._returns)
-            if self._resting.get(resting.trajectory) is resting:
+            answered = heapq.heappop(self._returns)
+            if _holds(self._resting, answered):
+                resting = answered[2]
                 del self._resting[resting.trajectory]
                 self._kv_resting -= resting.kv_tokens
                 answer = resting.turns[resting.turn - 1].tool_tokens
@@ -258,6 +269,7 @@ class DecodingInstance:
         self._kv += request.kv_tokens
         self._decoding[request.trajectory] = request
         self._order += 1
+        request.ticket = self._order
         heapq.heappush(self._stops, (self._steps + request.left, self._order, request))
 
     def _prefill(self, tokens: int) -> None:
@@ -287,4 +299,11 @@ class DecodingInstance:
         self._resting[decoding.trajectory] = decoding
         self._kv_resting += decoding.kv_tokens
         self._order += 1
+        decoding.ticket = self._order
         heapq.heappush(self._returns, (self.clock + done.tool_s, self._order, decoding))
+
+
+def _holds(held: dict[int, Decoding], foreseen: tuple[float, int, Decoding]) -> bool:
+    """Whether what was foreseen for a request is still to come: it stands where it stood, since the same moment."""
+    request = foreseen[2]
+    return held.get(request.trajectory) is request and request.ticket == foreseen[1]

@@ -22,7 +22,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from stores import parameters
 from stores.errors import InstanceLost
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
-from tasks.engines.base import EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 
 POLL_S = 0.003
 """How often outputs are collected: well under a decode step of any model worth training."""
@@ -42,6 +42,10 @@ class TransformersSettings:
     max_batch_tokens: int
     eos: tuple[int, ...]
     seed: int
+
+    def build(self, instance: InstanceId, threads: int) -> Engine:
+        torch.set_num_threads(threads)
+        return TransformersEngine(self, instance)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,175 @@
+"""staleflow simulate CONFIG"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pipeline.config import RunConfig
+    from pipeline.simulator.measure import Measures
+    from pipeline.simulator.trace import Trace
+
+BASELINES = (
+    ("synchronous", ("staleness.admission=synchronous", "rollout.synchronization=greedy")),
+    ("one step ahead", ("staleness.admission=one_step", "rollout.synchronization=greedy")),
+    ("credits (ROLL Flash)", ("staleness.admission=credits", "rollout.synchronization=greedy")),
+    ("backlog (AReaL)", ("staleness.admission=backlog", "rollout.synchronization=greedy")),
+)
+PICTURE_STEPS = 12
+"""Steps a picture shows at most: more, and a pull is thinner than a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant of the job. overrides: `key=value`."""
+
+    label: str
+    overrides: tuple[str, ...]
+
+
+@click.command("simulate")
+@click.argument("config_path", metavar="CONFIG", type=click.Path())
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
+@click.option(
+    "--sweep", "sweeps", metavar="KEY=V1,V2", multiple=True, help="One row a value; several: all combinations."
+)
+@click.option("--baselines", is_flag=True, help="Add a row for each peer's rule at the same bound.")
+@click.option("--explain", is_flag=True, help="Say where the time went, against the physical bound of a step.")
+@click.option("--out", type=click.Path(), help="Write simulate.json and a picture a row into this folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, and no table.")
+def command(
+    config_path: str,
+    overrides: tuple[str, ...],
+    sweeps: tuple[str, ...],
+    baselines: bool,
+    explain: bool,
+    out: str | None,
+    as_json: bool,
+) -> None:
+    """The same job in virtual time: what a run would take, before anyone spends a GPU."""
+    from pipeline import config as configuration
+    from pipeline.simulator.measure import explanation
+
+    rows = swept(sweeps)
+    job = configuration.load(config_path, overrides)
+    if baselines:
+        rows += [Row(label, (*extra, f"staleness.alpha={job.staleness.eta}")) for label, extra in BASELINES]
+    jobs = [(row, configuration.load(config_path, (*overrides, *row.overrides))) for row in rows]
+    results = simulated(jobs, quiet=as_json)
+    if out is not None:
+        written(Path(out), jobs, results)
+    if as_json:
+        click.echo(json.dumps([as_dict(r, m) for (r, _), (m, _) in zip(jobs, results, strict=True)], indent=2))
+        return
+    print_table([(row.label, m) for (row, _), (m, _) in zip(jobs, results, strict=True)])
+    if explain:
+        for (row, config), (measures, _) in zip(jobs, results, strict=True):
+            click.echo(f"\n{row.label}")
+            click.echo("\n".join(f"  {line}" for line in explanation(config, measures)))
+    if out is not None:
+        click.echo(f"\n{out}: simulate.json and {len(jobs)} pictures")
+
+
+def swept(sweeps: tuple[str, ...]) -> list[Row]:
+    """The rows that the sweeps ask for; one row of the job as it is if there are none."""
+    from stores.errors import ConfigError
+
+    axes: list[list[str]] = []
+    for sweep in sweeps:
+        key, equals, values = sweep.partition("=")
+        if not equals or not values:
+            raise ConfigError(f"--sweep {sweep}: expected key=value1,value2, such as staleness.eta=0,1,2,3")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    if not axes:
+        return [Row("the job", ())]
+    return [Row(" ".join(o.rpartition(".")[2] for o in chosen), chosen) for chosen in itertools.product(*axes)]
+
+
+def simulate_one(config: RunConfig) -> tuple[Measures, Trace]:
+    """Run one variant; in a process of its own when there are several."""
+    from pipeline import build
+    from pipeline.simulator.body import SimulatedRun
+    from pipeline.simulator.measure import measure
+
+    trace = SimulatedRun(config, build.make_workload(config)).run()
+    return measure(config, trace), trace
+
+
+def simulated(jobs: list[tuple[Row, RunConfig]], *, quiet: bool) -> list[tuple[Measures, Trace]]:
+    """All variants, a process a core, with a progress bar."""
+    import os
+    from concurrent.futures import ProcessPoolExecutor
+
+    if len(jobs) == 1:
+        return [simulate_one(jobs[0][1])]
+    from rich.progress import track
+
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+        done = pool.map(simulate_one, [config for _, config in jobs])
+        return list(track(done, description="simulating", total=len(jobs), transient=True, disable=quiet))
+
+
+def written(folder: Path, jobs: list[tuple[Row, RunConfig]], results: list[tuple[Measures, Trace]]) -> None:
+    """simulate.json, and a picture a row. Raises StoreError if the folder cannot be written."""
+    from pipeline.simulator.picture import draw_run
+    from stores.errors import StoreError
+
+    rows = [as_dict(row, m) for (row, _), (m, _) in zip(jobs, results, strict=True)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "simulate.json").write_text(json.dumps(rows, indent=2) + "\n")
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be written: {error}; choose another folder with --out") from error
+    for number, ((row, config), (measures, trace)) in enumerate(zip(jobs, results, strict=True)):
+        title = (
+            f"{config.name}, {row.label}: {measures.tokens_per_s:,.0f} tokens/s, {measures.of_bound:.0%} of the bound"
+        )
+        draw_run(trace, title, folder / f"row-{number:02d}.png", span_s=PICTURE_STEPS * measures.step_s)
+
+
+def as_dict(row: Row, measures: Measures) -> dict[str, Any]:
+    return {
+        "row": row.label,
+        "overrides": list(row.overrides),
+        **asdict(measures),
+        "bound_s": measures.bound.step_s,
+        "of_bound": measures.of_bound,
+    }
+
+
+def print_table(rows: list[tuple[str, Measures]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "tokens/s", "ratio", "s/step", "of bound", "trainer idle", "rollout idle", "staleness 0, 1, ..."):
+        table.add_column(name, justify="left" if not name or name.startswith("stale") else "right")
+    table.add_column("dropped")
+    table.add_column("again prefilled", justify="right")
+    first = rows[0][1].tokens_per_s
+    for label, m in rows:
+        total = sum(m.staleness.values()) or 1
+        shares = [m.staleness.get(k, 0) / total for k in range(max(m.staleness, default=0) + 1)]
+        histogram = " ".join(f"{s:.0%}" for s in shares[:8]) + (" ..." if len(shares) > 8 else "")
+        reasons = {r.partition(":")[2]: n for r, n in m.ended.items() if r != "consumed" and "run_ended" not in r}
+        dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "-"
+        table.add_row(
+            label,
+            f"{m.tokens_per_s:,.0f}",
+            f"{m.tokens_per_s / first:.2f}",
+            f"{m.step_s:.1f}",
+            f"{m.of_bound:.0%}",
+            f"{m.trainer_idle:.0%}",
+            f"{m.rollout_idle:.0%}",
+            histogram + ("" if m.bound_kept else "  (bound not kept)"),
+            dropped,
+            f"{m.reprefilled_tokens / 1e6:.1f} M",
+        )
+    console = Console()
+    (console if console.is_terminal else Console(width=180)).print(table)

@@ -1,0 +1,164 @@
+"""What a simulated run achieved, and what physics would have allowed. Pure.
+
+The bound of a step is the largest of three times: training it; the decode and prefill work of its batch, spread over
+all instances at the rate they have when they are as full as cache, concurrency and staleness bound let them be; and,
+when nothing is dropped, its longest response on an instance of its own, over the eta + 1 intervals it may take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from pipeline import build
+from pipeline.config import RunConfig
+from pipeline.simulator.body import num_instances
+from pipeline.simulator.trace import Trace, TrainedStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Seconds a step takes at least, by cause. running: trajectories an instance, where work_s is taken."""
+
+    train_s: float
+    work_s: float
+    longest_s: float
+    running: int
+
+    @property
+    def step_s(self) -> float:
+        return max(self.train_s, self.work_s, self.longest_s)
+
+    @property
+    def cause(self) -> str:
+        causes = {self.train_s: "training", self.work_s: "decode work", self.longest_s: "longest response"}
+        return causes[self.step_s]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measures:
+    """One row of the table. Shares are of all instances' time, in the measured steps or (rollout) the whole run."""
+
+    steps_measured: int
+    step_s: float
+    """Mean seconds between training steps."""
+    tokens_per_s: float
+    """Sampled tokens that were trained on."""
+    bound: Bound
+    trainer_idle: float
+    rollout_idle: float
+    prefill_share: float
+    pull_share: float
+    staleness: dict[int, int]
+    bound_kept: bool
+    """Whether no trajectory was older than the job's eta."""
+    ended: dict[str, int]
+    wasted_tokens: int
+    reprefilled_tokens: int
+    sampled_tokens: int
+    preemptions: int
+    commands: dict[str, int]
+    num_events: int
+    refusals: dict[str, int]
+    losses: int
+    finished_s: float
+
+    @property
+    def of_bound(self) -> float:
+        """1 would be the bound itself."""
+        return self.bound.step_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def dropped(self) -> int:
+        return sum(n for reason, n in self.ended.items() if reason != "consumed" and not reason.endswith("run_ended"))
+
+
+def measure(config: RunConfig, trace: Trace) -> Measures:
+    """The steady part is measured: without the first eta + 2 steps, and the last eta + 1, which no new work follows."""
+    first, last = config.staleness.eta + 1, len(trace.steps) - config.staleness.eta - 2
+    if last - first < 2:
+        first, last = 0, len(trace.steps) - 1
+    window = trace.steps[first + 1 : last + 1] or trace.steps
+    begin_s = trace.steps[first].finished_s if last > first else 0.0
+    span_s = max(window[-1].finished_s - begin_s, 1e-12)
+    work = [i.work for i in trace.instances]
+    alive_s = sum((trace.finished_s if i.lost_s is None else i.lost_s) - i.joined_s for i in trace.instances) or 1e-12
+    busy_s = sum(w.decode_s + w.prefill_s + w.pull_s for w in work)
+    staleness: Counter[int] = Counter()
+    for step in trace.steps:
+        staleness.update(step.staleness)
+    return Measures(
+        steps_measured=len(window),
+        step_s=span_s / len(window),
+        tokens_per_s=sum(s.tokens for s in window) / span_s,
+        bound=bound_of(config, window),
+        trainer_idle=max(0.0, 1 - sum(s.finished_s - s.ready_s for s in window) / span_s),
+        rollout_idle=max(0.0, 1 - busy_s / alive_s),
+        prefill_share=sum(w.prefill_s for w in work) / alive_s,
+        pull_share=sum(w.pull_s for w in work) / alive_s,
+        staleness=dict(sorted(staleness.items())),
+        bound_kept=max(staleness, default=0) <= config.staleness.eta,
+        ended=trace.ended,
+        wasted_tokens=trace.wasted_tokens,
+        reprefilled_tokens=sum(w.reprefilled for w in work),
+        sampled_tokens=sum(w.tokens for w in work),
+        preemptions=sum(w.preemptions for w in work),
+        commands=trace.commands,
+        num_events=trace.num_events,
+        refusals=trace.refusals,
+        losses=trace.losses,
+        finished_s=trace.finished_s,
+    )
+
+
+def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
+    """The physical bound of these steps, on average."""
+    cost, engine, count = build.cost_model(config), config.rollout.engine, len(steps)
+    instances = num_instances(config)
+    tokens = sum(s.tokens for s in steps)
+    context = sum(s.context_tokens for s in steps)
+    in_flight = (config.bound + 1) * config.groups_started * config.members_started / instances
+    running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
+    work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
+    work_s += cost.prefill * sum(s.prefilled for s in steps)
+    keeps_all = config.staleness.admission not in ("credits", "backlog") and config.batch.stragglers != "truncate"
+    longest_s = sum(s.longest_s for s in steps) / count / (config.bound + 1) if keeps_all else 0.0
+    return Bound(
+        train_s=sum(s.finished_s - s.ready_s for s in steps) / count,
+        work_s=work_s / instances / count,
+        longest_s=longest_s,
+        running=running,
+    )
+
+
+def explanation(config: RunConfig, m: Measures) -> list[str]:
+    """Where a step's time went, in lines for people."""
+    b = m.bound
+    lines = [
+        f"a step takes {m.step_s:.1f} s; physics allows {b.step_s:.1f} s ({m.of_bound:.0%} of the bound is reached)",
+        f"  {b.train_s:8.1f} s  training" + _mark(b, b.train_s),
+        f"  {b.work_s:8.1f} s  decode and prefill work of a batch, {b.running} trajectories an instance"
+        + _mark(b, b.work_s),
+        f"  {b.longest_s:8.1f} s  longest response alone on an instance, over eta + 1 = {config.bound + 1}"
+        + (_mark(b, b.longest_s) if b.longest_s else "  (does not bind: long ones may be dropped)"),
+        "an instance's time went",
+    ]
+    decode = 1 - m.rollout_idle - m.prefill_share - m.pull_share
+    again = m.reprefilled_tokens / max(1, m.reprefilled_tokens + m.sampled_tokens)
+    lines += [
+        f"  {decode:8.1%}  decoding",
+        f"  {m.prefill_share:8.1%}  prefill ({m.reprefilled_tokens / 1e6:.1f} M tokens were computed a second time, "
+        f"{again:.0%} as many as sampled)",
+        f"  {m.pull_share:8.1%}  loading weights",
+        f"  {m.rollout_idle:8.1%}  with nothing to do",
+        f"the trainer waited {m.trainer_idle:.1%} of the time",
+    ]
+    if m.wasted_tokens:
+        lines.append(f"{m.wasted_tokens / 1e6:.2f} M sampled tokens were never trained on")
+    for reason, count in sorted(m.refusals.items(), key=lambda item: -item[1]):
+        lines.append(f"  {count:8}  times routing declined: {reason}")
+    return lines
+
+
+def _mark(bound: Bound, seconds: float) -> str:
+    return "  <- the bound" if seconds == bound.step_s else ""
