@@ -11,6 +11,7 @@ import click
 COMMANDS = {
     "run": ("cli.run", "run a job from start to end, with live progress"),
     "simulate": ("cli.simulate", "the same job in virtual time: what a run would take, and why"),
+    "profile": ("cli.profile", "measure an engine's decode steps and fit the cost model"),
     "config": ("cli.config", "what a job file means"),
     "store": ("cli.store", "look at stored runs, and prove what they promise"),
     "replay": ("cli.replay", "feed a run's recorded events to the coordinator again"),

@@ -141,6 +141,10 @@ class CostConfig:
     k4: float = _knob(0.0028, "seconds every step", low=0)
     b: float = _knob(0.0027, "offset of the compute-bound part, seconds", low=0)
     prefill: float = _knob(0.0001231, "seconds a token of a prompt, or of a context that is computed again", low=0)
+    profile: str = _knob("", "file that `staleflow profile` wrote; its coefficients replace the ones above")
+    tolerance: float = _knob(
+        0.25, "difference from measured steps beyond which a run says that the model drifted", above=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,10 +393,18 @@ def located(config: RunConfig) -> RunConfig:
         model = dataclasses.replace(model, path=str(Path(model.path).resolve()))
     if kind == "jsonl":
         task = dataclasses.replace(task, source=f"jsonl:{Path(name).resolve()}")
+    rollout, workload = config.rollout, config.workload
+    if rollout.cost.profile:
+        cost = dataclasses.replace(rollout.cost, profile=str(Path(rollout.cost.profile).resolve()))
+        rollout = dataclasses.replace(rollout, cost=cost)
+    if workload.run:
+        workload = dataclasses.replace(workload, run=str(Path(workload.run).resolve()))
     if file.endswith(".py"):
         reward = dataclasses.replace(reward, function=f"{Path(file).resolve()}:{function}")
     runs_dir = str(Path(config.runs_dir).resolve())
-    return dataclasses.replace(config, model=model, task=task, reward=reward, runs_dir=runs_dir)
+    return dataclasses.replace(
+        config, model=model, task=task, reward=reward, rollout=rollout, workload=workload, runs_dir=runs_dir
+    )
 
 
 def to_toml(config: RunConfig) -> str:

@@ -437,11 +437,13 @@ class Coordinator:
         for i in range(min(count // 2, max(1, int(count * MOVES_A_TICK)))):
             source, target = self._fleet[int(order[-1 - i])], self._fleet[int(order[i])]
             room = target.max_running - target.num_running
+            here = Load(running=source.num_running, kv_tokens=source.kv_tokens)
+            there = Load(running=target.num_running, kv_tokens=target.kv_tokens)
+            if not self._policy.migration.worthwhile(here, there):
+                return  # the pairs that follow differ less
             if source.pulling or target.pulling or room <= 0:
                 continue
             movable, views = self._movable(source, target)
-            here = Load(running=source.num_running, kv_tokens=source.kv_tokens)
-            there = Load(running=target.num_running, kv_tokens=target.kv_tokens)
             for index in self._policy.migration.moves(here, there, views, room):
                 self._interrupt(movable[index], f"moves to {target.instance}")
                 movable[index].target = target.instance

@@ -38,12 +38,14 @@ from pipeline.events import (
     TrajectoryScored,
     VersionPublished,
 )
+from pipeline.fit import CostWatch, Fit, StepPoint
 from pipeline.journal import Journal
 from pipeline.snapshot import Snapshot
 from stores import errors
 from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
 from stores.trajectory import PolicyVersion, TrajectoryId
+from tasks.engines.base import EngineLoad
 from tasks.rollout import Outcome, RouteItem
 from tasks.training import StepResult
 
@@ -68,6 +70,12 @@ class Outcomes:
     snapshot: Snapshot | None = None
     stopped: str = ""
     """Why the run ended early; empty if it did all its steps."""
+    commands: dict[str, int] = field(default_factory=dict)
+    """How many of each kind the coordinator gave."""
+    cost_ratio: float | None = None
+    """Measured decode steps over what the cost model says, median; None if too few were seen."""
+    cost_refit: Fit | None = None
+    """The cost model that this run's own decode steps ask for."""
     losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
 
@@ -94,6 +102,9 @@ class Driver:
         self._stop_requested = ""
         self._stepping = False
         self._task: asyncio.Task[Any] | None = None
+        self._decide_s = 0.0
+        self._cost_watch = CostWatch(build.cost_model(config), config.rollout.cost.tolerance)
+        self._drift_said = False
         self.outcomes = Outcomes()
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -172,8 +183,13 @@ class Driver:
             if num_running and name in self._crew.instances:
                 self._crew.instances[name].assigned_s += now - self._last_event_s
         self._last_event_s = now
+        begin = time.perf_counter()
         commands = self._coordinator.handle(event, now * self._config.time_scale)
+        self._decide_s += time.perf_counter() - begin
         self._journal.append(now * self._config.time_scale, event, commands)
+        for command in commands:
+            kind = type(command).__name__
+            self.outcomes.commands[kind] = self.outcomes.commands.get(kind, 0) + 1
         for command in commands:
             self._carry_out(command)
 
@@ -318,9 +334,25 @@ class Driver:
         while True:
             await asyncio.sleep(TICK_S)
             load = await self._crew.ask(name, "report")
+            self._watch_cost(instance, load)
             instance.busy_s = load.busy_s - (instance.busy_before_s or 0.0)
             instance.tokens_sampled = load.tokens_sampled
             self._inbox.put_nowait(InstanceReported(instance=instance.id, progress=load.progress))
+
+    def _watch_cost(self, instance: Instance, load: EngineLoad) -> None:
+        """Compare the decode steps since the last report with the cost model; says once when they no longer agree."""
+        busy_s = load.busy_s - (instance.busy_before_s or 0.0) - instance.busy_s
+        tokens = load.tokens_sampled - instance.tokens_sampled
+        if not (load.running and busy_s > TICK_S / 2 and tokens > 0):
+            return
+        step_s = busy_s * self._config.time_scale * load.running / tokens
+        self._cost_watch.observe(StepPoint(running=load.running, kv_tokens=load.kv_tokens, step_s=step_s))
+        if self._cost_watch.drifted and not self._drift_said:
+            self._drift_said = True
+            logger.warning(
+                "decode steps take %.2f times what the cost model says; `staleflow profile` measures it anew",
+                self._cost_watch.ratio,
+            )
 
     async def _score_on(self, name: str) -> None:
         """Feed one reward worker; replace it when it is lost, and score again what it held."""
@@ -417,6 +449,8 @@ class Driver:
         idle = [max(0.0, i.assigned_s - i.busy_s) for i in self._crew.instances.values()]
         count = max(1, len(self._crew.instances))
         self.outcomes.losses = self._crew.losses
+        self.outcomes.cost_ratio = self._cost_watch.ratio
+        self.outcomes.cost_refit = self._cost_watch.refit()
         self.outcomes.phases = {
             "wall_s": wall_s,
             "train_s": sum(s["train_s"] for s in steps),
@@ -424,6 +458,8 @@ class Driver:
             "trainer_overhead_s": sum(s["overhead_s"] for s in steps),
             "trainer_waits_for_batch_s": sum(s["wait_s"] for s in steps),
             "commit_s": sum(s["commit_s"] for s in steps),
+            "fetch_s": sum(s["fetch_s"] for s in steps),
+            "decide_s": self._decide_s,
             "rollout_busy_s": sum(i.busy_s for i in self._crew.instances.values()) / count,
             "rollout_assigned_s": sum(i.assigned_s for i in self._crew.instances.values()) / count,
             "rollout_idle_with_work_s": sum(idle) / count,

@@ -168,10 +168,12 @@ class LengthForecast:
         return max(-1.0, min(1.0, correlation))
 
     def _scale(self, group: GroupId) -> float:
-        """What a group's finished members say of the others: the best linear guess in log lengths."""
+        """What a group's finished members say of the others: the best linear guess in log lengths. What they explain of
+        the spread no longer lifts the mean (of a lognormal: half its variance)."""
         siblings = self._groups.get(group)
         correlation = self._correlation
         if siblings is None or correlation <= 0.05:
             return 1.0
         weight = siblings.count * correlation / (1 + (siblings.count - 1) * correlation)
-        return math.exp(weight * (siblings.log_sum / siblings.count - self._log_mean))
+        explained = weight * correlation * self._log_square / self._log_count
+        return math.exp(weight * (siblings.log_sum / siblings.count - self._log_mean) - explained / 2)

@@ -55,6 +55,12 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
             "mean": sum(s["mismatch_mean"] for s in mismatch) / len(mismatch) if mismatch else None,
             "max": max((s["mismatch_max"] for s in mismatch), default=None),
         },
+        "commands": outcomes.commands,
+        "cost_model": {
+            "measured_over_predicted": outcomes.cost_ratio,
+            "refit": asdict(outcomes.cost_refit) if outcomes.cost_refit else None,
+        },
+        "forecast": asdict(outcomes.snapshot.forecast) if outcomes.snapshot else None,
         "losses": outcomes.losses,
     }
 

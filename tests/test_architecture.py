@@ -23,6 +23,7 @@ CORE = (
     "pipeline.history",
     "pipeline.forecast",
     "pipeline.pace",
+    "pipeline.fit",
     "tasks.workload",
     "tasks.engines.decoding",
     "stores.cost",

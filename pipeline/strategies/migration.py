@@ -30,6 +30,10 @@ class Migration(Protocol):
         """Whether it ever moves anything."""
         ...
 
+    def worthwhile(self, source: Load, target: Load) -> bool:
+        """Whether any move between these two could gain: asked before anything is looked at one by one."""
+        ...
+
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
         """Which of `movable` (indices) to take from the fuller `source` to `target`, which has room for `limit`."""
         ...
@@ -39,6 +43,9 @@ class Stay:
     """Never."""
 
     active = False
+
+    def worthwhile(self, source: Load, target: Load) -> bool:
+        return False
 
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
         return []
@@ -53,6 +60,9 @@ class LargestGain:
     def __init__(self, cost: CostModel, least_gain: float) -> None:
         self._cost = cost
         self._least_gain = least_gain
+
+    def worthwhile(self, source: Load, target: Load) -> bool:
+        return self._faster(source, Load(running=target.running + 1, kv_tokens=target.kv_tokens))
 
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
         here, there = source, target
@@ -72,11 +82,16 @@ class LargestGain:
 
     def _gains(self, here: Load, there: Load, one: Movable) -> bool:
         cost = self._cost
-        before_s = cost.step_s(here.running, here.kv_tokens)
-        after_s = cost.step_s(there.running + 1, there.kv_tokens + one.kv_tokens)
-        prefill_s = cost.prefill * one.kv_tokens
-        faster_for_it = one.remaining * (before_s - after_s) - prefill_s * (there.running + 1)
-        return after_s < (1 - self._least_gain) * before_s and faster_for_it > 0
+        after = Load(running=there.running + 1, kv_tokens=there.kv_tokens + one.kv_tokens)
+        if not self._faster(here, after):
+            return False
+        saved_s = cost.step_s(here.running, here.kv_tokens) - cost.step_s(after.running, after.kv_tokens)
+        return one.remaining * saved_s > cost.prefill * one.kv_tokens * after.running
+
+    def _faster(self, here: Load, after: Load) -> bool:
+        """Whether a step on the target, once moved, is faster than here by the least gain."""
+        here_s = self._cost.step_s(here.running, here.kv_tokens)
+        return self._cost.step_s(after.running, after.kv_tokens) < (1 - self._least_gain) * here_s
 
 
 MIGRATION_NAMES = ("none", "largest_gain")

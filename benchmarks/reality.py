@@ -1,0 +1,137 @@
+"""The simulator against the real system, and the system's own overhead, on this machine's embedded cluster.
+
+    python benchmarks/reality.py emulated      the demo's shape: real actors, emulated engine, against simulate
+    python benchmarks/reality.py overhead      8 instances, 2,000 trajectories: what the system costs, and where
+    python benchmarks/reality.py transformers  the demo's job and engine, after `staleflow profile`, against simulate
+
+Real and simulated runs are compared by seconds for the same steps, consumed tokens, staleness and commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pipeline import build, profiling
+from pipeline import config as configuration
+from pipeline.config import RunConfig
+from pipeline.model_files import inspect_model
+from pipeline.runs import execute
+from pipeline.simulator.body import SimulatedRun
+from pipeline.simulator.measure import Measures, measure
+from pipeline.simulator.trace import Trace
+from stores.trajectory import InstanceId
+
+DEMO = "examples/demo.toml"
+EMULATED = (
+    # The demo's shape; its decode steps on one CPU core, rounded; responses as long as the trained model's.
+    "rollout.engine.name=emulated", "steps=40", "training.checkpoint_every=0", "cluster.dashboard=false",
+    "rollout.cost.k1=2e-7", "rollout.cost.k2=0.0", "rollout.cost.b=0.003", "rollout.cost.k3=0.00012",
+    "rollout.cost.k4=0.0", "rollout.cost.prefill=0.00003", "workload.median=30", "workload.sigma=0.3",
+    "workload.prompt_tokens=20", "simulation.train_s=1.0", "simulation.pull_s=0.02", "simulation.reward_s=0.02",
+    "simulation.report_s=0.5",
+)  # fmt: skip
+OVERHEAD = (
+    "name=overhead", "rollout.engine.name=emulated", "cluster.dashboard=false", "steps=16", "batch.groups_per_step=16",
+    "batch.group_size=8", "staleness.eta=2", "rollout.instances=8", "rollout.max_new_tokens=2000",
+    "rollout.routing=deadline", "rollout.on_pull=keep", "rollout.engine.max_running=64",
+    "rollout.engine.kv_tokens=1000000", "workload.median=300", "workload.sigma=0.8", "workload.prompt_tokens=200",
+    "simulation.train_s=3.0", "simulation.pull_s=0.1", "simulation.reward_s=0.0", "simulation.report_s=0.5",
+)  # fmt: skip
+
+
+def real(config: RunConfig) -> dict[str, Any]:
+    shutil.rmtree(config.run_dir, ignore_errors=True)
+    return asyncio.run(execute(config, lambda *_: None, print)).summary
+
+
+def simulated(config: RunConfig) -> tuple[Measures, Trace]:
+    trace = SimulatedRun(config, build.make_workload(config)).run()
+    return measure(config, trace), trace
+
+
+def compare(summary: dict[str, Any], m: Measures, trace: Trace) -> None:
+    """A table of both runs."""
+    tokens = sum(s.tokens for s in trace.steps)
+    real_s, simulated_s = summary["seconds"]["wall_s"], trace.steps[-1].finished_s
+    rates = summary["response_tokens"] / real_s, tokens / simulated_s
+    print(f"{'':28}{'real':>14}{'simulated':>14}")
+    print(f"{'seconds':28}{real_s:14.2f}{simulated_s:14.2f}")
+    print(f"{'consumed tokens':28}{summary['response_tokens']:14,}{tokens:14,}")
+    print(f"{'tokens per second':28}{rates[0]:14,.0f}{rates[1]:14,.0f}   {rates[1] / rates[0] - 1:+.1%}")
+    print(f"{'staleness':28}{summary['staleness_histogram']!s:>14}  {m.staleness}")
+    for name in sorted({*summary["commands"], *m.commands}):
+        print(f"{name:28}{summary['commands'].get(name, 0):14,}{m.commands.get(name, 0):14,}")
+
+
+def emulated() -> None:
+    config = configuration.load(DEMO, ("name=reality-emulated", *EMULATED))
+    summary = real(config)
+    compare(summary, *simulated(config))
+    print("cost model, measured over predicted:", summary["cost_model"]["measured_over_predicted"])
+
+
+def overhead() -> None:
+    config = configuration.load(DEMO, OVERHEAD)
+    m, trace = simulated(config)
+    summary = real(config)
+    compare(summary, m, trace)
+    ideal_s, seconds = trace.steps[-1].finished_s, summary["seconds"]
+    print(f"\noverhead: {seconds['wall_s'] / ideal_s - 1:.2%} of the ideal (simulated) {ideal_s:.1f} s")
+    wall_s = seconds["wall_s"]
+    parts = {
+        "deciding, all events": seconds["decide_s"],
+        "instances wait though work is routed (commands, payloads)": seconds["rollout_idle_with_work_s"],
+        "trainer waits though a batch is ready (batch transfer)": seconds["trainer_overhead_s"],
+        "publishing weights": seconds["publish_s"],
+        "commits, beside the run": seconds["commit_s"],
+    }
+    for what, part in parts.items():
+        print(f"  {part:7.2f} s  {part / wall_s:6.2%}  {what}")
+
+
+def transformers() -> None:
+    """One instance, so that engine and trainer have a core each: on shared cores neither is what was profiled."""
+    overrides = ("steps=40", "rollout.instances=1", "task.eval_prompts=0", "cluster.dashboard=false")
+    config = configuration.load(DEMO, ("name=reality-transformers", *overrides))
+    engine = build.engine_settings(config, 0, ()).build(InstanceId("profile"), 1)
+    context = inspect_model(config).context
+    try:
+        grid = profiling.make_grid(config.rollout.engine.max_running, min(96, context - 40), 24)
+        fit, points = profiling.profile_engine(engine, grid, config.rollout.engine.kv_tokens, print)
+    finally:
+        engine.close()
+    path = Path("runs/reality-profile.json")
+    profiling.write_profile(path, fit, points, "transformers")
+    print(f"profile: held-out error {fit.error_median:.1%} median, {fit.error_p90:.1%} at 90 %; {fit.model}")
+    summary = real(config)
+    seconds = summary["seconds"]
+    steps = summary["steps"]
+    job = configuration.load(
+        DEMO,
+        (
+            "name=reality-transformers", *overrides, "rollout.engine.name=emulated",
+            f"rollout.cost.profile={path}", "workload.kind=recorded", f"workload.run={config.run_dir}",
+            f"simulation.train_s={(seconds['train_s'] + seconds['publish_s'] + seconds['trainer_overhead_s']) / steps}",
+            "simulation.pull_s=0.02", "simulation.reward_s=0.02", "simulation.report_s=0.5",
+        ),
+    )  # fmt: skip
+    m, trace = simulated(job)
+    compare(summary, m, trace)
+    print(json.dumps({"measured_over_predicted": summary["cost_model"]["measured_over_predicted"]}))
+    print(dataclasses.asdict(m.bound))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("emulated", "overhead", "transformers"))
+    {"emulated": emulated, "overhead": overhead, "transformers": transformers}[parser.parse_args().what]()
+
+
+if __name__ == "__main__":
+    main()
