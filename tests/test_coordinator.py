@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.commands import Abort, Command, Draw, Pull, Retire, Route, Score, Train
+from pipeline.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
 from pipeline.coordinator import Coordinator, Policy
 from pipeline.events import (
     Event,
@@ -320,3 +320,94 @@ def test_throughput_optimal_prefers_the_lighter_instance_and_declines_a_crowded_
     bench.join(B, max_running=200)
     routes = only(bench.arrive(*range(10)), Route)
     assert sum(r.instance == A for r in routes) == 5
+
+
+def test_a_known_name_that_joins_again_was_lost() -> None:
+    bench = Bench(eta=0)
+    bench.join()
+    bench.arrive(0)
+    commands = bench.join()
+    assert [(r.trajectory, r.epoch) for r in only(commands, Route)] == [(0, 2)]
+
+
+def test_single_trajectories_move_from_a_crowd_to_an_empty_instance() -> None:
+    bench = Bench(eta=0, groups=150, migration="largest_gain")
+    bench.join(A, max_running=200)
+    bench.arrive(*range(150))
+    bench.join(B, max_running=200)
+    interrupts = only(bench.tell(Tick()), Interrupt)
+    assert 0 < len(interrupts) < 150
+    assert {i.instance for i in interrupts} == {A}
+    first = interrupts[0].trajectory
+    (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=first, epoch=1, tokens=3)), Route)
+    assert (route.trajectory, route.instance, route.epoch) == (first, B, 2)
+    assert any("moves to b" in line for line in bench.coordinator.story(first))
+    assert only(bench.tell(Tick()), Interrupt) == []  # the others are on their way, and nothing moves twice a version
+
+
+def test_a_move_to_an_instance_that_filled_up_meanwhile_ends_elsewhere() -> None:
+    bench = Bench(eta=0, groups=150, migration="largest_gain")
+    bench.join(A, max_running=200)
+    bench.arrive(*range(150))
+    bench.join(B, max_running=200)
+    moved = only(bench.tell(Tick()), Interrupt)[0].trajectory
+    bench.tell(InstanceLost(instance=B, why="gone"))
+    (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=moved, epoch=1, tokens=3)), Route)
+    assert route.instance == A
+
+
+@pytest.mark.parametrize("action", ["truncate", "retry"])
+def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> None:
+    bench = Bench(eta=0, groups=2, stragglers=action)
+    bench.join(A)
+    bench.arrive(0, 1)
+    bench.finish(0, 1)
+    bench.publish(1)
+    bench.join(B, version=1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.arrive(2, 3)
+    bench.finish(2)
+    place = next(i.instance for i in bench.coordinator.snapshot().instances if i.num_running)
+    bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
+    orders: list[Any] = []
+    for _ in range(20):
+        orders += only(bench.tell(Tick()), Interrupt)
+    assert [o.trajectory for o in orders] == [3]
+    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), epoch=1, tokens=4))
+    if action == "truncate":
+        assert [c.trajectory for c in only(commands, Score)] == [3]
+        assert only(bench.scored(3), Train)
+    else:
+        (route,) = only(commands, Route)
+        assert route.instance != place
+
+
+def test_new_work_waits_rather_than_slow_down_what_is_urgent() -> None:
+    """Deadline routing learns lengths, then declines; and a refusal stands in the story once."""
+    bench = Bench(eta=1, groups=40, routing="deadline")
+    bench.join(A, max_running=64)
+    bench.arrive(*range(80))
+    for t in range(40):
+        bench.sampled(t, tokens=90)
+        bench.scored(t)
+    bench.publish(1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.tell(InstanceReported(instance=A, progress=tuple((TrajectoryId(t), 1) for t in range(40, 80))))
+    bench.arrive(*range(80, 120))
+    assert bench.coordinator.snapshot().refusals.get("pace too slow", 0) > 0
+    waiting = [
+        t for t in range(80, 120) if any("waits: pace" in line for line in bench.coordinator.story(TrajectoryId(t)))
+    ]
+    assert waiting
+    bench.tell(Tick())
+    story = bench.coordinator.story(TrajectoryId(waiting[0]))
+    assert sum("waits" in line for line in story) == 1
+
+
+def test_a_lagging_instance_pulls_when_it_pays_and_not_before() -> None:
+    bench = Bench(eta=1, groups=8, synchronization="hypothesis")
+    bench.join(A, max_running=64)
+    bench.arrive(*range(16))
+    bench.finish(*range(8))
+    (pull,) = only(bench.publish(1), Pull)  # room for eight new groups is worth prefilling eight small contexts
+    assert (pull.instance, pull.version) == (A, 1)
