@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.beliefs import Beliefs
 from pipeline.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
 from pipeline.events import (
     Event,
@@ -38,24 +39,23 @@ from pipeline.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from pipeline.fleet import Fleet, Instance
+from pipeline.fleet import Instance
 from pipeline.forecast import LengthForecast
 from pipeline.history import History
+from pipeline.moves import Move, Moves
 from pipeline.pace import Pacing
-from pipeline.snapshot import InstanceView, Snapshot
+from pipeline.snapshot import Snapshot
 from pipeline.state import LiveTrajectory, Phase
 from pipeline.strategies.admission import Admission
-from pipeline.strategies.filtering import Filtering, Stragglers, Straggling
-from pipeline.strategies.migration import Load, Migration, Movable
+from pipeline.strategies.filtering import Filtering, Stragglers
+from pipeline.strategies.migration import Migration
 from pipeline.strategies.routing import Routing, Work
 from pipeline.strategies.synchronization import LaggingInstance, Synchronization
-from pipeline.waiting import FRESH, WaitingLine
+from pipeline.waiting import FRESH
 from stores.errors import ProtocolViolation
 from stores.staleness import Ending, EntryState, StalenessLedger
 from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
 
-MOVES_A_TICK = 0.125
-"""Share of the instances that may give trajectories away in one tick: moves change the loads the next ones go by."""
 SMOOTHING = 0.3
 """Weight of the newest measurement in a running mean of seconds."""
 
@@ -88,18 +88,19 @@ class Coordinator:
     ) -> None:
         self.ledger = ledger
         self.forecast = forecast
+        self._beliefs = Beliefs(ledger)
+        # The same objects, by shorter names.
+        self._live, self._fleet = self._beliefs.live, self._beliefs.fleet
+        self._waiting, self._fresh_groups = self._beliefs.waiting, self._beliefs.fresh_groups
         self._pacing = pacing
         self._policy = policy
         self._validate_each = validate_each
-        self._live: dict[TrajectoryId, LiveTrajectory] = {}
-        self._fleet = Fleet()
-        self._waiting = WaitingLine()
-        self._fresh_groups: set[GroupId] = set()
         self._groups_drawn = 0  # asked for and not yet arrived
-        self._training = False
         self._stopped = False
         self._num_events = 0
         self._history = History()
+        pace_s = self._pace_s if policy.routing.knows_urgency else None
+        self._moves = Moves(self._beliefs, policy.migration, policy.stragglers, forecast, pacing, pace_s)
         self._commands: list[Command] = []
         # What the event at hand has changed: a decision is only made again when something it rests on has.
         self._batch_changed = self._room_changed = self._routing_changed = False
@@ -206,6 +207,7 @@ class Coordinator:
         if live is None:
             return
         self._leave_instance(live)
+        self._arrive(live)
         live.tokens = live.safe_tokens = event.tokens
         self.forecast.finished(live.group, event.tokens, live.forecast)
         self._score(live, f"sampled, {event.tokens} tokens")
@@ -256,7 +258,7 @@ class Coordinator:
 
     def _on_version_published(self, event: VersionPublished) -> None:
         self.ledger.publish(event.version)
-        self._training, self._idle_since = False, self._now
+        self._beliefs.training, self._idle_since = False, self._now
         self._interval_s = _smoothed(self._interval_s, self._now - self._published_s)
         self._published_s = self._now
         self._pacing.step_finished(self._now)
@@ -273,8 +275,11 @@ class Coordinator:
     def _on_tick(self, event: Tick) -> None:
         self._routing_changed = self._all_loads_changed = True
         if not self._stopped:
-            self._rescue()
-            self._migrate()
+            waited_s = 0.0 if self._idle_since is None else self._now - self._idle_since
+            for move in self._moves.rescues(waited_s, self._interval_s):
+                self._order(move)
+            for move in self._moves.migrations():
+                self._order(move)
 
     # -- what to do ----------------------------------------------------------------------------------------------
 
@@ -290,10 +295,10 @@ class Coordinator:
         self._batch_changed = self._room_changed = self._routing_changed = False
 
     def _train(self) -> None:
-        if self._training or not self.ledger.ready():
+        if self._beliefs.training or not self.ledger.ready():
             return
         consumption = self.ledger.consume(self.ledger.next_step)
-        self._training, self._idle_since = True, None
+        self._beliefs.training, self._idle_since = True, None
         self._pacing.step_started(consumption.step, self._now)
         versions = tuple(self._live[m].v_traj for m in consumption.members)
         for member in consumption.members:
@@ -410,7 +415,8 @@ class Coordinator:
             live.forecast = self.forecast.expected_remaining(live.group, 0)
             self._fresh_groups.discard(live.group)
         live.epoch += 1
-        live.instance, live.target, live.refused = instance.instance, None, ""
+        self._arrive(live)
+        live.instance, live.refused = instance.instance, ""
         instance.trajectories[live.id] = None
         instance.kv_tokens += live.kv_tokens
         instance.pace_s = min(instance.pace_s, work.pace_s)
@@ -427,78 +433,6 @@ class Coordinator:
         )
         if self.ledger.entries[live.group].version != before:
             self._move_up(live.group)
-
-    def _migrate(self) -> None:
-        """Let the slowest instances give single trajectories to the fastest ones, where that pays."""
-        count = len(self._fleet)
-        if count < 2 or not self._policy.migration.active:
-            return
-        order = self._step_order()
-        for i in range(min(count // 2, max(1, int(count * MOVES_A_TICK)))):
-            source, target = self._fleet[int(order[-1 - i])], self._fleet[int(order[i])]
-            room = target.max_running - target.num_running
-            here = Load(running=source.num_running, kv_tokens=source.kv_tokens)
-            there = Load(running=target.num_running, kv_tokens=target.kv_tokens)
-            if not self._policy.migration.worthwhile(here, there):
-                return  # the pairs that follow differ less
-            if source.pulling or target.pulling or room <= 0:
-                continue
-            movable, views = self._movable(source, target)
-            for index in self._policy.migration.moves(here, there, views, room):
-                self._interrupt(movable[index], f"moves to {target.instance}")
-                movable[index].target = target.instance
-
-    def _movable(self, source: Instance, target: Instance) -> tuple[list[LiveTrajectory], list[Movable]]:
-        """What runs on `source` and may go on on `target`."""
-        movable = [
-            live
-            for member in source.trajectories
-            if not (live := self._live[member]).leaving
-            and live.v_traj <= target.version
-            and target.kv_tokens + live.kv_tokens <= target.kv_capacity
-            and live.moved_at != self.ledger.version
-        ]
-        views = [
-            Movable(
-                kv_tokens=live.kv_tokens,
-                remaining=self.forecast.expected_remaining(live.group, live.tokens),
-                pace_s=self._pace_s(live) if self._policy.routing.knows_urgency else math.inf,
-            )
-            for live in movable
-        ]
-        return movable, views
-
-    def _rescue(self) -> None:
-        """Do something about the last trajectories of a step that the trainer has long waited for."""
-        rule = self._policy.stragglers
-        if self._idle_since is None or rule.action is Straggling.WAIT:
-            return
-        ledger = self.ledger
-        missing = ledger.groups_per_step - ledger.num_occupied
-        if not rule.stuck(
-            waited_s=self._now - self._idle_since,
-            interval_s=self._interval_s,
-            missing=max(1, missing),
-            groups_per_step=ledger.groups_per_step,
-        ):
-            return
-        awaited = [
-            live
-            for live in self._live.values()
-            if live.phase is Phase.RUNNING
-            and not live.leaving
-            and live.moved_at != ledger.version
-            and ledger.deadline(ledger.entries[live.group].version) <= ledger.next_step
-        ]
-        for live in awaited:
-            if rule.action is Straggling.TRUNCATE and live.tokens > 0:
-                self._interrupt(live, "straggles: cut off")
-                live.cut = True
-            elif rule.action is Straggling.RETRY and len(self._fleet) > 1:
-                target = self._fleet[int(self._step_order()[0])]
-                if target.instance != live.instance and target.version >= live.v_traj:
-                    self._interrupt(live, f"straggles: retried on {target.instance}")
-                    live.target = target.instance
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
@@ -557,10 +491,6 @@ class Coordinator:
                 high = middle
         return low
 
-    def _step_order(self) -> Any:
-        """Rows by the time a decode step takes, fastest first."""
-        return self._pacing.steps_s(self._fleet.running, self._fleet.kv_tokens).argsort(kind="stable")
-
     def _replan(self) -> None:
         caps = [i.max_running for i in self._fleet]
         if caps:
@@ -588,13 +518,26 @@ class Coordinator:
         self._enter(live, Phase.SCORING, what)
         self._commands.append(Score(trajectory=live.id, cause=self._history.cause))
 
-    def _interrupt(self, live: LiveTrajectory, what: str) -> None:
-        assert live.instance is not None
+    def _order(self, move: Move) -> None:
+        """Take a trajectory off its instance, to go on elsewhere or to be scored as it is."""
+        live, target = move.live, move.target
         live.moved_at = self.ledger.version
-        self._history.note(live.id, what)
+        if target is None:
+            live.cut = True
+        else:
+            live.target = target.instance
+            move.source.in_transit += 1
+            target.in_transit += 1
+        self._history.note(live.id, move.why)
         self._commands.append(
-            Interrupt(trajectory=live.id, epoch=live.epoch, instance=live.instance, cause=self._history.cause)
+            Interrupt(trajectory=live.id, epoch=live.epoch, instance=move.source.instance, cause=self._history.cause)
         )
+
+    def _arrive(self, live: LiveTrajectory) -> None:
+        """It is no longer on its way, wherever it ended up."""
+        target, live.target = self._fleet.get(live.target), None
+        if target is not None:
+            target.in_transit -= 1
 
     def _leave_instance(self, live: LiveTrajectory) -> None:
         """Take it off the instance it runs on. Before its token count changes: the instance counts with the old one."""
@@ -602,6 +545,8 @@ class Coordinator:
         if instance is not None and live.id in instance.trajectories:
             del instance.trajectories[live.id]
             instance.kv_tokens -= live.kv_tokens
+            if live.target is not None:
+                instance.in_transit -= 1
             if not instance.trajectories:
                 instance.pace_s = math.inf
             self._fleet.touch(instance)
@@ -632,6 +577,7 @@ class Coordinator:
                 )
                 self._leave_instance(live)
             self._waiting.leave(live)
+            self._arrive(live)
             self._fresh_groups.discard(live.group)
             self.forecast.forget(live.group)
             self._history.note(live.id, f"{ending.fate.value}: {ending.reason.value}")
@@ -649,7 +595,7 @@ class Coordinator:
 
     @property
     def training(self) -> bool:
-        return self._training
+        return self._beliefs.training
 
     def loads(self) -> dict[InstanceId, int]:
         """Trajectories each instance is taken to be running. O(instances)."""
@@ -661,95 +607,15 @@ class Coordinator:
 
     def waiting_for(self, limit: int = 6) -> str:
         """One paragraph for a run that makes no progress: what the next step waits for, and where that is."""
-        ledger = self.ledger
-        if self._training:
-            return f"step {ledger.next_step - 1} is training"
-        head = (
-            f"step {ledger.next_step} waits for {ledger.groups_per_step - ledger.num_occupied} more of its "
-            f"{ledger.groups_per_step} groups; {ledger.num_reserved} are being sampled, "
-            f"{len(self._fresh_groups)} queued, {len(self._fleet)} instances"
-        )
-        oldest = sorted(
-            (t for t in self._live.values() if t.phase is not Phase.DONE),
-            key=lambda t: (FRESH if (version := ledger.entries[t.group].version) < 0 else version, t.since),
-        )[:limit]
-        lines = [
-            f"group {t.group}, trajectory {t.id}: {t.phase.value} for {self._now - t.since:.1f} s"
-            + (f" on {t.instance}" if t.instance is not None else "")
-            + f", {t.tokens} tokens, version {t.v_traj}"
-            for t in oldest
-        ]
-        return "\n  ".join([head, *lines])
+        return self._beliefs.waiting_for(self._now, limit)
 
     def snapshot(self) -> Snapshot:
         """The run as it stands. O(groups + instances)."""
-        phases = dict.fromkeys(Phase, 0)
-        for live in self._live.values():
-            phases[live.phase] += 1
-        ages: dict[EntryState, list[int]] = {s: [] for s in EntryState}
-        for entry in self.ledger.entries.values():
-            ages[entry.state].append(self.ledger.version - entry.version)
-        return Snapshot(
-            version=self.ledger.version,
-            next_step=self.ledger.next_step,
-            training=self._training,
-            num_queued=phases[Phase.QUEUED],
-            num_running=phases[Phase.RUNNING],
-            num_scoring=phases[Phase.SCORING],
-            num_started=self.ledger.num_started,
-            num_live=self.ledger.num_live,
-            ended={
-                fate.value if reason is AbortReason.NONE else f"{fate.value}:{reason.value}": n
-                for (fate, reason), n in self.ledger.num_ended.items()
-            },
-            staleness_in_flight=_mean(ages[EntryState.RESERVED]),
-            staleness_in_queue=_mean(ages[EntryState.OCCUPIED]),
-            buffers=self.ledger.view(),
-            instances=tuple(
-                InstanceView(
-                    instance=i.instance,
-                    version=i.version,
-                    pulling=i.pulling,
-                    num_running=i.num_running,
-                    max_running=i.max_running,
-                    kv_tokens=i.kv_tokens,
-                    kv_capacity=i.kv_capacity,
-                )
-                for i in self._fleet
-            ),
-            refusals=dict(self._history.refusals),
-            forecast=self.forecast.error,
-        )
+        return self._beliefs.snapshot(self._history.refusals, self.forecast.error)
 
     def validate(self) -> None:
         """The ledger's invariants, and that the coordinator and the ledger speak of the same trajectories."""
-        self.ledger.validate()
-        held = {m for e in self.ledger.entries.values() for m in e.members}
-        if held != self._live.keys():
-            raise ProtocolViolation(f"ledger and coordinator differ about {sorted(held ^ self._live.keys())[:10]}")
-        for instance in self._fleet:
-            if instance.kv_tokens != sum(self._live[m].kv_tokens for m in instance.trajectories):
-                raise ProtocolViolation(f"{instance.instance} is taken to hold {instance.kv_tokens} KV tokens")
-            row = (instance.num_running, instance.kv_tokens, instance.version)
-            held_row = tuple(a[instance.row] for a in (self._fleet.running, self._fleet.kv_tokens, self._fleet.version))
-            if row != held_row:
-                raise ProtocolViolation(f"{instance.instance} has {row}, the arrays say {held_row}")
-            for member in instance.trajectories:
-                live = self._live[member]
-                if live.phase is not Phase.RUNNING or live.instance != instance.instance:
-                    raise ProtocolViolation(f"{member} is listed on {instance.instance} but {live.phase.value}")
-        queued = {
-            t.id: FRESH if self.ledger.entries[t.group].version < 0 else self.ledger.entries[t.group].version
-            for t in self._live.values()
-            if t.phase is Phase.QUEUED
-        }
-        standing = {t.id: t.level for t in self._waiting}
-        if queued != standing:
-            raise ProtocolViolation(f"queued and waiting differ: {sorted(queued.items() ^ standing.items())[:10]}")
-
-
-def _mean(values: list[int]) -> float:
-    return sum(values) / len(values) if values else 0.0
+        self._beliefs.validate()
 
 
 def _smoothed(mean: float, newest: float) -> float:

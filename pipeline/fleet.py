@@ -29,6 +29,8 @@ class Instance:
     max_running: int
     row: int
     pulling: bool = False
+    in_transit: int = 0
+    """Trajectories that are on their way to it or from it, ordered but not yet heard of."""
     kv_tokens: int = 0
     trajectories: dict[TrajectoryId, None] = field(default_factory=dict)
     pace_s: float = math.inf

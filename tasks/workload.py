@@ -101,7 +101,9 @@ class DrawnWorkload:
             case _:
                 raise ValueError(f"no workload {s.kind!r}")
         with_signal = rng.random((BLOCK, 1)) < s.signal_share
-        rewards = np.where(with_signal, np.arange(s.members) % 2 ^ rng.integers(0, 2, (BLOCK, 1)), 0)
+        # Half of a group is rewarded, in no order: who finishes first must not decide whether there is a signal.
+        halves = rng.permuted(np.broadcast_to(np.arange(s.members) % 2, shape), axis=1)
+        rewards = np.where(with_signal, halves, 0)
         return {
             "lengths": np.clip(np.rint(lengths), 1, s.max_tokens).astype(np.int64),
             "rewards": rewards,

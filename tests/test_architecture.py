@@ -23,6 +23,8 @@ CORE = (
     "pipeline.history",
     "pipeline.forecast",
     "pipeline.pace",
+    "pipeline.beliefs",
+    "pipeline.moves",
     "pipeline.fit",
     "tasks.workload",
     "tasks.engines.decoding",
