@@ -14,12 +14,15 @@ import asyncio
 import dataclasses
 import json
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
-from pipeline import build, profiling
+from pipeline import build, journal, profiling
 from pipeline import config as configuration
+from pipeline.commands import Draw, Pull, Score, Train
 from pipeline.config import RunConfig
+from pipeline.events import GroupsArrived, PullFinished, TrajectoryScored, VersionPublished
 from pipeline.model_files import inspect_model
 from pipeline.runs import execute
 from pipeline.simulator.body import SimulatedRun
@@ -69,10 +72,47 @@ def compare(summary: dict[str, Any], m: Measures, trace: Trace) -> None:
         print(f"{name:28}{summary['commands'].get(name, 0):14,}{m.commands.get(name, 0):14,}")
 
 
+def latencies(run_dir: Path) -> dict[str, float]:
+    """Median seconds between a command and its outcome in a recorded run, by the knob that simulate has for it."""
+    asked: dict[tuple[object, ...], float] = {}
+    took: dict[str, list[float]] = {"reward_s": [], "pull_s": [], "draw_s": [], "train_s": []}
+    for entry in journal.read(run_dir / "events.jsonl"):
+        match entry.event:
+            case TrajectoryScored(trajectory=t):
+                took["reward_s"].append(entry.now - asked.pop(("score", t)))
+            case PullFinished(instance=i, version=v):
+                took["pull_s"].append(entry.now - asked.pop(("pull", i, v)))
+            case GroupsArrived():
+                took["draw_s"].append(entry.now - asked.pop(("draw",)))
+            case VersionPublished(version=v):
+                took["train_s"].append(entry.now - asked.pop(("train", v)))
+        for command in entry.commands:
+            match command:
+                case Score():
+                    asked["score", command.trajectory] = entry.now
+                case Pull():
+                    asked["pull", command.instance, command.version] = entry.now
+                case Draw():
+                    asked["draw",] = entry.now
+                case Train():
+                    asked["train", command.step + 1] = entry.now
+    return {knob: statistics.median(seconds) for knob, seconds in took.items() if seconds}
+
+
+def with_latencies(config: RunConfig, measured: dict[str, float]) -> RunConfig:
+    return dataclasses.replace(config, simulation=dataclasses.replace(config.simulation, **measured))
+
+
 def emulated() -> None:
+    """Latencies of this machine from a short run with one seed; a longer run with another seed is then foretold."""
+    short = configuration.load(DEMO, ("name=reality-latencies", *EMULATED, "steps=12", "seed=1"))
+    real(short)
+    measured = latencies(short.run_dir)
+    print("measured in a run of 12 steps with another seed:", {k: round(v, 4) for k, v in measured.items()})
     config = configuration.load(DEMO, ("name=reality-emulated", *EMULATED))
+    foretold = simulated(with_latencies(config, measured))
     summary = real(config)
-    compare(summary, *simulated(config))
+    compare(summary, *foretold)
     print("cost model, measured over predicted:", summary["cost_model"]["measured_over_predicted"])
 
 
@@ -110,18 +150,17 @@ def transformers() -> None:
     profiling.write_profile(path, fit, points, "transformers")
     print(f"profile: held-out error {fit.error_median:.1%} median, {fit.error_p90:.1%} at 90 %; {fit.model}")
     summary = real(config)
-    seconds = summary["seconds"]
-    steps = summary["steps"]
+    measured = latencies(config.run_dir)
     job = configuration.load(
         DEMO,
         (
             "name=reality-transformers", *overrides, "rollout.engine.name=emulated",
             f"rollout.cost.profile={path}", "workload.kind=recorded", f"workload.run={config.run_dir}",
-            f"simulation.train_s={(seconds['train_s'] + seconds['publish_s'] + seconds['trainer_overhead_s']) / steps}",
-            "simulation.pull_s=0.02", "simulation.reward_s=0.02", "simulation.report_s=0.5",
+            "simulation.report_s=0.5",
         ),
     )  # fmt: skip
-    m, trace = simulated(job)
+    m, trace = simulated(with_latencies(job, measured))
+    print("latencies of the run:", {k: round(v, 4) for k, v in measured.items()})
     compare(summary, m, trace)
     print(json.dumps({"measured_over_predicted": summary["cost_model"]["measured_over_predicted"]}))
     print(dataclasses.asdict(m.bound))

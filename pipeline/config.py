@@ -253,6 +253,7 @@ class SimulationConfig:
 
     train_s: float = _knob(20.0, "seconds a training step takes", low=0)
     train_s_per_token: float = _knob(0.0, "and for each token of its batch, prompts included", low=0)
+    draw_s: float = _knob(0.0, "seconds until prompts that were asked for are there", low=0)
     reward_s: float = _knob(0.1, "seconds until a response is scored", low=0)
     pull_s: float = _knob(1.0, "seconds an instance takes to load new weights, prefill not counted", low=0)
     command_s: float = _knob(0.0, "seconds a command takes to reach an instance, and an answer to come back", low=0)

@@ -166,7 +166,7 @@ class SimulatedRun:
                 groups = range(self._next_group, self._next_group + command.num_groups)
                 self._next_group = groups.stop
                 new = tuple(NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g)) for g in groups)
-                self._after(0.0, GroupsArrived(groups=new))
+                self._after(self._simulation.draw_s, GroupsArrived(groups=new))
             case Score():
                 reward = self._workload.reward(*divmod(command.trajectory, self._members))
                 self._after(self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward))
