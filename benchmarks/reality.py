@@ -21,7 +21,7 @@ from typing import Any
 from pipeline import build, journal, profiling
 from pipeline import config as configuration
 from pipeline.commands import Draw, Pull, Score, Train
-from pipeline.config import RunConfig
+from pipeline.config import RolloutConfig, RunConfig
 from pipeline.events import GroupsArrived, PullFinished, TrajectoryScored, VersionPublished
 from pipeline.model_files import inspect_model
 from pipeline.runs import execute
@@ -136,34 +136,44 @@ def overhead() -> None:
 
 
 def transformers() -> None:
-    """One instance, so that engine and trainer have a core each: on shared cores neither is what was profiled."""
+    """The demo's job with one instance. Foretold twice: from `staleflow profile`, alone on the machine, and
+    from the cost model that a short run with another seed refitted while trainer, server and engine shared cores."""
     overrides = ("steps=40", "rollout.instances=1", "task.eval_prompts=0", "cluster.dashboard=false")
     config = configuration.load(DEMO, ("name=reality-transformers", *overrides))
+    short = configuration.load(DEMO, ("name=reality-refit", *overrides, "steps=20", "seed=1"))
+    alone = Path("runs/reality-profile.json")
+    profile_alone(config, alone)
+    first = real(dataclasses.replace(short, rollout=with_profile(short, alone)))
+    measured = latencies(short.run_dir)
+    refit = first["cost_model"]["refit"]
+    print("a run of 20 steps with another seed:", {k: round(v, 4) for k, v in measured.items()})
+    print("its decode steps, measured over profiled:", first["cost_model"]["measured_over_predicted"], refit["model"])
+    beside = Path("runs/reality-refit.json")
+    beside.write_text(json.dumps({"coefficients": refit["model"]}))
+    summary = real(config)
+    for name, path in (("staleflow profile, alone on the machine", alone), ("refitted while running", beside)):
+        print(f"\n{name}")
+        emulated = ("rollout.engine.name=emulated", f"rollout.cost.profile={path}", "simulation.report_s=0.5")
+        lengths = ("workload.kind=recorded", f"workload.run={config.run_dir}")
+        job = configuration.load(DEMO, ("name=reality-transformers", *overrides, *emulated, *lengths))
+        compare(summary, *simulated(with_latencies(job, measured)))
+
+
+def with_profile(config: RunConfig, path: Path) -> RolloutConfig:
+    cost = dataclasses.replace(config.rollout.cost, profile=str(path.resolve()))
+    return dataclasses.replace(config.rollout, cost=cost)
+
+
+def profile_alone(config: RunConfig, path: Path) -> None:
+    """What `staleflow profile` does, in this process."""
     engine = build.engine_settings(config, 0, ()).build(InstanceId("profile"), 1)
-    context = inspect_model(config).context
     try:
-        grid = profiling.make_grid(config.rollout.engine.max_running, min(96, context - 40), 24)
-        fit, points = profiling.profile_engine(engine, grid, config.rollout.engine.kv_tokens, print)
+        grid = profiling.make_grid(config.rollout.engine.max_running, min(96, inspect_model(config).context - 40), 24)
+        fit, points = profiling.profile_engine(engine, grid, config.rollout.engine.kv_tokens, lambda _: None)
     finally:
         engine.close()
-    path = Path("runs/reality-profile.json")
     profiling.write_profile(path, fit, points, "transformers")
     print(f"profile: held-out error {fit.error_median:.1%} median, {fit.error_p90:.1%} at 90 %; {fit.model}")
-    summary = real(config)
-    measured = latencies(config.run_dir)
-    job = configuration.load(
-        DEMO,
-        (
-            "name=reality-transformers", *overrides, "rollout.engine.name=emulated",
-            f"rollout.cost.profile={path}", "workload.kind=recorded", f"workload.run={config.run_dir}",
-            "simulation.report_s=0.5",
-        ),
-    )  # fmt: skip
-    m, trace = simulated(with_latencies(job, measured))
-    print("latencies of the run:", {k: round(v, 4) for k, v in measured.items()})
-    compare(summary, m, trace)
-    print(json.dumps({"measured_over_predicted": summary["cost_model"]["measured_over_predicted"]}))
-    print(dataclasses.asdict(m.bound))
 
 
 def main() -> None:

@@ -178,7 +178,8 @@ class CostWatch:
         return ratio is not None and not 1 - self._tolerance <= ratio <= 1 + self._tolerance
 
     def refit(self) -> Fit | None:
-        """The model that the latest steps ask for; None before enough was seen."""
+        """The model that the latest steps ask for; None before enough was seen. Prefill is in its steps: a running
+        engine's statistics do not tell them apart."""
         if len(self._points) < self.ENOUGH:
             return None
-        return fit_steps(tuple(self._points), self._model.prefill)
+        return fit_steps(tuple(self._points), prefill=0.0)
