@@ -282,27 +282,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs"))
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that simulated.json has already")
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 128])
     args = parser.parse_args()
     models = ["7B"] if args.quick else list(MODELS)
     sizes = [16] if args.quick else args.sizes
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "simulated.json"
+    results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() and args.resume else []
+    known = {key_of(r) for r in results}
     work = [
         (model, workload, size, row, 14 if size == 16 else 11)
         for size in sizes for model in models for workload in WORKLOADS for row in rows_of(size)
+        if (size, model, workload, row.system, row.knob, row.eta) not in known
     ]  # fmt: skip
-    results: list[dict[str, Any]] = []
     begin = time.perf_counter()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for done in as_completed([pool.submit(run_row, *w) for w in work]):
+        for number, done in enumerate(as_completed([pool.submit(run_row, *w) for w in work]), 1):
             results.append(done.result())
-            if len(results) % 20 == 0:
-                print(f"{len(results)} of {len(work)} rows, {time.perf_counter() - begin:.0f} s", flush=True)
-    results.sort(key=lambda r: (r["instances"], r["model"], r["workload"], r["system"], r["eta"], r["knob"]))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "simulated.json").write_text(json.dumps(results, indent=1) + "\n")
+            if number % 10 == 0 or number == len(work):
+                path.write_text(json.dumps(sorted(results, key=key_of), indent=1) + "\n")
+                print(f"{number} of {len(work)} rows, {time.perf_counter() - begin:.0f} s", flush=True)
     (args.out / "simulated.md").write_text(tables(results))
     draw(results, args.out / "simulated.png")
     print(tables(results))
+
+
+def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(result[name] for name in ("instances", "model", "workload", "system", "knob", "eta"))
 
 
 if __name__ == "__main__":
