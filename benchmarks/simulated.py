@@ -41,6 +41,8 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 }
 GROUPS_AN_INSTANCE = 8
 """Groups of 8 a step for each instance: 64 trajectories."""
+STEPS = 18
+"""Of which eight are measured at a bound of 3: two cycles of the longest."""
 TRAINER_SHARE = 0.8
 """Training takes the physical minimum of the rollout over this: provisioned so that rollout may run at 80 % of it."""
 OURS = ("rollout.routing=deadline", "rollout.synchronization=greedy")
@@ -292,7 +294,7 @@ def main() -> None:
     results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() and args.resume else []
     known = {key_of(r) for r in results}
     work = [
-        (model, workload, size, row, 14 if size == 16 else 11)
+        (model, workload, size, row, STEPS)
         for size in sizes for model in models for workload in WORKLOADS for row in rows_of(size)
         if (size, model, workload, row.system, row.knob, row.eta) not in known
     ]  # fmt: skip

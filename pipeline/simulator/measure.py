@@ -74,8 +74,11 @@ class Measures:
 
 
 def measure(config: RunConfig, trace: Trace) -> Measures:
-    """The steady part is measured: without the first eta + 2 steps, and the last eta + 1, which no new work follows."""
-    first, last = config.staleness.eta + 1, len(trace.steps) - config.staleness.eta - 2
+    """The steady part is measured: without the first eta + 2 steps, and the last eta + 1, which no new work follows; of
+    what is left a multiple of eta + 1 steps: waits for the longest response come in cycles of that length."""
+    cycle = config.staleness.eta + 1
+    first, last = cycle, len(trace.steps) - cycle - 1
+    last -= (last - first) % cycle
     if last - first < 2:
         first, last = 0, len(trace.steps) - 1
     window = trace.steps[first + 1 : last + 1] or trace.steps
