@@ -278,14 +278,14 @@ class Driver:
                     raise item
 
     async def _send_to(self, instance: Instance) -> None:
-        """Carry out one instance's commands in order; consecutive routes, and aborts, travel together."""
+        """Carry out one instance's commands in order; consecutive ones of a kind travel together, pulls apart."""
         name, server = instance.placed.name, self._crew.actor("server")
         pending: Command | None = None
         while True:
             command = pending or await instance.outbox.get()
             pending = None
             batch = [command]
-            if isinstance(command, (Route, Abort)):
+            if isinstance(command, (Route, Abort, Interrupt)):
                 while not instance.outbox.empty():
                     following = instance.outbox.get_nowait()
                     if type(following) is not type(command):
@@ -304,7 +304,8 @@ class Driver:
                     ids = tuple(c.trajectory for c in batch if isinstance(c, Abort))
                     await self._crew.ask(name, "abort", ids)
                 case Interrupt():
-                    stopped = await self._crew.ask(name, "interrupt", server, (command.trajectory,))
+                    ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
+                    stopped = await self._crew.ask(name, "interrupt", server, ids)
                     for outcome in stopped:
                         self._inbox.put_nowait(
                             TrajectoryInterrupted(

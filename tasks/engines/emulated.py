@@ -51,6 +51,8 @@ class EmulatedSettings:
     time_scale: float
 
     def build(self, instance: InstanceId, threads: int) -> Engine:
+        import stores.parameters  # noqa: F401  loading it takes seconds: now, and not within the first pull
+
         return EmulatedEngine(self, instance)
 
 
