@@ -257,7 +257,7 @@ class SimulationConfig:
     reward_s: float = _knob(0.1, "seconds until a response is scored", low=0)
     pull_s: float = _knob(1.0, "seconds an instance takes to load new weights, prefill not counted", low=0)
     command_s: float = _knob(0.0, "seconds a command takes to reach an instance, and an answer to come back", low=0)
-    report_s: float = _knob(2.0, "seconds between reports of an instance, and between ticks", above=0)
+    report_s: float = _knob(2.0, "seconds between reports of an instance, and between ticks", low=0.01)
     colocated: bool = _knob(
         False, "synchronous only: rollout and training take turns on all GPUs instead of having their own"
     )
@@ -563,10 +563,6 @@ def _check_across(config: RunConfig, where: str) -> None:
             f"{where}: staleness.alpha = {staleness.alpha:g} lets trajectories lag {math.ceil(staleness.alpha)} "
             f"versions, staleness.eta allows {staleness.eta}; lower alpha or raise eta"
         )
-    if config.simulation.colocated and staleness.admission != "synchronous":
-        raise ConfigError(f'{where}: simulation.colocated needs staleness.admission = "synchronous"')
-    if config.workload.kind == "recorded" and not config.workload.run:
-        raise ConfigError(f'{where}: workload.kind = "recorded" needs workload.run, the folder of a stored run')
     engine = config.rollout.engine
     if config.rollout.on_pull == "keep" and engine.name == "transformers":
         raise ConfigError(f'{where}: rollout.on_pull = "keep" is not known to the transformers engine; use "interrupt"')
@@ -578,6 +574,18 @@ def _check_across(config: RunConfig, where: str) -> None:
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if config.cluster.kind == kind and not getattr(config.cluster, key):
             raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
+    _check_virtual(config, where)
+
+
+def _check_virtual(config: RunConfig, where: str) -> None:
+    """Rules of what is simulated or emulated."""
+    cost = config.rollout.cost
+    if cost.k4 + max(cost.k2, cost.b + cost.k3) <= 0:
+        raise ConfigError(f"{where}: rollout.cost: a decode step of one trajectory takes no time; set k2 or k4 above 0")
+    if config.workload.kind == "recorded" and not config.workload.run:
+        raise ConfigError(f'{where}: workload.kind = "recorded" needs workload.run, the folder of a stored run')
+    if config.simulation.colocated and config.staleness.admission != "synchronous":
+        raise ConfigError(f'{where}: simulation.colocated needs staleness.admission = "synchronous"')
 
 
 def _toml(value: Any) -> str:

@@ -22,6 +22,8 @@ class ModelFacts:
 def inspect_model(config: RunConfig) -> ModelFacts:
     """Read the model's configuration and tokenizer, no weights. Raises ConfigError."""
     if config.emulated:
+        if config.workload.kind == "agentic":
+            raise ConfigError('workload.kind = "agentic": tools are known to simulate only; choose another kind')
         return ModelFacts(context=2**31, eos=(), nonce=secrets.token_hex(4))
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 

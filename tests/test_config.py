@@ -60,6 +60,8 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("rollout.max_new_tokens=100000", "cannot hold one response"),
         ("cluster.kind=address", "needs cluster.address"),
         ("workload.kind=recorded", "needs workload.run"),
+        ("rollout.cost={k2=0, k3=0, k4=0, b=0}", "a decode step of one trajectory takes no time"),
+        ("simulation.report_s=0", "out of range; it must be >= 0.01"),
         ("simulation.colocated=true", 'needs staleness.admission = "synchronous"'),
     ],
 )
