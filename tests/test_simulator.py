@@ -28,6 +28,7 @@ from pipeline.strategies.admission import ADMISSION_NAMES
 from pipeline.strategies.routing import ROUTING_NAMES
 from pipeline.strategies.synchronization import SYNCHRONIZATION_NAMES
 from stores.cost import CostModel
+from stores.errors import RunStuck
 from stores.trajectory import Fate
 from tasks.engines.decoding import DecodingInstance
 from tasks.workload import Turn
@@ -221,6 +222,15 @@ def test_a_run_is_not_faster_than_its_physical_bound() -> None:
         assert trace.finished_s >= whole.step_s * len(trace.steps) * 0.999
         assert 0 < measures.of_bound <= 1.15
         assert any("<- the bound" in line for line in explanation(config, measures))
+
+
+def test_a_very_long_step_is_not_taken_for_a_deadlock_and_a_deadlock_is_told() -> None:
+    slow = job(steps=2, simulation__train_s=5000.0)
+    assert run(slow).finished_s > 10_000
+    stuck = SimulatedRun(slow, build.make_workload(slow))
+    stuck.coordinator.ledger.ready = lambda: False  # type: ignore[method-assign]
+    with pytest.raises(RunStuck, match="step 0 waits for"):
+        stuck.run()
 
 
 def test_colocated_uses_all_gpus_in_turn() -> None:

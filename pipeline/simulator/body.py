@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -40,8 +41,8 @@ from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, Trajecto
 from tasks.engines.decoding import DecodingInstance
 from tasks.workload import Workload
 
-STUCK_TICKS = 5_000
-"""Ticks without any other event after which nothing will ever happen again."""
+STUCK_TICKS = 100
+"""Ticks with nothing under way after which nothing will ever happen again: some decisions take a few ticks."""
 
 
 @dataclass(slots=True)
@@ -87,7 +88,8 @@ class SimulatedRun:
         self.coordinator: Coordinator = build.make_coordinator(config, validate_each=validate_each)
         self._faults = np.random.default_rng([config.seed, 3])
         self._now = 0.0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
+        self._under_way = 0  # entries of the heap that something else led to
         self._order = 0
         self._instances: dict[InstanceId, Simulated] = {}
         self._touched: dict[InstanceId, Simulated] = {}
@@ -100,11 +102,12 @@ class SimulatedRun:
         """Run all steps. Raises RunStuck with what it waits for if nothing can happen any more."""
         for index in range(num_instances(self._config)):
             self._join(index, attempt=0)
-        self._at(self._simulation.report_s, self._tick)
+        self._at(self._simulation.report_s, self._tick, by_itself=True)
         if self._simulation.lost_every_s:
-            self._at(self._faults.exponential(self._simulation.lost_every_s), self._lose_one)
+            self._at(self._faults.exponential(self._simulation.lost_every_s), self._lose_one, by_itself=True)
         while not self.coordinator.finished:
-            at, _, action = heapq.heappop(self._heap)
+            at, _, action, by_itself = heapq.heappop(self._heap)
+            self._under_way -= not by_itself
             self._now = max(self._now, at)
             action()
             self._reschedule()
@@ -114,16 +117,16 @@ class SimulatedRun:
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def _at(self, seconds: float, action: Callable[[], None]) -> None:
+    def _at(self, seconds: float, action: Callable[[], None], *, by_itself: bool = False) -> None:
+        """by_itself: a tick or a fault, which comes whether or not anything is under way."""
         self._order += 1
-        heapq.heappush(self._heap, (seconds, self._order, action))
+        self._under_way += not by_itself
+        heapq.heappush(self._heap, (seconds, self._order, action, by_itself))
 
     def _after(self, seconds: float, event: Event) -> None:
         self._at(self._now + seconds, lambda: self._tell(event))
 
     def _tell(self, event: Event) -> None:
-        if not isinstance(event, (Tick, InstanceReported)):
-            self._quiet_ticks = 0
         commands = self.coordinator.handle(event, self._now)
         self.trace.num_events += 1
         if self._observe is not None:
@@ -134,7 +137,7 @@ class SimulatedRun:
             self._carry_out(command)
 
     def _tick(self) -> None:
-        self._quiet_ticks += 1
+        self._quiet_ticks = 0 if self._under_way else self._quiet_ticks + 1
         if self._quiet_ticks > STUCK_TICKS:
             raise RunStuck(f"nothing can happen any more: {self.coordinator.waiting_for()}")
         for one in list(self._instances.values()):
@@ -151,7 +154,7 @@ class SimulatedRun:
                 {b.step: sum(b.occupied.values()) for b in view},
             )
         )
-        self._at(self._now + self._simulation.report_s, self._tick)
+        self._at(self._now + self._simulation.report_s, self._tick, by_itself=True)
 
     # -- carrying out --------------------------------------------------------------------------------------------
 
@@ -285,7 +288,7 @@ class SimulatedRun:
             attempt = self.trace.losses
             self._tell(InstanceLost(instance=one.id, why="drawn by lot"))
             self._at(self._now + self._simulation.replace_s, lambda: self._join(one.index, attempt))
-        self._at(self._now + self._faults.exponential(self._simulation.lost_every_s), self._lose_one)
+        self._at(self._now + self._faults.exponential(self._simulation.lost_every_s), self._lose_one, by_itself=True)
 
     def _retire_instance(self, one: Simulated) -> None:
         del self._instances[one.id]
@@ -314,8 +317,7 @@ class SimulatedRun:
             one.wake += 1
             at = one.engine.next_s()
             if at < math.inf:
-                ticket = one.wake
-                self._at(at, lambda one=one, ticket=ticket: self._wake(one, ticket))  # type: ignore[misc]
+                self._at(at, partial(self._wake, one, one.wake))
         self._touched.clear()
 
     def _close(self) -> None:
