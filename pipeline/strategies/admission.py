@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from enum import Enum
 from typing import Protocol
 
@@ -53,13 +54,13 @@ class Reservations:
         return ledger.refusal(version)
 
 
-class _Capped:
+class _Capped(ABC):
     """At most so many groups in play."""
 
     late = Late.WAIT
 
-    def cap(self, ledger: StalenessLedger) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def cap(self, ledger: StalenessLedger) -> int: ...
 
     def room(self, ledger: StalenessLedger) -> int:
         left = self.cap(ledger) - ledger.num_reserved - ledger.num_occupied

@@ -51,8 +51,6 @@ class EmulatedSettings:
     time_scale: float
 
     def build(self, instance: InstanceId, threads: int) -> Engine:
-        import stores.parameters  # noqa: F401  loading it takes seconds: now, and not within the first pull
-
         return EmulatedEngine(self, instance)
 
 
@@ -93,6 +91,9 @@ class EmulatedEngine:
     """A thread waits for the next moment at which something ends."""
 
     def __init__(self, settings: EmulatedSettings, instance: InstanceId) -> None:
+        from stores import parameters  # takes seconds to load: now, and not within the first pull
+
+        self._parameters = parameters
         self._settings = settings
         self._instance = instance
         self._version = PolicyVersion(0)
@@ -147,11 +148,9 @@ class EmulatedEngine:
             self._ended = [e for e in self._ended if e.trajectory not in gone]
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
-        from stores import parameters
-
         begin = time.monotonic()
-        loaded = parameters.read(weights)
-        parameters.check_names(_held(), loaded, weights)
+        loaded = self._parameters.read(weights)
+        self._parameters.check_names(_held(), loaded, weights)
         settings = self._settings
         with self._changed:
             done_s = self._batch.load(self._catch_up(), settings.pull_s, keep=settings.keep)
@@ -161,7 +160,9 @@ class EmulatedEngine:
             self._version = version
             self._changed.notify_all()
         time.sleep(max(0.0, done_s / settings.time_scale - (time.monotonic() - self._begin)))
-        return Loaded(version=version, fingerprint=parameters.fingerprint(loaded), elapsed_s=time.monotonic() - begin)
+        return Loaded(
+            version=version, fingerprint=self._parameters.fingerprint(loaded), elapsed_s=time.monotonic() - begin
+        )
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         with self._changed:
@@ -202,7 +203,7 @@ class EmulatedEngine:
                     wait_s = (self._batch.next_s() - now) / self._settings.time_scale
                     # No wait longer than a day: the platform's limit on timeouts is not infinite.
                     self._changed.wait(min(max(wait_s, 0.0), 86_400.0))
-        except BaseException as error:  # noqa: BLE001  told to whoever waits in events
+        except Exception as error:  # noqa: BLE001  told to whoever waits in events
             self._failure = error
 
     def _catch_up(self) -> float:
