@@ -21,7 +21,7 @@ from typing import Any
 from pipeline import build, journal, profiling
 from pipeline import config as configuration
 from pipeline.commands import Draw, Pull, Score, Train
-from pipeline.config import RolloutConfig, RunConfig
+from pipeline.config import RunConfig
 from pipeline.events import GroupsArrived, PullFinished, TrajectoryScored, VersionPublished
 from pipeline.model_files import inspect_model
 from pipeline.runs import execute
@@ -140,10 +140,11 @@ def transformers() -> None:
     from the cost model that a short run with another seed refitted while trainer, server and engine shared cores."""
     overrides = ("steps=40", "rollout.instances=1", "task.eval_prompts=0", "cluster.dashboard=false")
     config = configuration.load(DEMO, ("name=reality-transformers", *overrides))
-    short = configuration.load(DEMO, ("name=reality-refit", *overrides, "steps=20", "seed=1"))
     alone = Path("runs/reality-profile.json")
     profile_alone(config, alone)
-    first = real(dataclasses.replace(short, rollout=with_profile(short, alone)))
+    profile = f"rollout.cost.profile={alone}"
+    short = configuration.load(DEMO, ("name=reality-refit", *overrides, "steps=20", "seed=1", profile))
+    first = real(short)
     measured = latencies(short.run_dir)
     refit = first["cost_model"]["refit"]
     print("a run of 20 steps with another seed:", {k: round(v, 4) for k, v in measured.items()})
@@ -157,11 +158,6 @@ def transformers() -> None:
         lengths = ("workload.kind=recorded", f"workload.run={config.run_dir}")
         job = configuration.load(DEMO, ("name=reality-transformers", *overrides, *emulated, *lengths))
         compare(summary, *simulated(with_latencies(job, measured)))
-
-
-def with_profile(config: RunConfig, path: Path) -> RolloutConfig:
-    cost = dataclasses.replace(config.rollout.cost, profile=str(path.resolve()))
-    return dataclasses.replace(config.rollout, cost=cost)
 
 
 def profile_alone(config: RunConfig, path: Path) -> None:

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
 def cost_model(config: RunConfig) -> CostModel:
     cost = config.rollout.cost
-    if cost.profile:
-        from pipeline.profiling import read_profile
-
-        return read_profile(Path(cost.profile))
     return CostModel(k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b, prefill=cost.prefill)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import tomllib
 import types
@@ -380,9 +381,27 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
-    config: RunConfig = _build(RunConfig, tree, where, "")
+    config: RunConfig = _build(RunConfig, _with_profile(tree, where), where, "")
     _check_across(config, where)
     return config
+
+
+def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The tree with the coefficients of the profile it names in that name's place: what a run goes by must not change
+    when a file does."""
+    cost = tree.get("rollout", {}).get("cost", {}) if isinstance(tree.get("rollout"), Mapping) else {}
+    name = cost.get("profile") if isinstance(cost, Mapping) else None
+    if not name or not isinstance(name, str):
+        return tree
+    what = f"{where}: rollout.cost.profile = {name!r}"
+    try:
+        coefficients = json.loads(Path(name).read_text())["coefficients"]
+        measured = {key: coefficients[key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot be read: {error}; `staleflow profile` writes one") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{what}: not a profile ({error!r}); make it anew with `staleflow profile`") from error
+    return {**tree, "rollout": {**tree["rollout"], "cost": {**cost, **measured, "profile": ""}}}
 
 
 def located(config: RunConfig) -> RunConfig:
@@ -394,18 +413,13 @@ def located(config: RunConfig) -> RunConfig:
         model = dataclasses.replace(model, path=str(Path(model.path).resolve()))
     if kind == "jsonl":
         task = dataclasses.replace(task, source=f"jsonl:{Path(name).resolve()}")
-    rollout, workload = config.rollout, config.workload
-    if rollout.cost.profile:
-        cost = dataclasses.replace(rollout.cost, profile=str(Path(rollout.cost.profile).resolve()))
-        rollout = dataclasses.replace(rollout, cost=cost)
+    workload = config.workload
     if workload.run:
         workload = dataclasses.replace(workload, run=str(Path(workload.run).resolve()))
     if file.endswith(".py"):
         reward = dataclasses.replace(reward, function=f"{Path(file).resolve()}:{function}")
     runs_dir = str(Path(config.runs_dir).resolve())
-    return dataclasses.replace(
-        config, model=model, task=task, reward=reward, rollout=rollout, workload=workload, runs_dir=runs_dir
-    )
+    return dataclasses.replace(config, model=model, task=task, reward=reward, workload=workload, runs_dir=runs_dir)
 
 
 def to_toml(config: RunConfig) -> str:

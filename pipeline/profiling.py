@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.fit import Fit, StepPoint, fit_prefill, fit_steps
-from stores.cost import CostModel
 from stores.errors import ConfigError, InstanceLost, StoreError
 from stores.trajectory import TrajectoryId
 from tasks.engines.base import Engine, Request
@@ -154,16 +153,6 @@ def write_profile(path: Path, fit: Fit, points: Sequence[StepPoint], engine: str
         path.write_text(json.dumps(value, indent=1) + "\n")
     except OSError as error:
         raise StoreError(f"{path}: cannot be written: {error}; choose another place with --out") from error
-
-
-def read_profile(path: Path) -> CostModel:
-    """The coefficients of a profile. Raises ConfigError."""
-    try:
-        return CostModel(**json.loads(path.read_text())["coefficients"])
-    except OSError as error:
-        raise ConfigError(f"rollout.cost.profile = {str(path)!r}: cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"rollout.cost.profile = {str(path)!r}: not a profile ({error}); make one anew") from error
 
 
 def hardware() -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,6 @@ from pipeline import config as configuration
 from pipeline.fit import CostWatch, StepPoint, fit_prefill, fit_steps
 from pipeline.forecast import LengthForecast
 from pipeline.pace import Pacing, best_plan
-from pipeline.profiling import read_profile
 from stores.cost import CostModel
 from stores.errors import ConfigError
 from stores.trajectory import GroupId
@@ -194,14 +195,24 @@ def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
     assert set(value) == {"engine", "hardware", "coefficients", "held_out_error", "range", "points"}
     assert value["range"]["running"] == [1, 8]
     config = configuration.load(path, (f"rollout.cost.profile={out}",))
-    assert build.cost_model(config) == read_profile(out)
+    used = build.cost_model(config)
+    assert dataclasses.asdict(used) == value["coefficients"]
+    assert configuration.from_tree(tomllib.loads(configuration.to_toml(config))) == config  # and needs the file no more
     # Sleeping and polling make steps seem longer here, never shorter.
-    assert read_profile(out).step_s(8, 800) >= 0.9 * build.cost_model(configuration.load(path)).step_s(8, 800)
+    assert used.step_s(8, 800) >= 0.9 * build.cost_model(configuration.load(path)).step_s(8, 800)
 
 
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a profile"):
-        read_profile(tmp_path / "x.json")
+    job, profile = tmp_path / "job.toml", tmp_path / "x.json"
+    job.write_text('[rollout.engine]\nname = "emulated"\n')
+    for text, message in (
+        ("{}", "not a profile"),
+        ("nonsense", "not a profile"),
+        ('{"coefficients": {"k1": -1, "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0}}', "k1 = -1.0 is out of range"),
+        ('{"coefficients": {"k1": "a", "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0}}', "k1 must be a number"),
+    ):
+        profile.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            configuration.load(job, (f"rollout.cost.profile={profile}",))
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_profile(tmp_path / "y.json")
+        configuration.load(job, (f"rollout.cost.profile={tmp_path / 'y.json'}",))
