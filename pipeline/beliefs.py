@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.fleet import Fleet
 from pipeline.forecast import ForecastError
+from pipeline.measured import Measured
 from pipeline.snapshot import InstanceView, Snapshot
 from pipeline.state import LiveTrajectory, Phase
 from pipeline.waiting import FRESH, WaitingLine
@@ -23,6 +24,7 @@ class Beliefs:
         self.fresh_groups: set[GroupId] = set()
         """Of these no member was routed yet."""
         self.training = False
+        self.measured = Measured()
 
     def waiting_for(self, now: float, limit: int) -> str:
         """One paragraph for a run that makes no progress: what the next step waits for, and where that is."""

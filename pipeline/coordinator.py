@@ -44,20 +44,19 @@ from pipeline.forecast import LengthForecast
 from pipeline.history import History
 from pipeline.moves import Move, Moves
 from pipeline.pace import Pacing
+from pipeline.placing import Placing
+from pipeline.pulls import Pulls
 from pipeline.snapshot import Snapshot
 from pipeline.state import LiveTrajectory, Phase
 from pipeline.strategies.admission import Admission
 from pipeline.strategies.filtering import Filtering, Stragglers
 from pipeline.strategies.migration import Migration
-from pipeline.strategies.routing import Routing, Work
-from pipeline.strategies.synchronization import LaggingInstance, Synchronization
+from pipeline.strategies.routing import Routing
+from pipeline.strategies.synchronization import Synchronization
 from pipeline.waiting import FRESH
 from stores.errors import ProtocolViolation
-from stores.staleness import Ending, EntryState, StalenessLedger
+from stores.staleness import Ending, StalenessLedger
 from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
-
-SMOOTHING = 0.3
-"""Weight of the newest measurement in a running mean of seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +91,7 @@ class Coordinator:
         # The same objects, by shorter names.
         self._live, self._fleet = self._beliefs.live, self._beliefs.fleet
         self._waiting, self._fresh_groups = self._beliefs.waiting, self._beliefs.fresh_groups
+        self._measured = self._beliefs.measured
         self._pacing = pacing
         self._policy = policy
         self._validate_each = validate_each
@@ -99,18 +99,15 @@ class Coordinator:
         self._stopped = False
         self._num_events = 0
         self._history = History()
-        pace_s = self._pace_s if policy.routing.knows_urgency else None
-        self._moves = Moves(self._beliefs, policy.migration, policy.stragglers, forecast, pacing, pace_s)
+        self._placing = Placing(self._beliefs, policy.admission, policy.routing, forecast, pacing)
+        self._pulls = Pulls(self._beliefs, policy.synchronization, self._placing)
+        self._moves = Moves(self._beliefs, policy.migration, policy.stragglers, forecast, self._placing, pacing)
         self._commands: list[Command] = []
         # What the event at hand has changed: a decision is only made again when something it rests on has.
         self._batch_changed = self._room_changed = self._routing_changed = False
         self._loads_changed: dict[InstanceId, Instance] = {}
         self._all_loads_changed = False
-        # Measured, for strategies that weigh seconds.
-        self._prompt_tokens = 0.0
         self._published_s = 0.0
-        self._interval_s = 0.0
-        self._pull_s = 0.0
         self._pull_ordered_s: dict[InstanceId, float] = {}
         self._idle_since: float | None = 0.0  # None while a step is being trained
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -151,7 +148,7 @@ class Coordinator:
     def _on_groups_arrived(self, event: GroupsArrived) -> None:
         self._groups_drawn -= len(event.groups)
         for new in event.groups:
-            self._prompt_tokens = _smoothed(self._prompt_tokens, new.prompt_tokens)
+            self._measured.prompt_tokens.add(new.prompt_tokens)
             members = self.ledger.start(new.group)
             self._fresh_groups.add(new.group)
             for member in members:
@@ -253,13 +250,13 @@ class Coordinator:
         if instance is not None and event.version == instance.version:
             instance.pulling = False
             ordered_s = self._pull_ordered_s.pop(event.instance, self._now)
-            self._pull_s = _smoothed(self._pull_s, self._now - ordered_s)
+            self._measured.pull_s.add(self._now - ordered_s)
             self._loads_changed[event.instance] = instance
 
     def _on_version_published(self, event: VersionPublished) -> None:
         self.ledger.publish(event.version)
         self._beliefs.training, self._idle_since = False, self._now
-        self._interval_s = _smoothed(self._interval_s, self._now - self._published_s)
+        self._measured.interval_s.add(self._now - self._published_s)
         self._published_s = self._now
         self._pacing.step_finished(self._now)
         self._replan()
@@ -276,9 +273,9 @@ class Coordinator:
         self._routing_changed = self._all_loads_changed = True
         if not self._stopped:
             waited_s = 0.0 if self._idle_since is None else self._now - self._idle_since
-            for move in self._moves.rescues(waited_s, self._interval_s):
+            for move in self._moves.rescues(waited_s):
                 self._order(move)
-            for move in self._moves.migrations():
+            for move in self._moves.migrations(self._now):
                 self._order(move)
 
     # -- what to do ----------------------------------------------------------------------------------------------
@@ -314,38 +311,14 @@ class Coordinator:
         self._retire(surplus)
 
     def _synchronize(self) -> None:
-        published = self.ledger.version
-        rule = self._policy.synchronization
-        looked_at = self._fleet if self._all_loads_changed else tuple(self._loads_changed.values())
-        lagging = [i for i in looked_at if i.version < published and not i.pulling]
+        looked_at = list(self._fleet if self._all_loads_changed else self._loads_changed.values())
         self._loads_changed, self._all_loads_changed = {}, False
-        if not lagging:
-            return
-        if rule.weighs:  # those that are cheapest to interrupt first: they take the work that others hope for
-            lagging.sort(key=lambda i: i.kv_tokens)
-        demand = self._demand(published)
-        sample = self._fresh_work()
-        for instance in lagging:
-            fed = min(self._appetite(instance, sample), self._demand(instance.version))
-            fed_if_pulled = min(self._appetite(instance, sample), demand) if rule.weighs else 0
-            view = LaggingInstance(
-                lag=published - instance.version,
-                num_running=instance.num_running,
-                max_running=instance.max_running,
-                kv_tokens=instance.kv_tokens,
-                fed=fed,
-                fed_if_pulled=fed_if_pulled,
-                added_kv_tokens=sample.kv_tokens,
-                interval_s=self._interval_s,
-                pull_s=self._pull_s,
-            )
-            if rule.should_pull(view):
-                demand -= fed_if_pulled
-                instance.version, instance.pulling = published, True
-                self._fleet.touch(instance)
-                self._pull_ordered_s[instance.instance] = self._now
-                self._routing_changed = True
-                self._commands.append(Pull(instance=instance.instance, version=published, cause=self._history.cause))
+        for instance in self._pulls.due(looked_at, self._now):
+            instance.version, instance.pulling = self.ledger.version, True
+            self._fleet.touch(instance)
+            self._pull_ordered_s[instance.instance] = self._now
+            self._routing_changed = True
+            self._commands.append(Pull(instance=instance.instance, version=instance.version, cause=self._history.cause))
 
     def _draw(self) -> None:
         room = self._policy.admission.room(self.ledger)
@@ -364,50 +337,16 @@ class Coordinator:
             if level is None:
                 return
             live = self._waiting.head(level)
-            instance = self._place(live)
-            if instance is None:
+            place = self._placing.place(live, self._now)
+            if isinstance(place, str):
+                self._history.refused(live, place)
                 blocked.add(level)
             else:
                 self._waiting.leave(live)
-                self._send(live, instance)
-
-    def _place(self, live: LiveTrajectory) -> Instance | None:
-        least_version = self._least_version(live)
-        if least_version is None:
-            possible = self._policy.admission.refusal(self.ledger, self.ledger.version) is None
-            self._history.refused(live, "version too old" if possible else "no place under the bound")
-            return None
-        fitting = self._fleet.fitting(live.kv_tokens, least_version, self._typical_kv_tokens)
-        target = self._fleet.get(live.target)
-        if target is not None and fitting[target.row]:
-            return target
-        if not fitting.any():
-            self._history.refused(live, self._fleet.refusal(live.kv_tokens, least_version))
-            return None
-        row = self._policy.routing.choose(self._work(live), self._fleet, fitting)
-        if row is None:
-            self._history.refused(live, "gain too small" if not self._policy.routing.knows_urgency else "pace too slow")
-            return None
-        return self._fleet[row]
-
-    def _least_version(self, live: LiveTrajectory) -> int | None:
-        """The oldest version in service that an instance may have for this trajectory; None if no version would do."""
-        if live.v_traj >= 0:
-            return live.v_traj
-        entry = self.ledger.entries[live.group]
-        fresh = entry.state is EntryState.QUEUED
-        # Newer versions are never refused more than older ones, and few are served at a time.
-        for version in self._fleet.versions():
-            if fresh:
-                allowed = self._policy.admission.refusal(self.ledger, version) is None
-            else:
-                allowed = self.ledger.can_reserve(live.group, version)
-            if allowed:
-                return version
-        return None
+                self._send(live, place)
 
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
-        work = self._work(live)
+        pace_s = self._placing.pace_s(live, self._now)
         before = self.ledger.entries[live.group].version
         if live.v_traj < 0:
             self.ledger.reserve(live.group, live.id, instance.version)
@@ -419,7 +358,7 @@ class Coordinator:
         live.instance, live.refused = instance.instance, ""
         instance.trajectories[live.id] = None
         instance.kv_tokens += live.kv_tokens
-        instance.pace_s = min(instance.pace_s, work.pace_s)
+        instance.pace_s = min(instance.pace_s, pace_s)
         self._fleet.touch(instance)
         self._enter(live, Phase.RUNNING, f"routed to {instance.instance} at version {instance.version}")
         self._commands.append(
@@ -440,61 +379,10 @@ class Coordinator:
     def _now(self) -> float:
         return self._history.now
 
-    def _work(self, live: LiveTrajectory) -> Work:
-        pace_s = self._pace_s(live) if self._policy.routing.knows_urgency else math.inf
-        return Work(
-            kv_tokens=live.kv_tokens,
-            pace_s=pace_s,
-            planned_s=self._pacing.plan.step_s,
-            continued=live.tokens > 0,
-        )
-
-    @property
-    def _typical_kv_tokens(self) -> float:
-        """KV tokens of a trajectory, on average over its life; 0 while nothing is known."""
-        return self._prompt_tokens + self.forecast.mean_position if self.forecast.knows else 0.0
-
-    def _fresh_work(self) -> Work:
-        """A trajectory as it will be drawn next, halfway through its life."""
-        pace_s = math.inf
-        if self._policy.routing.knows_urgency:
-            due = self.ledger.deadline(self.ledger.version)
-            pace_s = self._pacing.pace_s(due, GroupId(-1), 0, self._now)
-        kv_tokens = int(self._prompt_tokens + self.forecast.mean_position)
-        return Work(kv_tokens=kv_tokens, pace_s=pace_s, planned_s=self._pacing.plan.step_s)
-
-    def _pace_s(self, live: LiveTrajectory) -> float:
-        """Seconds a token of it may take."""
-        version = self.ledger.entries[live.group].version
-        due = self.ledger.deadline(version if version >= 0 else self.ledger.version)
-        return self._pacing.pace_s(due, live.group, live.tokens, self._now)
-
-    def _demand(self, version: PolicyVersion) -> int:
-        """How many trajectories an instance that serves `version` could be given, from the queue or freshly drawn."""
-        ledger = self.ledger
-        promised = self._waiting.promised(version)
-        if self._policy.admission.refusal(ledger, version) is not None:
-            return promised
-        groups = min(self._policy.admission.room(ledger), ledger.room(version))
-        return promised + groups * ledger.members_started
-
-    def _appetite(self, instance: Instance, work: Work) -> int:
-        """How many more of such trajectories routing would give this instance. Bisects: takes() is monotone."""
-        low, high = 0, instance.max_running - instance.num_running
-        while low < high:
-            middle = (low + high) // 2
-            held = instance.kv_tokens + middle * work.kv_tokens
-            room = held + work.kv_tokens <= instance.kv_capacity
-            if room and self._policy.routing.takes(work, instance.num_running + middle, held):
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
     def _replan(self) -> None:
         caps = [i.max_running for i in self._fleet]
         if caps:
-            self._pacing.replan(len(caps), max(caps), self._prompt_tokens)
+            self._pacing.replan(len(caps), max(caps), self._measured.prompt_tokens.value)
 
     def _move_up(self, group: GroupId) -> None:
         """A group got its promise, or an older version: its queued members move to the level of that version."""
@@ -616,7 +504,3 @@ class Coordinator:
     def validate(self) -> None:
         """The ledger's invariants, and that the coordinator and the ledger speak of the same trajectories."""
         self._beliefs.validate()
-
-
-def _smoothed(mean: float, newest: float) -> float:
-    return newest if not mean else mean + SMOOTHING * (newest - mean)

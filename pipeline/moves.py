@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.beliefs import Beliefs
 from pipeline.fleet import Instance
 from pipeline.forecast import LengthForecast
 from pipeline.pace import Pacing
+from pipeline.placing import Placing
 from pipeline.state import LiveTrajectory, Phase
 from pipeline.strategies.filtering import Stragglers, Straggling
 from pipeline.strategies.migration import Load, Migration, Movable
@@ -29,7 +29,7 @@ class Move:
 
 
 class Moves:
-    """pace_s: seconds a token of a trajectory may take; None if nobody knows of urgency."""
+    """Shows the rules what runs where, and turns what they choose into moves."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class Moves:
         migration: Migration,
         stragglers: Stragglers,
         forecast: LengthForecast,
+        placing: Placing,
         pacing: Pacing,
-        pace_s: Callable[[LiveTrajectory], float] | None,
     ) -> None:
         self._beliefs = beliefs
         self._migration = migration
         self._stragglers = stragglers
         self._forecast = forecast
+        self._placing = placing
         self._pacing = pacing
-        self._pace_s = pace_s or (lambda _live: math.inf)
 
-    def migrations(self) -> list[Move]:
+    def migrations(self, now: float) -> list[Move]:
         """Let the slowest instances give single trajectories to the fastest ones, where that pays."""
         fleet, rule = self._beliefs.fleet, self._migration
         if len(fleet) < 2 or not rule.active:
@@ -68,7 +68,7 @@ class Moves:
                 Movable(
                     kv_tokens=live.kv_tokens,
                     remaining=self._forecast.expected_remaining(live.group, live.tokens),
-                    pace_s=self._pace_s(live),
+                    pace_s=self._placing.pace_s(live, now),
                 )
                 for live in movable
             ]
@@ -76,12 +76,11 @@ class Moves:
             moves += [Move(movable[j], source, target, why) for j in rule.moves(here, there, views, room)]
         return moves
 
-    def rescues(self, waited_s: float, interval_s: float) -> Iterator[Move]:
-        """Do something about the last trajectories of a step that the trainer has waited `waited_s` for. interval_s:
-        seconds between steps, as last seen."""
+    def rescues(self, waited_s: float) -> Iterator[Move]:
+        """Do something about the last trajectories of a step that the trainer has waited `waited_s` for."""
         rule, ledger = self._stragglers, self._beliefs.ledger
         missing = max(1, ledger.groups_per_step - ledger.num_occupied)
-        per_step = ledger.groups_per_step
+        per_step, interval_s = ledger.groups_per_step, self._beliefs.measured.interval_s.value
         if not rule.stuck(waited_s=waited_s, interval_s=interval_s, missing=missing, groups_per_step=per_step):
             return
         fastest = self._by_speed()[:1]

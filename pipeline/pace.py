@@ -13,11 +13,9 @@ import math
 from dataclasses import dataclass, replace
 
 from pipeline.forecast import LengthForecast
+from pipeline.measured import RunningMean
 from stores.cost import CostModel, Numbers
 from stores.trajectory import GroupId
-
-SMOOTHING = 0.3
-"""Weight of the newest training time in their running mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +65,14 @@ class Pacing:
         self._trajectories = trajectories
         self._slack = slack
         self._started_s, self._step = 0.0, -1
-        self._train_s = 0.0
+        self._train_s = RunningMean()
         self.plan = Plan(interval_s=math.inf, running=2**31, step_s=math.inf)
 
     def step_started(self, step: int, now: float) -> None:
         self._started_s, self._step = now, step
 
     def step_finished(self, now: float) -> None:
-        took_s = now - self._started_s
-        self._train_s = took_s if not self._train_s else self._train_s + SMOOTHING * (took_s - self._train_s)
+        self._train_s.add(now - self._started_s)
 
     def replan(self, instances: int, max_running: int, prompt_tokens: float) -> None:
         """Plan anew from what is known by now."""
@@ -91,7 +88,7 @@ class Pacing:
             mean_tokens=forecast.mean,
             mean_context=prompt_tokens + forecast.mean_position,
             longest_tokens=forecast.longest_remaining(GroupId(-1), 0),
-            train_s=self._train_s,
+            train_s=self._train_s.value,
         )
         self.plan = replace(self.plan, step_s=self.plan.step_s * self._slack)
 

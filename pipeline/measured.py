@@ -1,0 +1,27 @@
+"""What a coordinator has measured so far, for strategies that weigh tokens and seconds. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+NEWEST = 0.3
+"""Weight of the newest value in a running mean."""
+
+
+@dataclass(slots=True)
+class RunningMean:
+    """An exponentially weighted mean; 0 while nothing was measured."""
+
+    value: float = 0.0
+
+    def add(self, newest: float) -> None:
+        self.value = newest if not self.value else self.value + NEWEST * (newest - self.value)
+
+
+@dataclass(slots=True)
+class Measured:
+    """Tokens of a prompt; seconds between published versions; seconds a pull takes."""
+
+    prompt_tokens: RunningMean = field(default_factory=RunningMean)
+    interval_s: RunningMean = field(default_factory=RunningMean)
+    pull_s: RunningMean = field(default_factory=RunningMean)
