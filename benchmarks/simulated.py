@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import build
+from pipeline import build, knobs
 from pipeline import config as configuration
 from pipeline.config import RunConfig
 from pipeline.simulator.body import SimulatedRun
@@ -121,7 +121,7 @@ def job(model: str, workload: str, size: int, row: Row, steps: int) -> RunConfig
         "simulation": {"report_s": 5.0, "pull_s": 2.0, "gpus_per_instance": gpus, "trainer_gpus": size * gpus},
     }
     for override in row.overrides:
-        configuration.apply_override(tree, override)
+        knobs.apply_override(tree, override)
     tree["simulation"]["train_s"] = least_work_s(configuration.from_tree(tree)) / TRAINER_SHARE
     return configuration.from_tree(tree)
 

@@ -6,17 +6,15 @@ Every knob carries its meaning, unit and range, which is also what `staleflow co
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
-import types
-import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.knobs import Explained, apply_override, build, explained, knob
 from pipeline.strategies.admission import ADMISSION_NAMES
 from pipeline.strategies.filtering import FILTERING_NAMES, Straggling
 from pipeline.strategies.migration import MIGRATION_NAMES
@@ -33,55 +31,39 @@ from tasks.names import (
 )
 
 
-def _knob(
-    default: Any,
-    doc: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    choices: Sequence[str] = (),
-) -> Any:
-    """A field with its meaning and its limits: low <= value <= high, value > above, or one of `choices`."""
-    metadata = {"doc": doc, "low": low, "high": high, "above": above, "choices": tuple(choices)}
-    if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The policy."""
 
-    path: str = _knob("", "folder of a Hugging Face causal LM with its tokenizer, or a hub name")
-    dtype: str = _knob("float32", "weights in the trainer and the engines", choices=("float32", "bfloat16"))
-    device: str = _knob("auto", "where models run; auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
+    path: str = knob("", "folder of a Hugging Face causal LM with its tokenizer, or a hub name")
+    dtype: str = knob("float32", "weights in the trainer and the engines", choices=("float32", "bfloat16"))
+    device: str = knob("auto", "where models run; auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
     """Where prompts come from."""
 
-    source: str = _knob("reasoning_gym:chain_sum", "reasoning_gym:DATASET, or jsonl:FILE with prompt and answer fields")
-    options: dict[str, Any] = _knob({}, "passed to the reasoning-gym dataset, such as min_terms")
-    template: str = _knob("{prompt}", "text put around each prompt; must contain {prompt}")
-    chat: bool = _knob(False, "wrap the prompt in the tokenizer's chat template, as a user turn")
-    answer_pattern: str = _knob(
+    source: str = knob("reasoning_gym:chain_sum", "reasoning_gym:DATASET, or jsonl:FILE with prompt and answer fields")
+    options: dict[str, Any] = knob({}, "passed to the reasoning-gym dataset, such as min_terms")
+    template: str = knob("{prompt}", "text put around each prompt; must contain {prompt}")
+    chat: bool = knob(False, "wrap the prompt in the tokenizer's chat template, as a user turn")
+    answer_pattern: str = knob(
         "", "regular expression whose first group is the answer within a response; empty: all of it"
     )
-    eval_prompts: int = _knob(200, "held-out prompts evaluated before and after; 0 for none", low=0)
+    eval_prompts: int = knob(200, "held-out prompts evaluated before and after; 0 for none", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
     """How responses are scored."""
 
-    function: str = _knob("task", "task (the source's own verifier), math_verify, path/to/file.py:name, or module:name")
-    workers: int = _knob(1, "reward workers", low=1, high=1024)
-    timeout_s: float = _knob(
+    function: str = knob("task", "task (the source's own verifier), math_verify, path/to/file.py:name, or module:name")
+    workers: int = knob(1, "reward workers", low=1, high=1024)
+    timeout_s: float = knob(
         10.0, "seconds one scoring may take; then its process is killed and an error recorded", above=0
     )
-    max_error_share: float = _knob(
+    max_error_share: float = knob(
         0.5, "share of a batch that may fail to be scored before the run stops", low=0, high=1
     )
 
@@ -90,45 +72,45 @@ class RewardConfig:
 class BatchConfig:
     """What one training step consumes."""
 
-    groups_per_step: int = _knob(16, "prompts a step", low=1)
-    group_size: int = _knob(8, "trajectories a prompt that an advantage is taken over", low=1)
-    extra_groups: int = _knob(0, "redundancy: groups a step started beyond groups_per_step", low=0)
-    extra_members: int = _knob(0, "redundancy: trajectories a group started beyond group_size", low=0)
-    filtering: str = _knob("keep_all", "no_signal drops and replaces groups of equal rewards", choices=FILTERING_NAMES)
-    stragglers: str = _knob(
+    groups_per_step: int = knob(16, "prompts a step", low=1)
+    group_size: int = knob(8, "trajectories a prompt that an advantage is taken over", low=1)
+    extra_groups: int = knob(0, "redundancy: groups a step started beyond groups_per_step", low=0)
+    extra_members: int = knob(0, "redundancy: trajectories a group started beyond group_size", low=0)
+    filtering: str = knob("keep_all", "no_signal drops and replaces groups of equal rewards", choices=FILTERING_NAMES)
+    stragglers: str = knob(
         "wait",
         "the last unfinished groups of a step that is stuck: wait, retry on the fastest instance, truncate",
         choices=tuple(s.value for s in Straggling),
     )
-    straggler_patience: float = _knob(1.0, "intervals between steps the trainer waits before it is stuck", above=0)
-    straggler_share: float = _knob(0.1, "share of groups_per_step that may count as stragglers", low=0, high=1)
+    straggler_patience: float = knob(1.0, "intervals between steps the trainer waits before it is stuck", above=0)
+    straggler_share: float = knob(0.1, "share of groups_per_step that may count as stragglers", low=0, high=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessConfig:
     """The promise."""
 
-    eta: int = _knob(
+    eta: int = knob(
         1, "bound: a trajectory is trained at most this many versions after its oldest token", low=0, high=1000
     )
-    admission: str = _knob(
+    admission: str = knob(
         "staleflow",
         "who may start: by reservation, or as another system does; backlog keeps no bound, the store says so",
         choices=ADMISSION_NAMES,
     )
-    alpha: float = _knob(1.0, "credits: batches in play beyond one; versions a batch may lag, rounded up", low=0)
+    alpha: float = knob(1.0, "credits: batches in play beyond one; versions a batch may lag, rounded up", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What samples."""
 
-    name: str = _knob("transformers", "the engine", choices=ENGINE_NAMES)
-    max_running: int = _knob(64, "trajectories an instance decodes at once", low=1)
-    kv_tokens: int = _knob(16384, "KV cache of an instance, tokens", low=64)
-    page_tokens: int = _knob(32, "tokens a cache page", low=4)
-    max_batch_tokens: int = _knob(1024, "tokens one forward pass may hold (prefill and decode together)", low=1)
-    time_scale: float = _knob(1.0, "emulated: seconds of the cost model that pass in one second", above=0)
+    name: str = knob("transformers", "the engine", choices=ENGINE_NAMES)
+    max_running: int = knob(64, "trajectories an instance decodes at once", low=1)
+    kv_tokens: int = knob(16384, "KV cache of an instance, tokens", low=64)
+    page_tokens: int = knob(32, "tokens a cache page", low=4)
+    max_batch_tokens: int = knob(1024, "tokens one forward pass may hold (prefill and decode together)", low=1)
+    time_scale: float = knob(1.0, "emulated: seconds of the cost model that pass in one second", above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +118,14 @@ class CostConfig:
     """Decode-step cost: k1 * kv + max(k2, b + k3 * n) + k4 seconds; see stores/cost.py. Defaults: a published fit of a
     7B model; `staleflow profile` measures yours."""
 
-    k1: float = _knob(3.35e-08, "seconds a KV token", low=0)
-    k2: float = _knob(0.0064, "floor of reading the weights, seconds", low=0)
-    k3: float = _knob(0.0001231, "seconds a running trajectory", low=0)
-    k4: float = _knob(0.0028, "seconds every step", low=0)
-    b: float = _knob(0.0027, "offset of the compute-bound part, seconds", low=0)
-    prefill: float = _knob(0.0001231, "seconds a token of a prompt, or of a context that is computed again", low=0)
-    profile: str = _knob("", "file that `staleflow profile` wrote; its coefficients replace the ones above")
-    tolerance: float = _knob(
+    k1: float = knob(3.35e-08, "seconds a KV token", low=0)
+    k2: float = knob(0.0064, "floor of reading the weights, seconds", low=0)
+    k3: float = knob(0.0001231, "seconds a running trajectory", low=0)
+    k4: float = knob(0.0028, "seconds every step", low=0)
+    b: float = knob(0.0027, "offset of the compute-bound part, seconds", low=0)
+    prefill: float = knob(0.0001231, "seconds a token of a prompt, or of a context that is computed again", low=0)
+    profile: str = knob("", "file that `staleflow profile` wrote; its coefficients replace the ones above")
+    tolerance: float = knob(
         0.25, "difference from measured steps beyond which a run says that the model drifted", above=0
     )
 
@@ -152,24 +134,24 @@ class CostConfig:
 class RolloutConfig:
     """Sampling."""
 
-    instances: int = _knob(1, "rollout instances, one Dask worker each", low=1, high=4096)
-    max_new_tokens: int = _knob(64, "tokens a response may have", low=1)
-    temperature: float = _knob(
+    instances: int = knob(1, "rollout instances, one Dask worker each", low=1, high=4096)
+    max_new_tokens: int = knob(64, "tokens a response may have", low=1)
+    temperature: float = knob(
         1.0, "sampling temperature; the trainer recomputes logprobs at the same one", above=0, high=10
     )
-    routing: str = _knob("least_requests", "which instance gets a trajectory", choices=ROUTING_NAMES)
-    mu: float = _knob(0.1, "throughput_optimal: least gain, as a share of an empty instance's", low=0, high=1)
-    synchronization: str = _knob("greedy", "when an instance pulls weights", choices=SYNCHRONIZATION_NAMES)
-    on_pull: str = _knob(
+    routing: str = knob("least_requests", "which instance gets a trajectory", choices=ROUTING_NAMES)
+    mu: float = knob(0.1, "throughput_optimal: least gain, as a share of an empty instance's", low=0, high=1)
+    synchronization: str = knob("greedy", "when an instance pulls weights", choices=SYNCHRONIZATION_NAMES)
+    on_pull: str = knob(
         "interrupt",
         "what runs while new weights are pulled: interrupt computes its cache again, keep goes on with the old one",
         choices=("interrupt", "keep"),
     )
-    load_threshold: float = _knob(0.5, "status: share of max_running below which an instance may pull", low=0, high=1)
-    pace_slack: float = _knob(1.0, "deadline: by how much the plan's seconds may be exceeded", above=0)
-    migration: str = _knob("none", "moving single running trajectories to lighter instances", choices=MIGRATION_NAMES)
-    migration_gain: float = _knob(0.2, "largest_gain: share by which a decode step must be faster there", low=0, high=1)
-    max_attempts: int = _knob(3, "engine failures or lost instances a trajectory survives", low=0)
+    load_threshold: float = knob(0.5, "status: share of max_running below which an instance may pull", low=0, high=1)
+    pace_slack: float = knob(1.0, "deadline: by how much the plan's seconds may be exceeded", above=0)
+    migration: str = knob("none", "moving single running trajectories to lighter instances", choices=MIGRATION_NAMES)
+    migration_gain: float = knob(0.2, "largest_gain: share by which a decode step must be faster there", low=0, high=1)
+    max_attempts: int = knob(3, "engine failures or lost instances a trajectory survives", low=0)
     engine: EngineConfig = EngineConfig()
     cost: CostConfig = CostConfig()
 
@@ -178,109 +160,109 @@ class RolloutConfig:
 class LossConfig:
     """The objective; docs/losses.md and tasks/loss.py have the formulas."""
 
-    name: str = _knob("decoupled_ppo", "the loss", choices=LOSS_NAMES)
-    clip_low: float = _knob(0.2, "the ratio is clipped at 1 - clip_low", low=0, high=1)
-    clip_high: float = _knob(0.28, "and at 1 + clip_high", low=0)
-    weight_cap: float = _knob(5.0, "cap of pi_old / pi_rollout (decoupled_ppo), of the ratio (tis)", above=0)
-    aggregation: str = _knob("token_mean", "how token losses become one number", choices=AGGREGATION_NAMES)
+    name: str = knob("decoupled_ppo", "the loss", choices=LOSS_NAMES)
+    clip_low: float = knob(0.2, "the ratio is clipped at 1 - clip_low", low=0, high=1)
+    clip_high: float = knob(0.28, "and at 1 + clip_high", low=0)
+    weight_cap: float = knob(5.0, "cap of pi_old / pi_rollout (decoupled_ppo), of the ratio (tis)", above=0)
+    aggregation: str = knob("token_mean", "how token losses become one number", choices=AGGREGATION_NAMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
     """Optimization."""
 
-    learning_rate: float = _knob(1e-5, "peak learning rate of AdamW", above=0, high=1)
-    schedule: str = _knob("constant", "learning rate over the run", choices=SCHEDULE_NAMES)
-    warmup_steps: int = _knob(0, "training steps of linear warm-up", low=0)
-    minibatches: int = _knob(1, "optimizer updates a training step", low=1)
-    microbatch_tokens: int = _knob(8192, "padded tokens one forward and backward pass may hold", low=1)
-    grad_clip: float = _knob(1.0, "largest gradient norm", above=0)
-    weight_decay: float = _knob(0.0, "AdamW weight decay", low=0)
-    beta1: float = _knob(0.9, "AdamW", low=0, high=1)
-    beta2: float = _knob(0.95, "AdamW", low=0, high=1)
-    advantage: str = _knob("grpo", "advantage estimate", choices=ADVANTAGE_NAMES)
+    learning_rate: float = knob(1e-5, "peak learning rate of AdamW", above=0, high=1)
+    schedule: str = knob("constant", "learning rate over the run", choices=SCHEDULE_NAMES)
+    warmup_steps: int = knob(0, "training steps of linear warm-up", low=0)
+    minibatches: int = knob(1, "optimizer updates a training step", low=1)
+    microbatch_tokens: int = knob(8192, "padded tokens one forward and backward pass may hold", low=1)
+    grad_clip: float = knob(1.0, "largest gradient norm", above=0)
+    weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
+    beta1: float = knob(0.9, "AdamW", low=0, high=1)
+    beta2: float = knob(0.95, "AdamW", low=0, high=1)
+    advantage: str = knob("grpo", "advantage estimate", choices=ADVANTAGE_NAMES)
     loss: LossConfig = LossConfig()
-    checkpoint_every: int = _knob(0, "steps between checkpoints; 0 for the last step only", low=0)
+    checkpoint_every: int = knob(0, "steps between checkpoints; 0 for the last step only", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Where it runs."""
 
-    kind: str = _knob(
+    kind: str = knob(
         "local", "local processes, a scheduler's address, or a scheduler file", choices=("local", "address", "file")
     )
-    address: str = _knob("", "of the scheduler, for kind = address, such as tcp://host:8786")
-    scheduler_file: str = _knob("", "path of the scheduler file, for kind = file")
-    threads: int = _knob(1, "torch threads a process; more on shared cores makes them spin", low=1, high=1024)
-    dashboard: bool = _knob(True, "serve the Dask dashboard (kind = local)")
-    shared_memory: str = _knob("/dev/shm", "folder in memory that weights are published in, one per host")
+    address: str = knob("", "of the scheduler, for kind = address, such as tcp://host:8786")
+    scheduler_file: str = knob("", "path of the scheduler file, for kind = file")
+    threads: int = knob(1, "torch threads a process; more on shared cores makes them spin", low=1, high=1024)
+    dashboard: bool = knob(True, "serve the Dask dashboard (kind = local)")
+    shared_memory: str = knob("/dev/shm", "folder in memory that weights are published in, one per host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineConfig:
     """How long to wait before something counts as lost or stuck."""
 
-    start_s: float = _knob(180.0, "for all actors to be ready", above=0)
-    call_s: float = _knob(60.0, "for an actor to answer a short call; then the instance counts as lost", above=0)
-    train_s: float = _knob(3600.0, "for one training step", above=0)
-    stuck_s: float = _knob(300.0, "without any progress before the run stops and says what it waits for", above=0)
+    start_s: float = knob(180.0, "for all actors to be ready", above=0)
+    call_s: float = knob(60.0, "for an actor to answer a short call; then the instance counts as lost", above=0)
+    train_s: float = knob(3600.0, "for one training step", above=0)
+    stuck_s: float = knob(300.0, "without any progress before the run stops and says what it waits for", above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadConfig:
     """What responses look like where no model samples them: in `staleflow simulate`, and with the emulated engine."""
 
-    kind: str = _knob("lognormal", "how response lengths are distributed", choices=WORKLOAD_NAMES)
-    prompt_tokens: int = _knob(512, "tokens of a prompt", low=1)
-    median: float = _knob(2000.0, "median response length, tokens (power_law: the shortest)", low=1)
-    sigma: float = _knob(1.0, "lognormal, agentic: standard deviation of the log length", low=0, high=10)
-    long_share: float = _knob(0.15, "bimodal: share of long responses", low=0, high=1)
-    long_ratio: float = _knob(15.0, "bimodal: how much longer they are", low=1)
-    exponent: float = _knob(1.5, "power_law: P(length > x) falls as x to the minus this", above=0)
-    turns: float = _knob(5.0, "agentic: mean number of turns, the last without a tool", low=1)
-    tool_s: float = _knob(5.0, "agentic: median seconds a tool takes (lognormal, sigma 1)", low=0)
-    tool_tokens: int = _knob(200, "agentic: tokens a tool answers with", low=0)
-    group_correlation: float = _knob(
+    kind: str = knob("lognormal", "how response lengths are distributed", choices=WORKLOAD_NAMES)
+    prompt_tokens: int = knob(512, "tokens of a prompt", low=1)
+    median: float = knob(2000.0, "median response length, tokens (power_law: the shortest)", low=1)
+    sigma: float = knob(1.0, "lognormal, agentic: standard deviation of the log length", low=0, high=10)
+    long_share: float = knob(0.15, "bimodal: share of long responses", low=0, high=1)
+    long_ratio: float = knob(15.0, "bimodal: how much longer they are", low=1)
+    exponent: float = knob(1.5, "power_law: P(length > x) falls as x to the minus this", above=0)
+    turns: float = knob(5.0, "agentic: mean number of turns, the last without a tool", low=1)
+    tool_s: float = knob(5.0, "agentic: median seconds a tool takes (lognormal, sigma 1)", low=0)
+    tool_tokens: int = knob(200, "agentic: tokens a tool answers with", low=0)
+    group_correlation: float = knob(
         0.0, "correlation of log lengths within a group: how much a prompt decides of them", low=0, high=1
     )
-    signal_share: float = _knob(1.0, "share of groups whose rewards are not all equal", low=0, high=1)
-    run: str = _knob("", "recorded: folder of a stored run, whose lengths, prompts and rewards are taken")
+    signal_share: float = knob(1.0, "share of groups whose rewards are not all equal", low=0, high=1)
+    run: str = knob("", "recorded: folder of a stored run, whose lengths, prompts and rewards are taken")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     """Seconds of everything that is not decoding, and what may go wrong, in `staleflow simulate`."""
 
-    train_s: float = _knob(20.0, "seconds a training step takes", low=0)
-    train_s_per_token: float = _knob(0.0, "and for each token of its batch, prompts included", low=0)
-    draw_s: float = _knob(0.0, "seconds until prompts that were asked for are there", low=0)
-    reward_s: float = _knob(0.1, "seconds until a response is scored", low=0)
-    pull_s: float = _knob(1.0, "seconds an instance takes to load new weights, prefill not counted", low=0)
-    command_s: float = _knob(0.0, "seconds a command takes to reach an instance, and an answer to come back", low=0)
-    report_s: float = _knob(2.0, "seconds between reports of an instance, and between ticks", low=0.01)
-    colocated: bool = _knob(
+    train_s: float = knob(20.0, "seconds a training step takes", low=0)
+    train_s_per_token: float = knob(0.0, "and for each token of its batch, prompts included", low=0)
+    draw_s: float = knob(0.0, "seconds until prompts that were asked for are there", low=0)
+    reward_s: float = knob(0.1, "seconds until a response is scored", low=0)
+    pull_s: float = knob(1.0, "seconds an instance takes to load new weights, prefill not counted", low=0)
+    command_s: float = knob(0.0, "seconds a command takes to reach an instance, and an answer to come back", low=0)
+    report_s: float = knob(2.0, "seconds between reports of an instance, and between ticks", low=0.01)
+    colocated: bool = knob(
         False, "synchronous only: rollout and training take turns on all GPUs instead of having their own"
     )
-    gpus_per_instance: int = _knob(1, "GPUs of a rollout instance", low=1)
-    trainer_gpus: int = _knob(1, "GPUs of the trainer", low=1)
-    switch_s: float = _knob(0.0, "colocated: seconds to change between rollout and training, twice a step", low=0)
-    lost_every_s: float = _knob(0.0, "mean seconds between losses of an instance somewhere; 0 for none", low=0)
-    replace_s: float = _knob(60.0, "seconds until a lost instance is replaced", low=0)
-    straggler_share: float = _knob(0.0, "share of the instances that are slow", low=0, high=1)
-    straggler_factor: float = _knob(3.0, "how much slower they decode", low=1)
-    slow_pull_share: float = _knob(0.0, "share of pulls that are slow", low=0, high=1)
-    slow_pull_factor: float = _knob(10.0, "how much longer these take", low=1)
+    gpus_per_instance: int = knob(1, "GPUs of a rollout instance", low=1)
+    trainer_gpus: int = knob(1, "GPUs of the trainer", low=1)
+    switch_s: float = knob(0.0, "colocated: seconds to change between rollout and training, twice a step", low=0)
+    lost_every_s: float = knob(0.0, "mean seconds between losses of an instance somewhere; 0 for none", low=0)
+    replace_s: float = knob(60.0, "seconds until a lost instance is replaced", low=0)
+    straggler_share: float = knob(0.0, "share of the instances that are slow", low=0, high=1)
+    straggler_factor: float = knob(3.0, "how much slower they decode", low=1)
+    slow_pull_share: float = knob(0.0, "share of pulls that are slow", low=0, high=1)
+    slow_pull_factor: float = knob(10.0, "how much longer these take", low=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One job."""
 
-    name: str = _knob("run", "name of the run's folder")
-    runs_dir: str = _knob("runs", "where run folders are made")
-    seed: int = _knob(0, "of prompts, sampling and minibatch order", low=0, high=2**31)
-    steps: int = _knob(10, "training steps", low=1)
+    name: str = knob("run", "name of the run's folder")
+    runs_dir: str = knob("runs", "where run folders are made")
+    seed: int = knob(0, "of prompts, sampling and minibatch order", low=0, high=2**31)
+    steps: int = knob(10, "training steps", low=1)
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     reward: RewardConfig = RewardConfig()
@@ -352,17 +334,6 @@ DERIVED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explained:
-    """One line of `config explain`."""
-
-    key: str
-    value: Any
-    default: Any
-    limits: str
-    doc: str
-
-
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a job file and apply `key=value` overrides (values in TOML; bare words are strings)."""
     path = Path(path)
@@ -381,7 +352,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
-    config: RunConfig = _build(RunConfig, _with_profile(tree, where), where, "")
+    config: RunConfig = build(RunConfig, _with_profile(tree, where), where)
     _check_across(config, where)
     return config
 
@@ -422,135 +393,13 @@ def located(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model, task=task, reward=reward, workload=workload, runs_dir=runs_dir)
 
 
-def to_toml(config: RunConfig) -> str:
-    """The whole tree as TOML; reading it back gives an equal config."""
-    scalars, tables = [], []
-
-    def emit(node: Any, prefix: str) -> None:
-        lines, below = [], []
-        for f in dataclasses.fields(node):
-            value = getattr(node, f.name)
-            if dataclasses.is_dataclass(value):
-                below.append((value, f"{prefix}.{f.name}" if prefix else f.name))
-            else:
-                lines.append(f"{f.name} = {_toml(value)}")
-        if prefix:
-            tables.append("\n".join([f"[{prefix}]", *lines]))
-        else:
-            scalars.extend(lines)
-        for child, name in below:
-            emit(child, name)
-
-    emit(config, "")
-    return "\n".join(scalars) + "\n\n" + "\n\n".join(tables) + "\n"
-
-
 def explain(config: RunConfig) -> list[Explained]:
     """Every value with its meaning and limits, then the derived numbers."""
-    rows = [
-        Explained(key=key, value=value, default=f.default, limits=_limits(f.metadata), doc=f.metadata["doc"])
-        for key, f, value in _leaves(config, "")
-    ]
+    rows = explained(config)
     for name in DERIVED:
         doc = (getattr(RunConfig, name).__doc__ or "").strip() or f"{name.replace('_', ' ')}"
         rows.append(Explained(key=name, value=getattr(config, name), default="", limits="derived", doc=doc))
     return rows
-
-
-def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    for f in dataclasses.fields(node):
-        value = getattr(node, f.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{f.name}.")
-        else:
-            yield f"{prefix}{f.name}", f, value
-
-
-def _limits(metadata: Mapping[str, Any]) -> str:
-    if metadata["choices"]:
-        return " | ".join(metadata["choices"])
-    parts = []
-    if metadata["above"] is not None:
-        parts.append(f"> {_number(metadata['above'])}")
-    if metadata["low"] is not None:
-        parts.append(f">= {_number(metadata['low'])}")
-    if metadata["high"] is not None:
-        parts.append(f"<= {_number(metadata['high'])}")
-    return ", ".join(parts)
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if float(value).is_integer() else f"{value:g}"
-
-
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    key, sign, text = override.partition("=")
-    if not sign or not key:
-        raise ConfigError(f"--set {override}: expected key=value, such as training.learning_rate=1e-4")
-    try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    node: Any = tree
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"--set {override}: {parent} is a value, not a table")
-    node[leaf] = value
-
-
-def _build(cls: type[Any], tree: Any, where: str, prefix: str) -> Any:
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where}: {prefix.rstrip('.')} must be a table, not {tree!r}")
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    for key in tree:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {prefix}{key}; {hint}")
-    values = {}
-    for name, value in tree.items():
-        key, hint = f"{prefix}{name}", hints[name]
-        if dataclasses.is_dataclass(hint):
-            values[name] = _build(typing.cast(type[Any], hint), value, where, f"{key}.")
-        else:
-            values[name] = _checked(value, hint, known[name].metadata, f"{where}: {key}")
-    return cls(**values)
-
-
-def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
-    kind = typing.get_origin(hint) or hint
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if (
-        isinstance(kind, types.UnionType)
-        or not isinstance(value, kind)
-        or (isinstance(value, bool) and kind is not bool)
-    ):
-        raise ConfigError(f"{where} must be {_article(kind.__name__)}, not {value!r}")
-    if metadata["choices"] and value not in metadata["choices"]:
-        near = difflib.get_close_matches(str(value), metadata["choices"], n=1)
-        hint_text = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{where} must be one of {', '.join(metadata['choices'])}, not {value!r}{hint_text}")
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        low, high, above = metadata["low"], metadata["high"], metadata["above"]
-        bad = (low is not None and value < low) or (high is not None and value > high)
-        if bad or (above is not None and value <= above) or math.isnan(value):
-            raise ConfigError(f"{where} = {value!r} is out of range; it must be {_limits(metadata)}")
-    return value
-
-
-def _article(kind: str) -> str:
-    names = {
-        "int": "a whole number",
-        "float": "a number",
-        "str": "a string",
-        "bool": "true or false",
-        "dict": "a table",
-    }
-    return names.get(kind, kind)
 
 
 def _check_across(config: RunConfig, where: str) -> None:
@@ -600,16 +449,3 @@ def _check_virtual(config: RunConfig, where: str) -> None:
         raise ConfigError(f'{where}: workload.kind = "recorded" needs workload.run, the folder of a stored run')
     if config.simulation.colocated and config.staleness.admission != "synchronous":
         raise ConfigError(f'{where}: simulation.colocated needs staleness.admission = "synchronous"')
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return repr(value)

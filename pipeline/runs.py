@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import config as configuration
+from pipeline import knobs
 from pipeline.config import RunConfig
 from pipeline.crew import Crew
 from pipeline.driver import Driver, Outcomes
@@ -35,7 +36,7 @@ def prepare_run_dir(config: RunConfig) -> Path:
         raise ConfigError(f"{run_dir} already holds a run; choose another with --set name=..., or remove it")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.toml").write_text(configuration.to_toml(config))
+        (run_dir / "config.toml").write_text(knobs.to_toml(config))
     except OSError as error:
         raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
     return run_dir

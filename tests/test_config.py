@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import config as configuration
+from pipeline import knobs
 from pipeline.config import RunConfig
 from stores.errors import ConfigError
 
@@ -21,7 +22,7 @@ def load(tmp_path: Path, text: str = GOOD, *overrides: str) -> RunConfig:
 
 def test_defaults_are_valid_and_survive_a_round_trip(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD, 'task.options={a = 1, b = "x\\"y", c = [1, 2]}', "task.answer_pattern=so(\\d+)\\.")
-    assert load(tmp_path, configuration.to_toml(config)) == config
+    assert load(tmp_path, knobs.to_toml(config)) == config
 
 
 def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:

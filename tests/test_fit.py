@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from cli.profile import command
-from pipeline import build
+from pipeline import build, knobs
 from pipeline import config as configuration
 from pipeline.fit import CostWatch, StepPoint, fit_prefill, fit_steps
 from pipeline.forecast import LengthForecast
@@ -197,7 +197,7 @@ def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
     config = configuration.load(path, (f"rollout.cost.profile={out}",))
     used = build.cost_model(config)
     assert dataclasses.asdict(used) == value["coefficients"]
-    assert configuration.from_tree(tomllib.loads(configuration.to_toml(config))) == config  # and needs the file no more
+    assert configuration.from_tree(tomllib.loads(knobs.to_toml(config))) == config  # and needs the file no more
     # Sleeping and polling make steps seem longer here, never shorter.
     assert used.step_s(8, 800) >= 0.9 * build.cost_model(configuration.load(path)).step_s(8, 800)
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli.simulate import command
-from pipeline import build
+from pipeline import build, knobs
 from pipeline import config as configuration
 from pipeline.commands import Command, Retire, Route, Train
 from pipeline.config import RunConfig
@@ -359,7 +359,7 @@ def test_backlog_keeps_no_bound_and_says_so() -> None:
 
 def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text(configuration.to_toml(job()))
+    path.write_text(knobs.to_toml(job()))
     out = tmp_path / "out"
     arguments = [str(path), "--sweep", "staleness.eta=0,2", "--baselines", "--explain", "--out", str(out)]
     result = CliRunner().invoke(command, arguments, catch_exceptions=False)
@@ -384,7 +384,7 @@ def test_a_wrong_sweep_is_one_line(tmp_path: Path) -> None:
     from stores.errors import ConfigError
 
     path = tmp_path / "job.toml"
-    path.write_text(configuration.to_toml(job()))
+    path.write_text(knobs.to_toml(job()))
     with pytest.raises(ConfigError, match="expected key=value1,value2"):
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta"], catch_exceptions=False)
     with pytest.raises(ConfigError, match=r"did you mean staleness\.eta"):
