@@ -14,21 +14,18 @@ import asyncio
 import dataclasses
 import json
 import shutil
-import statistics
 from pathlib import Path
 from typing import Any
 
-from pipeline import build, journal, profiling
+from cli.profile import command as profile
+from pipeline import build, journal
 from pipeline import config as configuration
-from pipeline.commands import Draw, Pull, Score, Train
 from pipeline.config import RunConfig
-from pipeline.events import GroupsArrived, PullFinished, TrajectoryScored, VersionPublished
-from pipeline.model_files import inspect_model
+from pipeline.latencies import latencies
 from pipeline.runs import execute
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import Measures, measure
 from pipeline.simulator.trace import Trace
-from stores.trajectory import InstanceId
 
 DEMO = "examples/demo.toml"
 EMULATED = (
@@ -72,33 +69,6 @@ def compare(summary: dict[str, Any], m: Measures, trace: Trace) -> None:
         print(f"{name:28}{summary['commands'].get(name, 0):14,}{m.commands.get(name, 0):14,}")
 
 
-def latencies(run_dir: Path) -> dict[str, float]:
-    """Median seconds between a command and its outcome in a recorded run, by the knob that simulate has for it."""
-    asked: dict[tuple[object, ...], float] = {}
-    took: dict[str, list[float]] = {"reward_s": [], "pull_s": [], "draw_s": [], "train_s": []}
-    for entry in journal.read(run_dir / "events.jsonl"):
-        match entry.event:
-            case TrajectoryScored(trajectory=t):
-                took["reward_s"].append(entry.now - asked.pop(("score", t)))
-            case PullFinished(instance=i, version=v):
-                took["pull_s"].append(entry.now - asked.pop(("pull", i, v)))
-            case GroupsArrived():
-                took["draw_s"].append(entry.now - asked.pop(("draw",)))
-            case VersionPublished(version=v):
-                took["train_s"].append(entry.now - asked.pop(("train", v)))
-        for command in entry.commands:
-            match command:
-                case Score():
-                    asked["score", command.trajectory] = entry.now
-                case Pull():
-                    asked["pull", command.instance, command.version] = entry.now
-                case Draw():
-                    asked["draw",] = entry.now
-                case Train():
-                    asked["train", command.step + 1] = entry.now
-    return {knob: statistics.median(seconds) for knob, seconds in took.items() if seconds}
-
-
 def with_latencies(config: RunConfig, measured: dict[str, float]) -> RunConfig:
     return dataclasses.replace(config, simulation=dataclasses.replace(config.simulation, **measured))
 
@@ -107,7 +77,7 @@ def emulated() -> None:
     """Latencies of this machine from a short run with one seed; a longer run with another seed is then foretold."""
     short = configuration.load(DEMO, ("name=reality-latencies", *EMULATED, "steps=12", "seed=1"))
     real(short)
-    measured = latencies(short.run_dir)
+    measured = latencies(journal.read(short.run_dir / "events.jsonl"))
     print("measured in a run of 12 steps with another seed:", {k: round(v, 4) for k, v in measured.items()})
     config = configuration.load(DEMO, ("name=reality-emulated", *EMULATED))
     foretold = simulated(with_latencies(config, measured))
@@ -136,40 +106,24 @@ def overhead() -> None:
 
 
 def transformers() -> None:
-    """The demo's job with one instance. Foretold twice: from `staleflow profile`, alone on the machine, and
-    from the cost model that a short run with another seed refitted while trainer, server and engine shared cores."""
+    """The demo's job with one instance, foretold from `staleflow profile` of the engine, alone on the machine, and
+    from `staleflow profile` of a short run with another seed, in which trainer, server and engine shared cores."""
     overrides = ("steps=40", "rollout.instances=1", "task.eval_prompts=0", "cluster.dashboard=false")
     config = configuration.load(DEMO, ("name=reality-transformers", *overrides))
-    alone = Path("runs/reality-profile.json")
-    profile_alone(config, alone)
-    profile = f"rollout.cost.profile={alone}"
-    short = configuration.load(DEMO, ("name=reality-refit", *overrides, "steps=20", "seed=1", profile))
-    first = real(short)
-    measured = latencies(short.run_dir)
-    refit = first["cost_model"]["refit"]
-    print("a run of 20 steps with another seed:", {k: round(v, 4) for k, v in measured.items()})
-    print("its decode steps, measured over profiled:", first["cost_model"]["measured_over_predicted"], refit["model"])
-    beside = Path("runs/reality-refit.json")
-    beside.write_text(json.dumps({"coefficients": refit["model"]}))
+    alone, beside = Path("runs/reality-alone.json"), Path("runs/reality-beside.json")
+    sets = [part for override in overrides for part in ("--set", override)]
+    profile.main([DEMO, *sets, "--steps", "24", "--out", str(alone)], standalone_mode=False)
+    short = configuration.load(DEMO, ("name=reality-short", *overrides, "steps=20", "seed=1", f"profile={alone}"))
+    print("its decode steps, measured over profiled:", real(short)["cost_model"]["measured_over_predicted"])
+    profile.main([str(short.run_dir), "--out", str(beside)], standalone_mode=False)
+    measured = json.loads(beside.read_text())["latencies"]
     summary = real(config)
-    for name, path in (("staleflow profile, alone on the machine", alone), ("refitted while running", beside)):
-        print(f"\n{name}")
-        emulated = ("rollout.engine.name=emulated", f"rollout.cost.profile={path}", "simulation.report_s=0.5")
+    for path in (alone, beside):
+        print(f"\n{path}")
+        emulated = ("rollout.engine.name=emulated", f"profile={path}", "simulation.report_s=0.5")
         lengths = ("workload.kind=recorded", f"workload.run={config.run_dir}")
         job = configuration.load(DEMO, ("name=reality-transformers", *overrides, *emulated, *lengths))
         compare(summary, *simulated(with_latencies(job, measured)))
-
-
-def profile_alone(config: RunConfig, path: Path) -> None:
-    """What `staleflow profile` does, in this process."""
-    engine = build.engine_settings(config, 0, ()).build(InstanceId("profile"), 1)
-    try:
-        grid = profiling.make_grid(config.rollout.engine.max_running, min(96, inspect_model(config).context - 40), 24)
-        fit, points = profiling.profile_engine(engine, grid, config.rollout.engine.kv_tokens, lambda _: None)
-    finally:
-        engine.close()
-    profiling.write_profile(path, fit, points, "transformers")
-    print(f"profile: held-out error {fit.error_median:.1%} median, {fit.error_p90:.1%} at 90 %; {fit.model}")
 
 
 def main() -> None:

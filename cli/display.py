@@ -139,6 +139,15 @@ class Display:
             highlight=False,
             soft_wrap=True,
         )
+        cost: Any = summary["cost_model"]
+        ratio = cost["measured_over_predicted"]
+        if self._config.weighs_costs and cost["drifted"]:
+            console.print(
+                f"[yellow]decode steps took {ratio:.2f} times what the cost model says that strategies went by[/]; "
+                f"staleflow profile {os.path.relpath(end.run_dir)} has what this run measured",
+                highlight=False,
+                soft_wrap=True,
+            )
         if end.stopped:
             console.print(
                 f"stopped: {end.stopped}; all {summary['steps']} steps that were finished are stored", highlight=False

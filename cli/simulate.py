@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli.output import claim_folder
+
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
     from pipeline.simulator.measure import Measures
@@ -61,6 +63,8 @@ def command(
     if baselines:
         rows += [Row(label, (*extra, f"staleness.alpha={job.staleness.eta}")) for label, extra in BASELINES]
     jobs = [(row, configuration.load(config_path, (*overrides, *row.overrides))) for row in rows]
+    if out is not None:
+        claim_folder(Path(out), "--out")
     results = simulated(jobs, quiet=as_json)
     if out is not None:
         written(Path(out), jobs, results)
@@ -105,6 +109,9 @@ def simulated(jobs: list[tuple[Row, RunConfig]], *, quiet: bool) -> list[tuple[M
     """All variants, a process a core, with a progress bar."""
     import os
     from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    from stores.errors import InstanceLost
 
     if len(jobs) == 1:
         return [simulate_one(jobs[0][1])]
@@ -112,7 +119,12 @@ def simulated(jobs: list[tuple[Row, RunConfig]], *, quiet: bool) -> list[tuple[M
 
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
         done = pool.map(simulate_one, [config for _, config in jobs])
-        return list(track(done, description="simulating", total=len(jobs), transient=True, disable=quiet))
+        try:
+            return list(track(done, description="simulating", total=len(jobs), transient=True, disable=quiet))
+        except BrokenProcessPool as error:
+            raise InstanceLost(
+                "a simulating process was killed, perhaps for its memory; sweep fewer values or simulate fewer steps"
+            ) from error
 
 
 def written(folder: Path, jobs: list[tuple[Row, RunConfig]], results: list[tuple[Measures, Trace]]) -> None:

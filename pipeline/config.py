@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.knobs import Explained, apply_override, build, explained, knob
+from pipeline.knobs import Explained, apply_override, build, explained, knob, merged
 from pipeline.strategies.admission import ADMISSION_NAMES
 from pipeline.strategies.filtering import FILTERING_NAMES, Straggling
 from pipeline.strategies.migration import MIGRATION_NAMES
@@ -124,7 +124,6 @@ class CostConfig:
     k4: float = knob(0.0028, "seconds every step", low=0)
     b: float = knob(0.0027, "offset of the compute-bound part, seconds", low=0)
     prefill: float = knob(0.0001231, "seconds a token of a prompt, or of a context that is computed again", low=0)
-    profile: str = knob("", "file that `staleflow profile` wrote; its coefficients replace the ones above")
     tolerance: float = knob(
         0.25, "difference from measured steps beyond which a run says that the model drifted", above=0
     )
@@ -263,6 +262,10 @@ class RunConfig:
     runs_dir: str = knob("runs", "where run folders are made")
     seed: int = knob(0, "of prompts, sampling and minibatch order", low=0, high=2**31)
     steps: int = knob(10, "training steps", low=1)
+    profile: str = knob(
+        "",
+        "file that `staleflow profile` wrote: its numbers take the place of rollout.cost's, a run's also simulation's",
+    )
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     reward: RewardConfig = RewardConfig()
@@ -302,6 +305,13 @@ class RunConfig:
     def bound(self) -> int:
         """eta; with admission backlog, which keeps no bound, all steps."""
         return self.steps if self.staleness.admission == "backlog" else self.staleness.eta
+
+    @property
+    def weighs_costs(self) -> bool:
+        """Whether one of its strategies goes by the cost model."""
+        rollout = self.rollout
+        by_cost = rollout.synchronization == "hypothesis" or rollout.migration != "none"
+        return by_cost or rollout.routing in ("throughput_optimal", "deadline")
 
     @property
     def members_started(self) -> int:
@@ -358,21 +368,22 @@ def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
 
 
 def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The tree with the coefficients of the profile it names in that name's place: what a run goes by must not change
-    when a file does."""
-    cost = tree.get("rollout", {}).get("cost", {}) if isinstance(tree.get("rollout"), Mapping) else {}
-    name = cost.get("profile") if isinstance(cost, Mapping) else None
+    """The tree with the numbers of the profile it names in that name's place: what a run goes by must not change when a
+    file does."""
+    name = tree.get("profile")
     if not name or not isinstance(name, str):
         return tree
-    what = f"{where}: rollout.cost.profile = {name!r}"
+    what = f"{where}: profile = {name!r}"
     try:
-        coefficients = json.loads(Path(name).read_text())["coefficients"]
-        measured = {key: coefficients[key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
+        profile = json.loads(Path(name).read_text())
+        cost = {key: profile["coefficients"][key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
+        seconds = dict(profile.get("latencies", {}))
     except OSError as error:
         raise ConfigError(f"{what}: cannot be read: {error}; `staleflow profile` writes one") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{what}: not a profile ({error!r}); make it anew with `staleflow profile`") from error
-    return {**tree, "rollout": {**tree["rollout"], "cost": {**cost, **measured, "profile": ""}}}
+    measured = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
+    return merged(tree, measured)
 
 
 def located(config: RunConfig) -> RunConfig:

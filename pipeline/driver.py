@@ -74,6 +74,8 @@ class Outcomes:
     """How many of each kind the coordinator gave."""
     cost_ratio: float | None = None
     """Measured decode steps over what the cost model says, median; None if too few were seen."""
+    cost_drifted: bool = False
+    """Whether that is further from one than rollout.cost.tolerance allows."""
     cost_refit: Fit | None = None
     """The cost model that this run's own decode steps ask for."""
     losses: list[str] = field(default_factory=list)
@@ -451,6 +453,7 @@ class Driver:
         count = max(1, len(self._crew.instances))
         self.outcomes.losses = self._crew.losses
         self.outcomes.cost_ratio = self._cost_watch.ratio
+        self.outcomes.cost_drifted = self._cost_watch.drifted
         self.outcomes.cost_refit = self._cost_watch.refit()
         self.outcomes.phases = {
             "wall_s": wall_s,

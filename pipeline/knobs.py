@@ -64,6 +64,15 @@ def build(cls: type[Any], tree: Any, where: str, prefix: str = "") -> Any:
     return cls(**values)
 
 
+def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with the values of `over` in it, table by table."""
+    result = dict(tree)
+    for key, value in over.items():
+        below = result.get(key, {})
+        result[key] = merged(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return result
+
+
 def explained(tree: Any) -> list[Explained]:
     """Every value of the tree with its meaning and limits, in the order of the fields."""
     return [

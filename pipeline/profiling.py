@@ -1,4 +1,5 @@
-"""Measuring a real engine's decode steps and prefill, for `staleflow profile`. Needs no cluster: one engine, here."""
+"""For `staleflow profile`: times a real engine's decode steps and prefill, here and without a cluster; or takes both
+from what a finished run has measured."""
 
 from __future__ import annotations
 
@@ -7,14 +8,17 @@ import json
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline import journal
 from pipeline.fit import Fit, StepPoint, fit_prefill, fit_steps
+from pipeline.latencies import latencies
+from stores.cost import CostModel
 from stores.errors import ConfigError, InstanceLost, StoreError
 from stores.trajectory import TrajectoryId
-from tasks.engines.base import Engine, Request
+from tasks.engines.base import Engine, Failed, Request
 
 WARM_TOKENS = 3
 """Tokens every request has sampled before its steps are counted: by then all of the batch decodes."""
@@ -69,7 +73,7 @@ def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tupl
         begin = time.monotonic()
         engine.submit([_request(member, context, 4)])
         while not any(n >= 1 for t, n in engine.load_statistics().progress if t == member):
-            if any(e.trajectory == member for e in engine.events(0.0)):
+            if _ended(engine):
                 break
             _check(begin, engine)
             time.sleep(POLL_S / 4)
@@ -89,10 +93,9 @@ def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) ->
         load = engine.load_statistics()
         now = time.monotonic()
         sampled = [n for _, n in load.progress]
-        if len(sampled) < len(ids) or any(engine.events(0.0)):
-            if marks:
-                break  # one has ended already: what follows is another batch
-        elif min(sampled) >= WARM_TOKENS:
+        if _ended(engine):
+            break  # what follows is another batch
+        if len(sampled) == len(ids) and min(sampled) >= WARM_TOKENS:
             mean = sum(sampled) / len(sampled)
             if not marks or mean > marks[-1][1]:
                 marks.append((now, mean))
@@ -113,6 +116,15 @@ def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) ->
         for (t1, n1), (t2, n2) in itertools.pairwise(cut)
         if n2 > n1
     ]
+
+
+def _ended(engine: Engine) -> bool:
+    """Whether a request has ended. Raises InstanceLost if one cannot go on: its batch is not what was asked for."""
+    ended = engine.events(0.0)
+    failed = next((e for e in ended if isinstance(e, Failed)), None)
+    if failed is not None:
+        raise InstanceLost(f"the engine failed in a measured batch: {failed.error}")
+    return bool(ended)
 
 
 def _request(member: TrajectoryId, context: int, new_tokens: int) -> Request:
@@ -138,19 +150,52 @@ def profile_engine(
         raise ConfigError(f"profile: {error}; raise --max-running, --steps or rollout.engine.kv_tokens") from error
 
 
-def write_profile(path: Path, fit: Fit, points: Sequence[StepPoint], engine: str) -> None:
-    """A file that `rollout.cost.profile` can name: coefficients, ranges, residuals, hardware, and the points."""
-    value = {
-        "engine": engine,
-        "hardware": hardware(),
-        "coefficients": asdict(fit.model),
-        "held_out_error": {"median": fit.error_median, "p90": fit.error_p90},
-        "range": {"running": fit.running, "kv_tokens": fit.kv_tokens},
-        "points": [asdict(p) for p in points],
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What `profile = FILE` in a job takes its numbers from. latencies: seconds by knob of [simulation], known of a run
+    only. points: the measured steps, known of an engine only."""
+
+    source: str
+    fit: Fit
+    hardware: dict[str, Any] | None = None
+    points: tuple[StepPoint, ...] = ()
+    latencies: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it is stored: coefficients, ranges, residuals on held-out steps, and where they come from."""
+        fit = self.fit
+        return {
+            "source": self.source,
+            "hardware": self.hardware,
+            "coefficients": asdict(fit.model),
+            "latencies": self.latencies,
+            "held_out_error": {"median": fit.error_median, "p90": fit.error_p90},
+            "range": {"running": fit.running, "kv_tokens": fit.kv_tokens},
+            "num_points": fit.num_points,
+            "points": [asdict(p) for p in self.points],
+        }
+
+
+def profile_run(run_dir: Path) -> Profile:
+    """What a finished run measured while its roles shared their machines: the cost model its decode steps ask for, and
+    the latencies of everything else. Raises ConfigError if it has not ended, or saw too little."""
+    try:
+        refit = json.loads((run_dir / "summary.json").read_text())["cost_model"]["refit"]
+    except OSError as error:
+        raise ConfigError(f"{run_dir}: no finished run: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{run_dir}: summary.json is not of this version: {error!r}") from error
+    if refit is None:
+        raise ConfigError(f"{run_dir}: the run saw too few decode steps to fit a cost model; make it longer")
+    fit = Fit(**{**refit, "model": CostModel(**refit["model"])})
+    return Profile(source=str(run_dir), fit=fit, latencies=latencies(journal.read(run_dir / "events.jsonl")))
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Raises StoreError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(value, indent=1) + "\n")
+        path.write_text(json.dumps(profile.as_dict(), indent=1) + "\n")
     except OSError as error:
         raise StoreError(f"{path}: cannot be written: {error}; choose another place with --out") from error
 

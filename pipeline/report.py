@@ -58,6 +58,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "commands": outcomes.commands,
         "cost_model": {
             "measured_over_predicted": outcomes.cost_ratio,
+            "drifted": outcomes.cost_drifted,
             "refit": asdict(outcomes.cost_refit) if outcomes.cost_refit else None,
         },
         "forecast": asdict(outcomes.snapshot.forecast) if outcomes.snapshot else None,
@@ -94,8 +95,10 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     stale.plot(x, [s["staleness_max"] for s in steps], color="#cb181d", linewidth=1, label="consumed, max")
     stale.plot(x, [s["staleness_in_flight"] for s in steps], color="#807dba", linewidth=1, label="in flight, mean")
     stale.plot(x, [s["staleness_in_queue"] for s in steps], color="#fd8d3c", linewidth=1, label="in queue, mean")
-    stale.axhline(config.staleness.eta, color="#cb181d", linestyle="--", linewidth=1, label="bound")
-    stale.set(title="staleness (versions)", xlabel="step", ylim=(-0.05, 1.5 * config.staleness.eta + 0.2))
+    if config.staleness.admission != "backlog":  # which keeps none
+        stale.axhline(config.bound, color="#cb181d", linestyle="--", linewidth=1, label="bound")
+    most = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
+    stale.set(title="staleness (versions)", xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))
     stale.legend(fontsize=7, loc="upper center", ncols=3)
 
     lengths = axes[1][0]

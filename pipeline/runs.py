@@ -55,6 +55,8 @@ async def execute(
     from pipeline.model_files import inspect_model
     from pipeline.report import write_report
 
+    if config.simulation.colocated:
+        raise ConfigError("simulation.colocated = true: in a run all roles have workers of their own; use simulate")
     facts = inspect_model(config)
     config = configuration.located(config)
     run_dir = prepare_run_dir(config)

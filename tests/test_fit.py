@@ -7,7 +7,9 @@ import itertools
 import json
 import math
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +18,25 @@ from click.testing import CliRunner
 from cli.profile import command
 from pipeline import build, knobs
 from pipeline import config as configuration
-from pipeline.fit import CostWatch, StepPoint, fit_prefill, fit_steps
+from pipeline.commands import Draw, Pull, Score, Train
+from pipeline.events import (
+    GroupsArrived,
+    NewGroup,
+    PullFinished,
+    Tick,
+    TrajectorySampled,
+    TrajectoryScored,
+    VersionPublished,
+)
+from pipeline.fit import CostWatch, Fit, StepPoint, fit_prefill, fit_steps
 from pipeline.forecast import LengthForecast
+from pipeline.journal import Journal
 from pipeline.pace import Pacing, best_plan
+from pipeline.profiling import Grid, measure_prefill, measure_steps, profile_run
 from stores.cost import CostModel
-from stores.errors import ConfigError
-from stores.trajectory import GroupId
+from stores.errors import ConfigError, InstanceLost
+from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.base import EngineLoad, Failed, Request
 
 PUBLISHED = {
     "7B": CostModel(k1=3.35e-08, k2=0.0064, b=0.0027, k3=0.0001231, k4=0.0028),
@@ -192,9 +207,11 @@ def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "on steps kept from the fit it is off by" in result.output
     value = json.loads(out.read_text())
-    assert set(value) == {"engine", "hardware", "coefficients", "held_out_error", "range", "points"}
+    assert set(value) == {
+        "source", "hardware", "coefficients", "latencies", "held_out_error", "range", "num_points", "points"
+    }  # fmt: skip
     assert value["range"]["running"] == [1, 8]
-    config = configuration.load(path, (f"rollout.cost.profile={out}",))
+    config = configuration.load(path, (f"profile={out}",))
     used = build.cost_model(config)
     assert dataclasses.asdict(used) == value["coefficients"]
     assert configuration.from_tree(tomllib.loads(knobs.to_toml(config))) == config  # and needs the file no more
@@ -213,6 +230,79 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
     ):
         profile.write_text(text)
         with pytest.raises(ConfigError, match=message):
-            configuration.load(job, (f"rollout.cost.profile={profile}",))
+            configuration.load(job, (f"profile={profile}",))
     with pytest.raises(ConfigError, match="cannot be read"):
-        configuration.load(job, (f"rollout.cost.profile={tmp_path / 'y.json'}",))
+        configuration.load(job, (f"profile={tmp_path / 'y.json'}",))
+
+
+def finished_run(folder: Path, refit: Fit | None) -> Path:
+    """A run's folder, as far as profile reads it: one step of one trajectory, which took what the numbers below say."""
+    folder.mkdir()
+    summary = {"cost_model": {"refit": dataclasses.asdict(refit) if refit else None}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    book = Journal(folder / "events.jsonl")
+    one, two = TrajectoryId(0), TrajectoryId(1)
+    book.append(0.0, Tick(), [Draw(num_groups=1, cause="")])
+    book.append(0.5, GroupsArrived(groups=(NewGroup(group=GroupId(0), prompt_tokens=5),)), [])
+    book.append(2.0, TrajectorySampled(trajectory=one, epoch=1, tokens=9), [Score(trajectory=one, cause="")])
+    book.append(2.1, TrajectorySampled(trajectory=two, epoch=1, tokens=9), [Score(trajectory=two, cause="")])
+    book.append(2.4, TrajectoryScored(trajectory=two, reward=1.0), [])
+    train = Train(step=0, trajectories=(one, two), versions=(PolicyVersion(0), PolicyVersion(0)), cause="")
+    book.append(2.5, TrajectoryScored(trajectory=one, reward=1.0), [train])
+    pull = Pull(instance=InstanceId("a"), version=PolicyVersion(1), cause="")
+    book.append(9.5, VersionPublished(version=PolicyVersion(1)), [pull])
+    book.append(9.7, PullFinished(instance=InstanceId("a"), version=PolicyVersion(1)), [])
+    book.append(9.8, TrajectoryScored(trajectory=one, reward=1.0), [])  # nobody asked: left out
+    book.close()
+    return folder
+
+
+def test_a_finished_run_is_a_profile_too_with_its_latencies(tmp_path: Path) -> None:
+    refit = fit_steps(points_of(PUBLISHED["7B"], np.random.default_rng(0), 0.01), prefill=0.0)
+    run, out, job = finished_run(tmp_path / "ran", refit), tmp_path / "p.json", tmp_path / "job.toml"
+    result = CliRunner().invoke(command, [str(run), "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "train_s" in result.output
+    job.write_text('[rollout.engine]\nname = "emulated"\n[simulation]\ntrain_s = 1.0\ncommand_s = 0.25\n')
+    config = configuration.load(job, (f"profile={out}",))
+    assert build.cost_model(config) == refit.model
+    seconds = config.simulation
+    assert (seconds.draw_s, seconds.reward_s, seconds.train_s, seconds.pull_s, seconds.command_s) == pytest.approx(
+        (0.5, 0.4, 7.0, 0.2, 0.25)
+    )
+
+
+def test_a_run_that_saw_too_little_or_has_not_ended_is_no_profile(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too few decode steps"):
+        profile_run(finished_run(tmp_path / "short", None))
+    with pytest.raises(ConfigError, match="no finished run"):
+        profile_run(tmp_path)
+
+
+class Broken:
+    """An engine that cannot sample."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.asked = requests
+
+    def events(self, timeout_s: float) -> list[Failed]:
+        return [Failed(trajectory=r.trajectory, epoch=r.epoch, error="no such kernel") for r in self.asked]
+
+    def load_statistics(self) -> EngineLoad:
+        return EngineLoad(version=PolicyVersion(0), running=0, kv_tokens=0, busy_s=0.0, tokens_sampled=0, progress=())
+
+
+@pytest.mark.parametrize("measure", [measure_prefill, measure_steps])
+def test_an_engine_that_fails_is_said_at_once(measure: Any) -> None:
+    grid = Grid(running=(1,), contexts=(8,), steps=4)
+    arguments = ((8,), 0) if measure is measure_prefill else (grid, 1000, lambda _: None)
+    with pytest.raises(InstanceLost, match="no such kernel"):
+        measure(Broken(), *arguments)
+
+
+def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(tmp_path: Path) -> None:
+    job, file = tmp_path / "job.toml", tmp_path / "file"
+    job.write_text('[rollout.engine]\nname = "emulated"\n')
+    file.write_text("")
+    with pytest.raises(ConfigError, match="choose another place with --out"):
+        CliRunner().invoke(command, [str(job), "--out", str(file / "p.json")], catch_exceptions=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from pipeline.strategies.admission import ADMISSION_NAMES
 from pipeline.strategies.routing import ROUTING_NAMES
 from pipeline.strategies.synchronization import SYNCHRONIZATION_NAMES
 from stores.cost import CostModel
-from stores.errors import RunStuck
+from stores.errors import ConfigError, InstanceLost, RunStuck
 from stores.trajectory import Fate
 from tasks.engines.decoding import DecodingInstance
 from tasks.workload import Turn
@@ -381,11 +383,27 @@ def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
 
 
 def test_a_wrong_sweep_is_one_line(tmp_path: Path) -> None:
-    from stores.errors import ConfigError
-
     path = tmp_path / "job.toml"
     path.write_text(knobs.to_toml(job()))
     with pytest.raises(ConfigError, match="expected key=value1,value2"):
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta"], catch_exceptions=False)
     with pytest.raises(ConfigError, match=r"did you mean staleness\.eta"):
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.etta=1,2"], catch_exceptions=False)
+
+
+def test_a_killed_simulation_and_an_unwritable_folder_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, file = tmp_path / "job.toml", tmp_path / "file"
+    path.write_text(knobs.to_toml(job()))
+    file.write_text("")
+    monkeypatch.setattr("cli.simulate.simulate_one", killed)
+    with pytest.raises(ConfigError, match="choose another place with --out"):
+        CliRunner().invoke(command, [str(path), "--out", str(file / "out")], catch_exceptions=False)
+    with pytest.raises(InstanceLost, match="a simulating process was killed"):
+        CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta=0,1"], catch_exceptions=False)
+
+
+def killed(config: RunConfig) -> None:
+    """What the system's memory killer does to a simulation."""
+    os.kill(os.getpid(), signal.SIGKILL)
