@@ -96,9 +96,11 @@ def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> 
         hint_text = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{where} must be one of {', '.join(metadata['choices'])}, not {value!r}{hint_text}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ConfigError(f"{where} = {value!r} must be finite")
         low, high, above = metadata["low"], metadata["high"], metadata["above"]
         bad = (low is not None and value < low) or (high is not None and value > high)
-        if bad or (above is not None and value <= above) or not math.isfinite(value):
+        if bad or (above is not None and value <= above):
             raise ConfigError(f"{where} = {value!r} is out of range; it must be {_limits(metadata)}")
     return value
 

@@ -45,7 +45,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("staleness.eta=1.5", "staleness.eta must be a whole number, not 1.5"),
         ("staleness.eta=true", "staleness.eta must be a whole number, not True"),
         ("training.learning_rate=0", "learning_rate = 0.0 is out of range; it must be > 0"),
-        ("training.learning_rate=nan", "out of range"),
+        ("training.learning_rate=nan", "learning_rate = nan must be finite"),
         ("staleness=3", "staleness must be a table, not 3"),
         (
             "rollout.routing=best",
