@@ -47,7 +47,7 @@ TRAINER_SHARE = 0.8
 """Training takes the physical minimum of the rollout over this: provisioned so that rollout may run at 80 % of it."""
 OURS = ("rollout.routing=deadline", "rollout.synchronization=greedy")
 CUT = ("batch.stragglers=truncate", "batch.straggler_patience=0.1")
-"""Once the trainer has waited a tenth of a step for its last groups, their unfinished responses are scored as they are."""
+"""Once the trainer has waited a tenth of a step for its last groups, unfinished responses are scored as they are."""
 
 
 @dataclass(frozen=True, slots=True)
