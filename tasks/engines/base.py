@@ -48,7 +48,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine is doing. `progress`: (trajectory, tokens sampled in all)."""
+    """What an engine is doing. progress: (trajectory, tokens sampled in all). waiting: of those that run, how many have
+    no place in its batch now. preemptions: since start, for want of KV memory."""
 
     version: PolicyVersion
     running: int
@@ -57,6 +58,8 @@ class EngineLoad:
     """Seconds since start in which it had at least one request."""
     tokens_sampled: int
     progress: tuple[tuple[TrajectoryId, int], ...]
+    waiting: int = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

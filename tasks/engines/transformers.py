@@ -10,19 +10,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from stores import parameters
 from stores.errors import InstanceLost
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.book import Book, Running
 
 POLL_S = 0.003
 """How often outputs are collected: well under a decode step of any model worth training."""
@@ -48,71 +48,46 @@ class TransformersSettings:
         return TransformersEngine(self, instance)
 
 
-@dataclass(slots=True)
-class _Running:
-    """One request. It is resubmitted under a new manager id whenever weights change."""
-
-    request: Request
-    manager_id: str
-    segments: tuple[Segment, ...] = ()
-    tokens: list[int] = field(default_factory=list)  # of the current segment
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(len(s.tokens) for s in self.segments) + len(self.tokens)
-
-
 class TransformersEngine:
     """See tasks/engines/base.py for the contract."""
 
     def __init__(self, settings: TransformersSettings, instance: InstanceId) -> None:
         self._settings = settings
         self._instance = instance
-        self.version = PolicyVersion(0)
         device = resolve_device(settings.device)
         self._model: Any = load_model(settings.model, settings.dtype, device, attention="sdpa")
         self._managers: dict[bool, Any] = {}
-        self._running: dict[str, _Running] = {}
-        self._by_trajectory: dict[TrajectoryId, str] = {}
-        # Guards the two dicts and the order of pause, drain and cancel; never held while waiting for output.
+        self._book = Book(instance)
+        # Guards the book and the order of pause, drain and cancel; never held while waiting for output.
         self._lock = threading.RLock()
         self._ended: list[Sampled | Failed] = []
-        self._num_submitted = 0
-        self._tokens_sampled = 0
-        self._busy_s = 0.0
-        self._busy_since: float | None = None
         self._manager(greedy=False)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._book.version
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self._lock:
             for request in requests:
-                older = self._by_trajectory.get(request.trajectory)
+                older = self._book.of(request.trajectory)
                 if older is not None:
-                    if self._running[older].request.epoch == request.epoch:
+                    if older.request.epoch == request.epoch:
                         continue  # asked twice
                     self._stop(older)
-                self._start(_Running(request=request, manager_id=""))
+                self._start(Running(request))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
         with self._lock, self._paused():
-            stopped = [self._stop(i) for t in trajectories if (i := self._by_trajectory.get(t)) is not None]
-            return [
-                Sampled(
-                    trajectory=r.request.trajectory,
-                    epoch=r.request.epoch,
-                    segments=r.segments,
-                    finish=FinishReason.UNFINISHED,
-                )
-                for r in stopped
-            ]
+            stopped = [self._stop(r) for t in trajectories if (r := self._book.of(t)) is not None]
+            return [r.sampled(FinishReason.UNFINISHED) for r in stopped]
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         with self._lock:
             for trajectory in trajectories:
-                manager_id = self._by_trajectory.get(trajectory)
-                if manager_id is not None:
-                    self._stop(manager_id)
+                running = self._book.of(trajectory)
+                if running is not None:
+                    self._stop(running)
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = time.monotonic()
@@ -121,11 +96,11 @@ class TransformersEngine:
         parameters.check_names(named, loaded, weights)
         with self._lock, self._paused():
             # Their KV cache belongs to the old weights: stop, swap, and prefill again with the tokens they have.
-            interrupted = [self._stop(i) for i in tuple(self._running)]
+            interrupted = [self._stop(r) for r in self._book]
             with torch.no_grad():
                 for name, parameter in named.items():
                     parameter.copy_(loaded[name])
-            self.version = version
+            self._book.version = version
             for running in interrupted:
                 self._start(running)
         return Loaded(version=version, fingerprint=parameters.fingerprint(named), elapsed_s=time.monotonic() - begin)
@@ -144,19 +119,7 @@ class TransformersEngine:
     def load_statistics(self) -> EngineLoad:
         with self._lock:
             self._drain()
-            busy_s = self._busy_s
-            if self._busy_since is not None:
-                busy_s += time.monotonic() - self._busy_since
-            return EngineLoad(
-                version=self.version,
-                running=len(self._running),
-                kv_tokens=sum(len(r.request.tokens) + r.num_sampled for r in self._running.values()),
-                busy_s=busy_s,
-                tokens_sampled=self._tokens_sampled,
-                progress=tuple(
-                    (r.request.trajectory, r.request.num_prior + r.num_sampled) for r in self._running.values()
-                ),
-            )
+            return self._book.load()
 
     def close(self) -> None:
         for manager in self._managers.values():
@@ -201,18 +164,12 @@ class TransformersEngine:
         """Pause all managers and take in everything they have sampled."""
         return _Paused(self)
 
-    def _start(self, running: _Running) -> None:
+    def _start(self, running: Running) -> None:
         request = running.request
         sampled = [int(t) for s in running.segments for t in s.tokens]
-        self._num_submitted += 1
-        running.manager_id = f"{request.trajectory}.{request.epoch}.{self._num_submitted}"
-        if not self._running:
-            self._busy_since = time.monotonic()
-        self._running[running.manager_id] = running
-        self._by_trajectory[request.trajectory] = running.manager_id
         accepted = self._manager(greedy=request.greedy).add_request(
             [*request.tokens, *sampled],
-            request_id=running.manager_id,
+            request_id=self._book.enter(running),
             max_new_tokens=request.max_new_tokens - len(sampled),
             streaming=True,
             eos_token_id=list(self._settings.eos) or -1,
@@ -220,32 +177,11 @@ class TransformersEngine:
         if accepted is None:
             raise InstanceLost(f"{self._instance}: the decoding loop has stopped and takes no requests")
 
-    def _stop(self, manager_id: str) -> _Running:
+    def _stop(self, running: Running) -> Running:
         """Take a request out, its current segment closed."""
-        running = self._running[manager_id]
-        self._manager(greedy=running.request.greedy).cancel_request(manager_id)
-        self._close_segment(running)
-        self._forget(running)
+        self._manager(greedy=running.request.greedy).cancel_request(running.key)
+        self._book.leave(running)
         return running
-
-    def _close_segment(self, running: _Running) -> None:
-        if running.tokens:
-            segment = Segment(
-                version=self.version,
-                instance=self._instance,
-                tokens=np.asarray(running.tokens, np.int32),
-                logprobs=np.asarray(running.logprobs, np.float32),
-            )
-            running.segments = (*running.segments, segment)
-            running.tokens, running.logprobs = [], []
-
-    def _forget(self, running: _Running) -> None:
-        del self._running[running.manager_id]
-        if self._by_trajectory.get(running.request.trajectory) == running.manager_id:
-            del self._by_trajectory[running.request.trajectory]
-        if not self._running and self._busy_since is not None:
-            self._busy_s += time.monotonic() - self._busy_since
-            self._busy_since = None
 
     def _drain(self) -> None:
         for manager in self._managers.values():
@@ -255,29 +191,21 @@ class TransformersEngine:
                 self._take(output)
 
     def _take(self, output: Any) -> None:
-        running = self._running.get(output.request_id)
+        running = self._book.get(output.request_id)
         if running is None:
             return  # of a request stopped meanwhile
-        self._tokens_sampled += len(output.generated_tokens) - len(running.tokens)
-        running.tokens, running.logprobs = output.generated_tokens, output.logprobs
+        # Every output carries all that was sampled since the request was started.
+        seen = len(running.tokens)
+        self._book.extend(running, output.generated_tokens[seen:], output.logprobs[seen:])
         if not output.is_finished():
             return
+        self._book.leave(running)
         request = running.request
         if output.error is not None:
-            self._forget(running)
             self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=output.error))
             return
         stopped = bool(output.generated_tokens) and output.generated_tokens[-1] in self._settings.eos
-        self._close_segment(running)
-        self._forget(running)
-        self._ended.append(
-            Sampled(
-                trajectory=request.trajectory,
-                epoch=request.epoch,
-                segments=running.segments,
-                finish=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            )
-        )
+        self._ended.append(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
 
 
 class _Paused:
