@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -167,20 +167,26 @@ def engine_settings(config: RunConfig, index: int, eos: tuple[int, ...]) -> Engi
             keep=config.rollout.on_pull == "keep",
             time_scale=engine.time_scale,
         )
+    common: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "device": config.model.device,
+        "temperature": config.rollout.temperature,
+        "max_running": engine.max_running,
+        "kv_tokens": engine.kv_tokens,
+        "page_tokens": engine.page_tokens,
+        "max_batch_tokens": engine.max_batch_tokens,
+        "eos": eos,
+        "seed": config.seed * 1000 + index,
+    }
+    if engine.name == "vllm":
+        from tasks.engines.vllm import VllmSettings
+
+        keep = config.rollout.on_pull == "keep"
+        return VllmSettings(**common, keep=keep, tensor_parallel=engine.tensor_parallel, options=dict(engine.options))
     from tasks.engines.transformers import TransformersSettings
 
-    return TransformersSettings(
-        model=config.model.path,
-        dtype=config.model.dtype,
-        device=config.model.device,
-        temperature=config.rollout.temperature,
-        max_running=engine.max_running,
-        kv_tokens=engine.kv_tokens,
-        page_tokens=engine.page_tokens,
-        max_batch_tokens=engine.max_batch_tokens,
-        eos=eos,
-        seed=config.seed * 1000 + index,
-    )
+    return TransformersSettings(**common)
 
 
 def make_workload(config: RunConfig) -> Workload:

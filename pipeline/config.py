@@ -25,6 +25,7 @@ from tasks.names import (
     ADVANTAGE_NAMES,
     AGGREGATION_NAMES,
     ENGINE_NAMES,
+    ENGINE_OPTIONS_OURS,
     LOSS_NAMES,
     SCHEDULE_NAMES,
     WORKLOAD_NAMES,
@@ -110,6 +111,8 @@ class EngineConfig:
     kv_tokens: int = knob(16384, "KV cache of an instance, tokens", low=64)
     page_tokens: int = knob(32, "tokens a cache page", low=4)
     max_batch_tokens: int = knob(1024, "tokens one forward pass may hold (prefill and decode together)", low=1)
+    tensor_parallel: int = knob(1, "vllm: GPUs an instance spreads its model over", low=1, high=64)
+    options: dict[str, Any] = knob({}, "vllm: further arguments of its EngineArgs, such as gpu_memory_utilization")
     time_scale: float = knob(1.0, "emulated: seconds of the cost model that pass in one second", above=0)
 
 
@@ -437,18 +440,29 @@ def _check_across(config: RunConfig, where: str) -> None:
             f"{where}: staleness.alpha = {staleness.alpha:g} lets trajectories lag {math.ceil(staleness.alpha)} "
             f"versions, staleness.eta allows {staleness.eta}; lower alpha or raise eta"
         )
+    for kind, key in (("address", "address"), ("file", "scheduler_file")):
+        if config.cluster.kind == kind and not getattr(config.cluster, key):
+            raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
+    _check_engine(config, where)
+    _check_virtual(config, where)
+
+
+def _check_engine(config: RunConfig, where: str) -> None:
+    """Rules of what the engines can do."""
     engine = config.rollout.engine
     if config.rollout.on_pull == "keep" and engine.name == "transformers":
         raise ConfigError(f'{where}: rollout.on_pull = "keep" is not known to the transformers engine; use "interrupt"')
+    ours = ENGINE_OPTIONS_OURS.get(engine.name)
+    for option in engine.options:
+        if ours is None:
+            raise ConfigError(f"{where}: rollout.engine.options is not known to the {engine.name} engine; remove it")
+        if option in ours:
+            raise ConfigError(f"{where}: rollout.engine.options.{option}: {ours[option]}; remove it")
     if engine.kv_tokens < config.rollout.max_new_tokens:
         raise ConfigError(
             f"{where}: rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}"
         )
-    for kind, key in (("address", "address"), ("file", "scheduler_file")):
-        if config.cluster.kind == kind and not getattr(config.cluster, key):
-            raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
-    _check_virtual(config, where)
 
 
 def _check_virtual(config: RunConfig, where: str) -> None:

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from stores.errors import StoreError
 from stores.trajectory import PolicyVersion
 
 Tensors = Mapping[str, torch.Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def fingerprint(tensors: Tensors) -> str:
@@ -45,14 +46,27 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         raise StoreError(f"{path}: weights cannot be read: {error}") from error
 
 
-def check_names(held: Tensors, loaded: Tensors, path: Path) -> None:
+def shapes(tensors: Tensors) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def read_shapes(path: Path) -> Shapes:
+    """Names and shapes of a published file, without its tensors."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        raise StoreError(f"{path}: weights cannot be read: {error}") from error
+
+
+def check_shapes(held: Shapes, loaded: Shapes, path: Path) -> None:
     """Raise before anything is overwritten if a tensor is missing, unknown or of another shape."""
     if held.keys() != loaded.keys():
         differing = sorted(held.keys() ^ loaded.keys())
         raise StoreError(f"{path}: tensors differ from the model's, first {differing[0]} of {len(differing)}")
-    for name, tensor in held.items():
-        if tensor.shape != loaded[name].shape:
-            raise StoreError(f"{path}: {name} is {tuple(loaded[name].shape)}, the model's is {tuple(tensor.shape)}")
+    for name, shape in held.items():
+        if shape != loaded[name]:
+            raise StoreError(f"{path}: {name} is {loaded[name]}, the model's is {shape}")
 
 
 OWNER = ".owner"

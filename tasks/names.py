@@ -1,6 +1,30 @@
 """The names a job file may use, apart from what they name: checking a job loads neither torch nor vllm."""
 
-ENGINE_NAMES = ("transformers", "emulated")
+ENGINE_NAMES = ("transformers", "vllm", "emulated")
+ENGINE_OPTIONS_OURS = {
+    "vllm": {
+        **dict.fromkeys(
+            ("model", "dtype", "seed", "tensor_parallel_size", "max_num_seqs", "block_size"), "has its own key"
+        ),
+        "num_gpu_blocks_override": "rollout.engine.kv_tokens says it",
+        "max_num_batched_tokens": "rollout.engine.max_batch_tokens says it",
+        **dict.fromkeys(
+            (
+                "logprobs_mode",
+                "async_scheduling",
+                "weight_transfer_config",
+                "worker_extension_cls",
+                "skip_tokenizer_init",
+            ),
+            "tokens could no longer be attributed to their version and logprob",
+        ),
+        **dict.fromkeys(
+            ("logits_processors", "override_generation_config", "generation_config", "speculative_config"),
+            "stored logprobs would not be those of the policy that sampled",
+        ),
+    }
+}
+"""Engine arguments that a job may not pass on, and why."""
 ADVANTAGE_NAMES = ("grpo", "dapo", "dr_grpo", "rloo", "reinforce_plus_plus")
 LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "cispo", "tis")
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant_length")

@@ -39,14 +39,7 @@ class TestTransformersEngine(EngineTests):
 
     @pytest.fixture
     def other_weights(self, tiny_model: Path, tmp_path: Path) -> tuple[Path, str]:
-        model = load_model(str(tiny_model), "float32", "cpu", "sdpa")
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-        named = dict(model.named_parameters())
-        path = ParameterFolder(tmp_path / "weights").publish(PolicyVersion(5), named)
-        return path, parameters.fingerprint(named)
+        return changed_weights(tiny_model, tmp_path)
 
     def test_temperature_is_in_the_logprobs(self, tiny_model: Path) -> None:
         one = TransformersEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))
@@ -64,6 +57,18 @@ class TestTransformersEngine(EngineTests):
         one._managers[False].stop(block=True, timeout=10, hard_stop=True)
         with pytest.raises(InstanceLost, match="rollout-0"):
             one.events(0.1)
+
+
+def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:
+    """Other weights for the same model, as version 5 is published, and their fingerprint."""
+    model = load_model(str(folder), "float32", "cpu", "sdpa")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    named = dict(model.named_parameters())
+    path = ParameterFolder(tmp_path / "weights").publish(PolicyVersion(5), named)
+    return path, parameters.fingerprint(named)
 
 
 def plain_logprobs(

@@ -97,7 +97,7 @@ class Book:
             running.segments = (*running.segments, segment)
             running.tokens, running.logprobs = [], []
 
-    def load(self) -> EngineLoad:
+    def load(self, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
         busy_s = self._busy_s
         if self._busy_since is not None:
             busy_s += time.monotonic() - self._busy_since
@@ -109,4 +109,6 @@ class Book:
             busy_s=busy_s,
             tokens_sampled=self._tokens_sampled,
             progress=tuple((r.request.trajectory, r.request.num_prior + r.num_sampled) for r in running),
+            waiting=waiting,
+            preemptions=preemptions,
         )

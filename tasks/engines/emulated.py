@@ -150,7 +150,7 @@ class EmulatedEngine:
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = time.monotonic()
         loaded = self._parameters.read(weights)
-        self._parameters.check_names(_held(), loaded, weights)
+        self._parameters.check_shapes(self._parameters.shapes(_held()), self._parameters.shapes(loaded), weights)
         settings = self._settings
         with self._changed:
             done_s = self._batch.load(self._catch_up(), settings.pull_s, keep=settings.keep)

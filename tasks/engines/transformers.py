@@ -93,7 +93,7 @@ class TransformersEngine:
         begin = time.monotonic()
         named = dict(self._model.named_parameters())
         loaded = parameters.read(weights)
-        parameters.check_names(named, loaded, weights)
+        parameters.check_shapes(parameters.shapes(named), parameters.shapes(loaded), weights)
         with self._lock, self._paused():
             # Their KV cache belongs to the old weights: stop, swap, and prefill again with the tokens they have.
             interrupted = [self._stop(r) for r in self._book]

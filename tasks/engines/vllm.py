@@ -1,0 +1,327 @@
+"""vLLM as a rollout engine: its own LLMEngine in this process, driven by one thread.
+
+Nothing but that thread touches vLLM. Calls wait in a queue and are carried out between two decode steps; what has been
+sampled is booked after each step. So a request is always seen whole, and a weight update falls between two steps: every
+token is of the version that was in place when its step began.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stores import parameters
+from stores.errors import ConfigError, InstanceLost
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.book import Book, Running
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Read by vLLM when it is imported: one process, no threads pinned to cores that others share, no log of its own."""
+CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+"""On a CPU compiling costs more than it brings."""
+SHUTDOWN_S = 10.0
+"""Longest that close() waits for the step at hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """model: folder or hub name. kv_tokens: size of the paged cache. eos: ids that end a response. keep: a weight
+    update leaves running requests their old cache. options: further arguments of vLLM's EngineArgs, by its names."""
+
+    model: str
+    dtype: str
+    device: str
+    temperature: float
+    max_running: int
+    kv_tokens: int
+    page_tokens: int
+    max_batch_tokens: int
+    eos: tuple[int, ...]
+    seed: int
+    keep: bool = False
+    tensor_parallel: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, instance: InstanceId, threads: int) -> Engine:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        return VllmEngine(self, instance)
+
+
+class VllmEngine:
+    """See tasks/engines/base.py for the contract."""
+
+    def __init__(self, settings: VllmSettings, instance: InstanceId) -> None:
+        self._settings = settings
+        self._instance = instance
+        self._book = Book(instance)
+        # Guards the book, the calls and what has ended; the driving thread holds it between steps only.
+        self._changed = threading.Condition()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._ended: list[Sampled | Failed] = []
+        self._scheduled = (0, 0)  # waiting, preemptions: as of the last step
+        self._error: BaseException | None = None
+        self._closing = False
+        self._engine: Any = None
+        self._shapes = checkpoint_shapes(settings.model)
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._drive, args=(started,), name="vllm", daemon=True)
+        self._thread.start()
+        started.result()
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._book.version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._call(lambda: self._submit(requests))
+
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+        stopped: list[Running] = self._call(lambda: self._stop(trajectories)).result()
+        return [r.sampled(FinishReason.UNFINISHED) for r in stopped]
+
+    def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
+        self._call(lambda: self._abort(trajectories)).result()
+
+    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+        begin = time.monotonic()
+        # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
+        parameters.check_shapes(self._shapes, parameters.read_shapes(weights), weights)
+        fingerprint: str = self._call(lambda: self._load(version, weights)).result()
+        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=time.monotonic() - begin)
+
+    def events(self, timeout_s: float) -> list[Sampled | Failed]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._error or self._closing, timeout_s)
+            if self._error is not None:
+                raise self._lost()
+            ended, self._ended = self._ended, []
+            return ended
+
+    def load_statistics(self) -> EngineLoad:
+        with self._changed:
+            if self._error is not None:
+                raise self._lost()
+            return self._book.load(*self._scheduled)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(SHUTDOWN_S)
+
+    # -- the driving thread --------------------------------------------------------------------------------------
+
+    def _drive(self, started: Future[None]) -> None:
+        try:
+            self._engine = make_engine(self._settings)
+            started.set_result(None)
+            while self._carry_out_calls():
+                if self._engine.has_unfinished_requests():
+                    self._take(self._engine.step())
+        except BaseException as error:  # noqa: BLE001  whatever it is, this instance is lost, and says why
+            with self._changed:
+                self._error = error
+                for _, answer in self._calls:
+                    answer.set_exception(self._lost())
+                self._calls.clear()
+                self._changed.notify_all()
+            if not started.done():
+                started.set_exception(error)
+        finally:
+            if self._engine is not None:
+                self._engine.engine_core.shutdown()
+
+    def _carry_out_calls(self) -> bool:
+        """Waits for something to do; False once the engine is to close."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or len(self._book) or self._closing)
+                if self._closing:
+                    return False
+                if not self._calls:
+                    return True
+                call, answer = self._calls.popleft()
+            try:
+                answer.set_result(call())
+            except InstanceLost as error:
+                answer.set_exception(error)
+                raise
+            except Exception as error:  # noqa: BLE001  the caller's to handle
+                answer.set_exception(error)
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            older = self._book.of(request.trajectory)
+            if older is not None:
+                if older.request.epoch == request.epoch:
+                    continue  # asked twice
+                self._stop([request.trajectory])
+            running = Running(request)
+            with self._changed:
+                key = self._book.enter(running)
+            try:
+                self._engine.add_request(key, self._prompt(request.tokens), self._sampling(request))
+            except ValueError as error:  # such as a prompt longer than the model can attend to
+                failed = Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error))
+                with self._changed:
+                    self._book.leave(running)
+                    self._ended.append(failed)
+                    self._changed.notify_all()
+
+    def _prompt(self, tokens: tuple[int, ...]) -> dict[str, Any]:
+        # Cached pages are shared under the same salt only: none of another version's is ever taken for this one's.
+        return {"prompt_token_ids": list(tokens), "cache_salt": f"v{self.version}"}
+
+    def _sampling(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=0.0 if request.greedy else self._settings.temperature,
+            max_tokens=request.max_new_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            stop_token_ids=list(self._settings.eos),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[Running]:
+        """Take requests out; unknown ones are ignored."""
+        stopped = [r for t in trajectories if (r := self._book.of(t)) is not None]
+        self._engine.abort_request([r.key for r in stopped])
+        with self._changed:
+            for running in stopped:
+                self._book.leave(running)
+        return stopped
+
+    def _abort(self, trajectories: Sequence[TrajectoryId]) -> None:
+        self._stop(trajectories)
+        gone = set(trajectories)
+        with self._changed:
+            self._ended = [e for e in self._ended if e.trajectory not in gone]
+
+    def _load(self, version: PolicyVersion, weights: Path) -> str:
+
+        engine = self._engine
+        engine.collective_rpc("start_weight_update")
+        engine.collective_rpc("update_weights", args=({"path": str(weights)},))
+        engine.collective_rpc("finish_weight_update")
+        with self._changed:
+            for running in self._book:
+                self._book.close_segment(running)
+            self._book.version = version
+        if not self._settings.keep:
+            # Running requests go back to the waiting line with the tokens they have, and are prefilled again.
+            engine.reset_prefix_cache(reset_running_requests=True)
+        fingerprints = engine.collective_rpc("held_fingerprint", args=(self._shapes,))
+        return str(fingerprints[0]) if len(fingerprints) == 1 else ""
+
+    def _take(self, outputs: Sequence[Any]) -> None:
+        """Book what a step has sampled."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        with self._changed:
+            for output in outputs:
+                running = self._book.get(output.request_id)
+                if running is None:
+                    continue
+                (completion,) = output.outputs
+                self._book.extend(running, completion.token_ids, completion.logprobs.logprobs)
+                if output.finished:
+                    self._book.leave(running)
+                    stopped = completion.finish_reason == "stop"
+                    self._ended.append(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
+            self._scheduled = (len(scheduler.waiting), 0)
+            if self._ended:
+                self._changed.notify_all()
+
+    # -- the other threads ---------------------------------------------------------------------------------------
+
+    def _call(self, call: Callable[[], Any]) -> Future[Any]:
+        """Have the driving thread do it, after all that was asked before."""
+        answer: Future[Any] = Future()
+        with self._changed:
+            if self._error is not None:
+                raise self._lost()
+            self._calls.append((call, answer))
+            self._changed.notify_all()
+        return answer
+
+    def _lost(self) -> InstanceLost:
+        return InstanceLost(f"{self._instance}: vLLM has died: {type(self._error).__name__}: {self._error}")
+
+
+def make_engine(settings: VllmSettings) -> Any:
+    """vLLM's engine with these settings, in this process. Raises ConfigError if it refuses them."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from vllm import EngineArgs, LLMEngine
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+
+    from tasks.engines import vllm_weights
+
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "skip_tokenizer_init": True,
+        "max_num_seqs": settings.max_running,
+        "max_num_batched_tokens": max(settings.max_batch_tokens, settings.max_running),
+        "block_size": settings.page_tokens,
+        "num_gpu_blocks_override": -(-settings.kv_tokens // settings.page_tokens),
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_weights.BACKEND),
+        "worker_extension_cls": f"{vllm_weights.__name__}.{vllm_weights.WorkerExtension.__name__}",
+    }
+    if current_platform.is_cpu():
+        for name, value in CPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        # With its size said, vLLM neither takes a share of the machine's memory nor warms up; the blocks count.
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes(settings)}
+    try:
+        engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **settings.options}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"rollout.engine: vLLM refuses it: {error}") from error
+    engine.collective_rpc("init_weight_transfer_engine", args=({},))
+    return engine
+
+
+def cache_bytes(settings: VllmSettings) -> int:
+    """Memory of the KV cache: keys and values of every layer, kv_tokens and what rounds them up to pages."""
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    a_token = 2 * config.num_hidden_layers * heads * width * getattr(torch, settings.dtype).itemsize
+    return int(a_token * (settings.kv_tokens + settings.page_tokens))
+
+
+def checkpoint_shapes(model: str) -> parameters.Shapes:
+    """Names and shapes of the tensors that a trainer of this model publishes. Allocates nothing."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    return parameters.shapes(dict(empty.named_parameters()))
