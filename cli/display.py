@@ -139,6 +139,10 @@ class Display:
             highlight=False,
             soft_wrap=True,
         )
+        alarms: Any = summary["alarms"]
+        for alarm in alarms[:1]:
+            more = f" (and {len(alarms) - 1} more in summary.json)" if len(alarms) > 1 else ""
+            console.print(f"[red]alarm[/]: {alarm}{more}", highlight=False, soft_wrap=True)
         cost: Any = summary["cost_model"]
         ratio = cost["measured_over_predicted"]
         if self._config.weighs_costs and cost["drifted"]:

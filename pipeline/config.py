@@ -153,6 +153,11 @@ class RolloutConfig:
     pace_slack: float = knob(1.0, "deadline: by how much the plan's seconds may be exceeded", above=0)
     migration: str = knob("none", "moving single running trajectories to lighter instances", choices=MIGRATION_NAMES)
     migration_gain: float = knob(0.2, "largest_gain: share by which a decode step must be faster there", low=0, high=1)
+    drift_limit: float = knob(
+        0.0,
+        "nats that an instance's logprobs of a probe may differ from the trainer's before it is named; 0: by dtype",
+        low=0,
+    )
     max_attempts: int = knob(3, "engine failures or lost instances a trajectory survives", low=0)
     engine: EngineConfig = EngineConfig()
     cost: CostConfig = CostConfig()
@@ -308,6 +313,11 @@ class RunConfig:
     def bound(self) -> int:
         """eta; with admission backlog, which keeps no bound, all steps."""
         return self.steps if self.staleness.admission == "backlog" else self.staleness.eta
+
+    @property
+    def drift_limit(self) -> float:
+        """rollout.drift_limit; by default what rounding in model.dtype explains, and some."""
+        return self.rollout.drift_limit or (1e-3 if self.model.dtype == "float32" else 1.0)
 
     @property
     def weighs_costs(self) -> bool:

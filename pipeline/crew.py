@@ -22,6 +22,7 @@ from pipeline.model_files import ModelFacts
 from stores.errors import InstanceLost, ProtocolViolation
 from stores.parameters import FOLDER_PREFIX
 from stores.trajectory import InstanceId, PolicyVersion
+from tasks.engines.base import Loaded
 from tasks.parameters import ParameterServer
 from tasks.remote import call
 from tasks.reward import RewardWorker
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 REPLACEMENTS = 3
 """How often one instance or reward worker is replaced before the run stops: past that it is no accident."""
+PROBE_PROMPTS, PROBE_TOKENS = 8, 64
+"""Held-out prompts that the probe is made of, and its tokens at most: one small prefill after each pull."""
 CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to its worker's end."""
 
@@ -48,6 +51,8 @@ class Instance:
     version: PolicyVersion = PolicyVersion(0)
     fingerprint: str = ""
     """Of what it holds; empty until its first pull."""
+    drift: float = 0.0
+    """Of its probe after the latest pull: largest difference from the trainer's logprobs, nats."""
     # For its idle share: seconds the coordinator had work on it, seconds its engine had. What the engine did before
     # the run, an evaluation, does not count.
     assigned_s: float = 0.0
@@ -73,6 +78,9 @@ class Crew:
         self._published: dict[PolicyVersion, StepResult] = {}
         self.instances: dict[InstanceId, Instance] = {}
         self.losses: list[str] = []
+        self.alarms: list[str] = []
+        """Instances whose probe was further from the trainer's than rollout.drift_limit."""
+        self._probe: tuple[int, ...] = ()
 
     # -- asking --------------------------------------------------------------------------------------------------
 
@@ -109,7 +117,11 @@ class Crew:
         )
         for placed in (cluster.placed["trainer"], *(i.placed for i in self.instances.values())):
             await self._place_parameters(placed)
-        self.publish(await self.ask("trainer", "publish_initial", within_s=config.deadlines.start_s))
+        prompts = await self.ask("server", "held_out", PROBE_PROMPTS, within_s=config.deadlines.start_s)
+        tokens = [t for prompt in prompts for t in prompt.tokens]
+        self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
+        initial = await self.ask("trainer", "publish_initial", self._probe, within_s=config.deadlines.start_s)
+        self.publish(initial)
 
     async def place_reward(self, name: str) -> None:
         """Place a reward worker and have it load its reward function. Raises ConfigError if that cannot be done."""
@@ -158,13 +170,23 @@ class Crew:
         """Load a version on an instance, and check that what it holds is what was published."""
         source = self.actor(f"parameters-{self._cluster.placed['trainer'].host}")
         path = await self.ask(f"parameters-{instance.placed.host}", "ensure", version, source)
-        loaded = await self.ask(instance.placed.name, "pull", version, path)
-        expected = self._published[version].fingerprint
-        if loaded.fingerprint != expected:
+        loaded: Loaded = await self.ask(instance.placed.name, "pull", version, path, self._probe)
+        published = self._published[version]
+        expected = published.fingerprint
+        if loaded.fingerprint and loaded.fingerprint != expected:
             raise ProtocolViolation(
                 f"{instance.id} holds {loaded.fingerprint} after pulling version {version}, {expected} was published"
             )
         instance.version, instance.fingerprint = version, loaded.fingerprint
+        pairs = zip(loaded.probe, published.probe, strict=True)
+        instance.drift = max((abs(a - b) for a, b in pairs), default=0.0)
+        if not instance.drift <= self._config.drift_limit:
+            alarm = (
+                f"{instance.id} at version {version}: logprobs of the probe are up to {instance.drift:.3g} nats off "
+                f"the trainer's, rollout.drift_limit allows {self._config.drift_limit:g}"
+            )
+            self.alarms.append(alarm)
+            logger.error(alarm)
 
     async def pull_all(self, version: PolicyVersion) -> None:
         for instance in list(self.instances.values()):

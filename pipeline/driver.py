@@ -80,6 +80,8 @@ class Outcomes:
     """The cost model that this run's own decode steps ask for."""
     losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
+    alarms: list[str] = field(default_factory=list)
+    """Instances whose logprobs drifted from the trainer's."""
 
 
 class Driver:
@@ -236,6 +238,7 @@ class Driver:
     def _after_training(self, result: StepResult) -> Event:
         """Book the step as the ledger stands now, then let its version be known."""
         self._crew.publish(result)
+        result.metrics["probe_drift"] = max((i.drift for i in self._crew.instances.values()), default=0.0)
         self._idle_since = time.monotonic()
         record = StepRecord(
             kind="step",
@@ -451,7 +454,7 @@ class Driver:
         steps = self.outcomes.steps
         idle = [max(0.0, i.assigned_s - i.busy_s) for i in self._crew.instances.values()]
         count = max(1, len(self._crew.instances))
-        self.outcomes.losses = self._crew.losses
+        self.outcomes.losses, self.outcomes.alarms = self._crew.losses, self._crew.alarms
         self.outcomes.cost_ratio = self._cost_watch.ratio
         self.outcomes.cost_drifted = self._cost_watch.drifted
         self.outcomes.cost_refit = self._cost_watch.refit()

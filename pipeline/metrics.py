@@ -33,6 +33,7 @@ METRICS = (
     Metric(name="kl_rollout", unit="nats", doc="k3 estimate of KL(rollout || trainer), fresh tokens, before the step"),
     Metric(name="mismatch_mean", unit="nats", doc="mean |stored - recomputed logprob|, fresh tokens, equal weights"),
     Metric(name="mismatch_max", unit="nats", doc="largest of them"),
+    Metric(name="probe_drift", unit="nats", doc="largest |logprob of the probe - the trainer's| of all instances"),
     Metric(name="learning_rate", unit="", doc="of the step"),
     Metric(name="tokens_trained", unit="tokens", doc="tokens with gradient"),
     Metric(name="fetch_s", unit="s", doc="fetching the batch from the trajectory server"),

@@ -63,6 +63,8 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         },
         "forecast": asdict(outcomes.snapshot.forecast) if outcomes.snapshot else None,
         "losses": outcomes.losses,
+        "probe_drift": max((s["probe_drift"] for s in outcomes.steps), default=None),
+        "alarms": outcomes.alarms,
     }
 
 

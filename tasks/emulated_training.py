@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.engines.emulated import weights
+import numpy as np
+
+from tasks.engines.emulated import weights, word_logprobs
 from tasks.packing import Row
 
 if TYPE_CHECKING:
@@ -46,6 +48,9 @@ class EmulatedPolicy:
 
     def published(self) -> dict[str, torch.Tensor]:
         return weights(self._version)
+
+    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
 
     def save(self, folder: Path) -> None:
         """There is nothing to save."""

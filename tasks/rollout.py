@@ -8,6 +8,7 @@ decided elsewhere).
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -99,9 +100,14 @@ class RolloutInstance:
         """Stop these and forget them."""
         await self._command(self._engine.abort, trajectories)
 
-    async def pull(self, version: PolicyVersion, path: str) -> Loaded:
-        """Load published weights; idempotent."""
-        loaded: Loaded = await self._command(self._engine.load, version, Path(path))
+    async def pull(self, version: PolicyVersion, path: str, probe: tuple[int, ...]) -> Loaded:
+        """Load published weights, and say what they make of the probe's tokens; idempotent."""
+
+        def load() -> Loaded:
+            loaded = self._engine.load(version, Path(path))
+            return dataclasses.replace(loaded, probe=self._engine.logprobs(probe) if probe else ())
+
+        loaded: Loaded = await self._command(load)
         return loaded
 
     async def next_events(self, server: Any, timeout_s: float) -> list[Outcome]:

@@ -21,7 +21,7 @@ import torch
 from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion, TrajectoryId
-from tasks.engines.transformers import load_model, resolve_device
+from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.loss import LossSettings, token_loss
 from tasks.packing import MicroBatch, PackedRows, Row, microbatches, minibatches, token_weights
 from tasks.remote import call
@@ -61,6 +61,8 @@ class StepResult:
     metrics: dict[str, float]
     fingerprint: str
     path: str
+    probe: tuple[float, ...] = ()
+    """What these weights make of the probe's tokens; see Engine.logprobs."""
 
 
 @dataclass(slots=True)
@@ -91,6 +93,8 @@ class Policy(Protocol):
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
 
     def published(self) -> dict[str, torch.Tensor]: ...
+
+    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]: ...
 
     def save(self, folder: Path) -> None: ...
 
@@ -167,6 +171,12 @@ class PolicyTrainer:
         """The weights as engines load them."""
         dtype = getattr(torch, self.settings.dtype)
         return {name: p.detach().to(dtype) for name, p in self.model.named_parameters()}
+
+    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Logprobs of tokens[1:], nats, at temperature 1: what every engine is compared with."""
+        half = self.settings.dtype == "bfloat16"
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=half):
+            return forward_logprobs(self.model, tokens)
 
     def save(self, folder: Path) -> None:
         """Save the present weights and the tokenizer where `from_pretrained` finds them."""
@@ -246,9 +256,11 @@ class Trainer:
         parameters.sweep(Path(folder).parent)
         self._folder = ParameterFolder(Path(folder))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._probe: tuple[int, ...] = ()
 
-    async def publish_initial(self) -> StepResult:
-        """Publish the base model as version 0."""
+    async def publish_initial(self, probe: tuple[int, ...]) -> StepResult:
+        """Publish the base model as version 0. probe: tokens whose logprobs go out with every version."""
+        self._probe = probe
         result: StepResult = await self._in_thread(self._publish, PolicyVersion(0), {})
         return result
 
@@ -284,7 +296,11 @@ class Trainer:
         named = self._policy.published()
         path = self._folder.publish(version, named)
         return StepResult(
-            version=version, metrics=dict(metrics), fingerprint=parameters.fingerprint(named), path=str(path)
+            version=version,
+            metrics=dict(metrics),
+            fingerprint=parameters.fingerprint(named),
+            path=str(path),
+            probe=self._policy.probe(self._probe) if self._probe else (),
         )
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:

@@ -159,6 +159,18 @@ class EngineTests:
         assert set(done) == {0, 1, 2, 3}
         assert engine.events(0.2) == []
 
+    def test_a_probe_is_answered_under_the_weights_in_place_while_others_run(
+        self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
+    ) -> None:
+        path, _ = other_weights
+        probe = [3, 10, 14, 7, 5, 9, 11, 4]
+        engine.submit([request(i, max_new_tokens=100) for i in range(20)])
+        done = wait_until_sampling(engine, 3)
+        assert engine.logprobs(probe) == pytest.approx(reference(probe, 1), abs=2e-4)
+        engine.load(PolicyVersion(5), path)
+        assert engine.logprobs(probe) == pytest.approx(reference(probe, 1, path), abs=2e-4)
+        assert set(collect(engine, 20, done)) == set(range(20))
+
     def test_load_statistics(self, engine: Engine) -> None:
         engine.submit([request(i, max_new_tokens=100) for i in range(12)])
         done = wait_until_sampling(engine, 2)

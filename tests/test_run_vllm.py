@@ -22,7 +22,9 @@ VLLM = ("rollout.engine.name=vllm", "deadlines.call_s=60")
 
 @pytest.mark.parametrize("on_pull", ["interrupt", "keep"])
 def test_a_run_with_vllm_trains_and_every_weight_is_the_trainers(job: Path, on_pull: str) -> None:
-    end = run(job, *VLLM, f"rollout.on_pull={on_pull}", "staleness.eta=2")
+    # No two implementations agree to the last bit: with no tolerance at all every pull must raise the alarm.
+    limit = "rollout.drift_limit=1e-12" if on_pull == "keep" else "rollout.drift_limit=1e-4"
+    end = run(job, *VLLM, f"rollout.on_pull={on_pull}", "staleness.eta=2", limit)
     store = check(end.run_dir, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
     loaded = {v for r in store.steps() for v in r.loaded_fingerprints.values()}
@@ -30,6 +32,13 @@ def test_a_run_with_vllm_trains_and_every_weight_is_the_trainers(job: Path, on_p
     for record in store.steps():
         assert set(record.metrics) <= NAMES
     assert all(fingerprint for _, fingerprint in loaded)
+    alarms = end.summary["alarms"]
+    assert isinstance(alarms, list)
+    if on_pull == "keep":
+        assert alarms
+        assert "rollout-0 at version" in alarms[0]
+    else:
+        assert not alarms
 
 
 def test_a_killed_vllm_instance_is_replaced_and_nothing_is_lost(job: Path) -> None:

@@ -64,11 +64,13 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Weights are in place. `fingerprint` is of what the engine holds now, not of what it read."""
+    """Weights are in place. fingerprint: of what the engine holds now, not of what it read; empty if it cannot tell.
+    probe: see Engine.logprobs."""
 
     version: PolicyVersion
     fingerprint: str
     elapsed_s: float
+    probe: tuple[float, ...] = ()
 
 
 class EngineSettings(Protocol):
@@ -102,6 +104,11 @@ class Engine(Protocol):
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         """What ended since the last call; waits up to `timeout_s` for something. Raises InstanceLost when broken."""
+        ...
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Of tokens[1:], nats, each given all before it, at temperature 1, under the weights in place. What runs goes
+        on, a decode step later at most."""
         ...
 
     def load_statistics(self) -> EngineLoad: ...

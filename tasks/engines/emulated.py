@@ -172,6 +172,9 @@ class EmulatedEngine:
             ended, self._ended = self._ended, []
             return ended
 
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
+
     def load_statistics(self) -> EngineLoad:
         with self._changed:
             now = self._catch_up()

@@ -116,6 +116,15 @@ class TransformersEngine:
             # Outputs are only ever taken under the lock: one popped outside it could be overtaken by a weight update.
             time.sleep(POLL_S)
 
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        with self._lock, self._paused():
+            paged = self._model.config._attn_implementation
+            self._model.set_attn_implementation("sdpa")  # the managers have set the paged one
+            try:
+                return forward_logprobs(self._model, tokens)
+            finally:
+                self._model.set_attn_implementation(paged)
+
     def load_statistics(self) -> EngineLoad:
         with self._lock:
             self._drain()
@@ -234,6 +243,14 @@ def resolve_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name
+
+
+def forward_logprobs(model: Any, tokens: Sequence[int]) -> tuple[float, ...]:
+    """Of tokens[1:], each given all before it, by one plain forward pass."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    return tuple(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist())
 
 
 def load_model(path: str, dtype: str, device: str, attention: str) -> Any:

@@ -71,6 +71,8 @@ class VllmEngine:
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ended: list[Sampled | Failed] = []
+        self._asked: dict[str, Future[Any]] = {}  # probes under way, by request id
+        self._num_probes = 0
         self._waiting = 0  # as of the last step
         self._preemptions = 0
         self._error: BaseException | None = None
@@ -111,6 +113,12 @@ class VllmEngine:
             ended, self._ended = self._ended, []
             return ended
 
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        answer: Future[Any] = Future()
+        self._call(lambda: self._probe(tokens, answer))
+        listed: list[dict[int, Any]] = answer.result()
+        return tuple(at[token].logprob for at, token in zip(listed[1:], tokens[1:], strict=True))
+
     def load_statistics(self) -> EngineLoad:
         with self._changed:
             if self._error is not None:
@@ -136,9 +144,10 @@ class VllmEngine:
         except BaseException as error:  # noqa: BLE001  whatever it is, this instance is lost, and says why
             with self._changed:
                 self._error = error
-                for _, answer in self._calls:
+                for answer in (*(a for _, a in self._calls), *self._asked.values()):
                     answer.set_exception(self._lost())
                 self._calls.clear()
+                self._asked.clear()
                 self._changed.notify_all()
             if not started.done():
                 started.set_exception(error)
@@ -150,7 +159,7 @@ class VllmEngine:
         """Waits for something to do; False once the engine is to close."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._calls or len(self._book) or self._closing)
+                self._changed.wait_for(lambda: self._calls or len(self._book) or self._asked or self._closing)
                 if self._closing:
                     return False
                 if not self._calls:
@@ -216,6 +225,20 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
 
+    def _probe(self, tokens: Sequence[int], answer: Future[Any]) -> None:
+        from vllm import SamplingParams
+
+        self._num_probes += 1
+        name = f"probe-{self._num_probes}"
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        try:
+            # Before all that waits: a load is not done until its probe is answered.
+            self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, sampling, priority=-1)
+        except Exception as error:  # noqa: BLE001  the caller's to handle
+            answer.set_exception(error)
+        else:
+            self._asked[name] = answer
+
     def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[Running]:
         """Take requests out; unknown ones are ignored."""
         stopped = [r for t in trajectories if (r := self._book.of(t)) is not None]
@@ -256,6 +279,8 @@ class VllmEngine:
         """Book what a step has sampled."""
         with self._changed:
             for output in outputs:
+                if output.request_id in self._asked and output.finished:
+                    self._asked.pop(output.request_id).set_result(output.prompt_logprobs)
                 running = self._book.get(output.request_id)
                 if running is None:
                     continue
@@ -300,10 +325,11 @@ def make_engine(settings: VllmSettings) -> Any:
         "dtype": settings.dtype,
         "seed": settings.seed,
         "skip_tokenizer_init": True,
-        "max_num_seqs": settings.max_running,
+        "max_num_seqs": settings.max_running + 1,  # and the probe
+        "scheduling_policy": "priority",
         "max_num_batched_tokens": max(settings.max_batch_tokens, settings.max_running),
         "block_size": settings.page_tokens,
-        "num_gpu_blocks_override": -(-settings.kv_tokens // settings.page_tokens),
+        "num_gpu_blocks_override": -(-settings.kv_tokens // settings.page_tokens) + 1,  # vLLM keeps one for itself
         "enable_prefix_caching": True,
         "async_scheduling": False,
         "tensor_parallel_size": settings.tensor_parallel,
