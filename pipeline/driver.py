@@ -127,11 +127,13 @@ class Driver:
         for instance in list(self._crew.instances.values()):
             self._join(instance)
         self._stepping = True
-        await self._main_loop()
-        self._stepping = False
-        await self._close_books()
-        self.outcomes.snapshot = self._coordinator.snapshot()
-        self._measure_phases()
+        try:
+            await self._main_loop()
+            self._stepping = False
+            await self._close_books()
+        finally:
+            self.outcomes.snapshot = self._coordinator.snapshot()
+            self._measure_phases()
         if not self.outcomes.stopped:
             version = self._coordinator.ledger.version
             await self._crew.pull_all(version)

@@ -1,0 +1,300 @@
+"""The rollout engines against each other and against what they are built on. Needs vllm (`make test-vllm` installs it).
+
+    python benchmarks/engines.py throughput MODEL   the rollout actor on a Dask cluster, vLLM's generate, HF generate
+    python benchmarks/engines.py updates MODEL      weights in place: seconds, against a copy of the same bytes; memory
+    python benchmarks/engines.py logprobs MODEL     vLLM's logprobs against the trainer's at equal weights, by dtype
+
+Each system runs in a process of its own, one after another, twice around; the better time of each counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.base import Engine, EngineSettings, Request, Sampled
+
+PROMPT, NEW = 32, 96
+"""Tokens of each prompt, and of each response: no id ends one, so that all systems sample the same number."""
+UPDATES = 10
+"""Of the weights, while a batch is sampled."""
+COMMON: dict[str, Any] = {"device": "cpu", "temperature": 1.0, "page_tokens": 32, "eos": (), "seed": 0}
+
+
+def prompts(count: int) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(0)
+    return [tuple(int(t) for t in rng.integers(3, 15, PROMPT)) for _ in range(count)]
+
+
+def settings(engine: str, model: str, running: int, dtype: str = "float32", **changes: Any) -> EngineSettings:
+    shape = {"max_running": running, "kv_tokens": running * (PROMPT + NEW + 32), "max_batch_tokens": 2048}
+    values = {**COMMON, **shape, "model": model, "dtype": dtype, **changes}
+    if engine == "vllm":
+        from tasks.engines.vllm import VllmSettings
+
+        return VllmSettings(**values)
+    from tasks.engines.transformers import TransformersSettings
+
+    return TransformersSettings(**values)
+
+
+# -- throughput: each function samples `count` responses and returns the seconds ------------------------------------
+
+
+def offline(model: str, count: int, running: int) -> float:
+    """vLLM's own generate, with the engine's arguments."""
+    from tasks.engines.vllm import ENVIRONMENT, cache_bytes
+
+    os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")
+    from vllm import LLM, SamplingParams
+
+    chosen: Any = settings("vllm", model, running)
+    llm = LLM(
+        model=model, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=cache_bytes(chosen), block_size=32,
+        max_num_seqs=running, max_num_batched_tokens=2048, skip_tokenizer_init=True, seed=0,
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=1.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=0)
+    asked: Any = [{"prompt_token_ids": list(p)} for p in prompts(count)]
+    llm.generate(asked[:8], sampling, use_tqdm=False)
+    begin = time.perf_counter()
+    llm.generate(asked, sampling, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+class Prompts:
+    """The trajectory server, as far as a rollout instance knows it."""
+
+    def __init__(self, count: int) -> None:
+        self._prompts = prompts(count)
+
+    async def payloads(self, ids: Sequence[int]) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        return {i: (self._prompts[i % len(self._prompts)], ()) for i in ids}
+
+    async def deliver(self, sampled: Sequence[Sampled]) -> dict[int, int]:
+        return {s.trajectory: sum(len(segment.tokens) for segment in s.segments) for s in sampled}
+
+
+def actor(engine: str, model: str, count: int, running: int) -> float:
+    """The rollout instance on a Dask cluster: routed to and listened to as the driver does, reports included."""
+    from distributed import Client, LocalCluster
+
+    from tasks.rollout import RolloutInstance, RouteItem
+
+    async def sample(instance: Any, server: Any, first: int, wanted: int) -> float:
+        items = tuple(
+            RouteItem(trajectory=TrajectoryId(first + i), epoch=1, version=PolicyVersion(0)) for i in range(wanted)
+        )
+        begin = time.perf_counter()
+        await instance.route(server, items)
+        ended = 0
+        while ended < wanted:
+            ended += len(await instance.next_events(server, 0.5))
+        return time.perf_counter() - begin
+
+    async def run() -> float:
+        async with (
+            LocalCluster(n_workers=2, threads_per_worker=1, asynchronous=True, dashboard_address=None) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            first, second = list(cluster.scheduler_info["workers"])
+            server = await client.submit(Prompts, count, actor=True, workers=[first])
+            instance = await client.submit(
+                RolloutInstance, settings(engine, model, running), InstanceId("i"), 1, NEW, 60.0,
+                actor=True, workers=[second],
+            )  # fmt: skip
+            await sample(instance, server, 10**6, 8)
+            seconds = await sample(instance, server, 0, count)
+            await instance.close()
+            return seconds
+
+    return asyncio.run(run())
+
+
+def generate(model: str, count: int, running: int) -> float:
+    """Hugging Face generate, in padded batches of as many as run at once elsewhere. No logprobs."""
+    import torch
+
+    from tasks.engines.transformers import load_model
+
+    torch.set_num_threads(1)
+    policy = load_model(model, "float32", "cpu", "sdpa")
+    ids = torch.tensor(prompts(count))
+    mask = torch.ones_like(ids)
+    words: Any = {"do_sample": True, "top_k": 0, "min_new_tokens": NEW, "max_new_tokens": NEW, "pad_token_id": 0}
+    policy.generate(input_ids=ids[:8], attention_mask=mask[:8], **words)
+    begin = time.perf_counter()
+    for i in range(0, count, running):
+        policy.generate(input_ids=ids[i : i + running], attention_mask=mask[i : i + running], **words)
+    return time.perf_counter() - begin
+
+
+SYSTEMS: dict[str, Callable[[str, int, int], float]] = {
+    "vLLM, offline generate": offline,
+    "rollout actor, vllm": lambda *a: actor("vllm", *a),
+    "rollout actor, transformers": lambda *a: actor("transformers", *a),
+    "Hugging Face generate": generate,
+}
+
+
+def throughput(model: str, count: int, running: int) -> None:
+    best: dict[str, float] = {}
+    for _ in range(2):
+        for name in SYSTEMS:
+            command = [sys.executable, __file__, "one", model, "--system", name, "--count", str(count)]
+            command += ["--running", str(running)]
+            out = subprocess.run(command, capture_output=True, text=True, check=False)
+            if out.returncode:
+                raise SystemExit(out.stderr[-2000:])
+            seconds = json.loads(out.stdout.splitlines()[-1])
+            best[name] = min(seconds, best.get(name, seconds))
+            print(f"  {name}: {seconds:.2f} s", flush=True)
+    base = best["vLLM, offline generate"]
+    print(f"\n{model}: {count} responses of {NEW} tokens to prompts of {PROMPT}, {running} at once\n")
+    print("| | tokens/s | of offline vLLM |\n|---|---|---|")
+    for name, seconds in best.items():
+        print(f"| {name} | {count * NEW / seconds:,.0f} | {base / seconds:.2f} |")
+
+
+# -- weights and numbers -------------------------------------------------------------------------------------------
+
+
+def updates(model: str, count: int, running: int) -> None:
+    """`count` updates in place, idle and under load, against a copy of the same bytes; a process for each policy."""
+    for keep in (False, True):
+        command = [sys.executable, __file__, "updates-one", model, "--count", str(count), "--running", str(running)]
+        out = subprocess.run([*command, *(["--keep"] if keep else [])], capture_output=True, text=True, check=False)
+        if out.returncode:
+            raise SystemExit(out.stderr[-2000:])
+        print("\n".join(line for line in out.stdout.splitlines() if line.startswith(">")), flush=True)
+
+
+def updates_one(model: str, count: int, running: int, *, keep: bool) -> None:
+    import torch
+
+    from stores.parameters import ParameterFolder
+    from tasks.engines.transformers import load_model
+
+    torch.set_num_threads(1)
+    named = {n: p.detach() for n, p in load_model(model, "float32", "cpu", "sdpa").named_parameters()}
+    size = sum(t.numel() * t.element_size() for t in named.values())
+    target = {n: torch.zeros_like(t) for n, t in named.items()}
+    copies = [timed(lambda: [target[n].copy_(t) for n, t in named.items()]) for _ in range(20)]
+    busy: list[float] = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = ParameterFolder(Path(folder)).publish(PolicyVersion(1), named)
+        engine = settings("vllm", model, running, keep=keep).build(InstanceId("i"), 1)
+
+        def load(version: int) -> float:
+            return timed(lambda: engine.load(PolicyVersion(version), path))
+
+        sample_while(engine, running, lambda _: None)
+        idle = [load(v) for v in range(1, 11)]
+        plain_s = min(sample_while(engine, running, lambda _: None) for _ in range(3))
+        loaded_s = min(sample_while(engine, running, lambda v: busy.append(load(11 + v))) for _ in range(3))
+        before = resident_mib()
+        for version in range(count):
+            load(1000 + version)
+        grown = resident_mib() - before
+        engine.close()
+    print(
+        f"> {'keep' if keep else 'interrupt'}: {size / 2**20:.1f} MiB, a copy {np.median(copies) * 1e3:.1f} ms; "
+        f"an update {np.median(idle) * 1e3:.1f} ms idle, {np.median(busy) * 1e3:.1f} ms under load; "
+        f"{UPDATES} updates cost {(loaded_s - plain_s) / UPDATES * 1e3:.1f} ms of generation each, a decode step of "
+        f"{running} takes {plain_s / NEW * 1e3:.1f} ms; memory after {count} more: {grown:+.0f} MiB"
+    )
+
+
+def sample_while(engine: Engine, running: int, meanwhile: Callable[[int], None]) -> float:
+    """Seconds that `running` responses take while `meanwhile` is called UPDATES times."""
+    requests = [
+        Request(trajectory=TrajectoryId(i), epoch=time.monotonic_ns(), tokens=p, max_new_tokens=NEW)
+        for i, p in enumerate(prompts(running))
+    ]
+    begin = time.perf_counter()
+    engine.submit(requests)
+    done = calls = 0
+    while done < running:
+        progress = [n for _, n in engine.load_statistics().progress]
+        if calls < UPDATES and progress and min(progress) >= 5 + calls * (NEW - 10) // UPDATES:
+            meanwhile(calls)
+            calls += 1
+        done += len(engine.events(0.001))
+    return time.perf_counter() - begin
+
+
+def logprobs(model: str, count: int, running: int) -> None:
+    """Stored logprobs of `count` sampled tokens against the trainer's own, weights equal, float32 master weights."""
+    import torch
+
+    from tasks.engines.transformers import forward_logprobs, load_model
+
+    print("| dtype | tokens | mean difference, nats | largest |\n|---|---|---|---|")
+    torch.set_num_threads(1)
+    policy = load_model(model, "float32", "cpu", "sdpa")
+    for dtype in ("float32", "bfloat16"):
+        engine = settings("vllm", model, running, dtype).build(InstanceId("i"), 1)
+        asked = prompts(-(-count // NEW))
+        engine.submit(
+            [Request(trajectory=TrajectoryId(i), epoch=1, tokens=p, max_new_tokens=NEW) for i, p in enumerate(asked)]
+        )
+        differences: list[np.ndarray[Any, Any]] = []
+        while len(differences) < len(asked):
+            for event in engine.events(0.5):
+                assert isinstance(event, Sampled), event
+                tokens = [int(t) for s in event.segments for t in s.tokens]
+                stored = np.concatenate([s.logprobs for s in event.segments])
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+                    own = forward_logprobs(policy, [*asked[event.trajectory], *tokens])[PROMPT - 1 :]
+                differences.append(np.abs(stored - np.asarray(own)))
+        engine.close()
+        every = np.concatenate(differences)
+        print(f"| {dtype} | {len(every):,} | {every.mean():.2e} | {every.max():.2e} |", flush=True)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("throughput", "updates", "logprobs", "one", "updates-one"))
+    parser.add_argument("model")
+    parser.add_argument("--count", type=int, default=256, help="responses, updates, tokens")
+    parser.add_argument("--running", type=int, default=64, help="at once")
+    parser.add_argument("--system", help=argparse.SUPPRESS)
+    parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if args.what == "one":
+        print(json.dumps(SYSTEMS[args.system](args.model, args.count, args.running)))
+        return
+    if args.what == "updates-one":
+        updates_one(args.model, args.count, args.running, keep=args.keep)
+        return
+    {"throughput": throughput, "updates": updates, "logprobs": logprobs}[args.what](
+        args.model, args.count, args.running
+    )
+
+
+if __name__ == "__main__":
+    main()
