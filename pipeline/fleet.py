@@ -48,6 +48,7 @@ class Fleet:
         self._by_id: dict[InstanceId, Instance] = {}
         self._rows: list[Instance] = []
         self._numbers = np.zeros((6, 8))
+        self._versions: list[PolicyVersion] | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -79,7 +80,9 @@ class Fleet:
 
     def versions(self) -> list[PolicyVersion]:
         """The versions in service, oldest first."""
-        return [PolicyVersion(int(v)) for v in np.unique(self.version)]
+        if self._versions is None:
+            self._versions = [PolicyVersion(v) for v in sorted({i.version for i in self._rows})]
+        return self._versions
 
     def join(self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> Instance:
         """Add an instance that runs nothing."""
@@ -90,6 +93,7 @@ class Fleet:
         )
         self._rows.append(one)
         self._by_id[instance] = one
+        self._versions = None
         self._numbers[4:, one.row] = kv_capacity, max_running
         self.touch(one)
         return one
@@ -98,6 +102,7 @@ class Fleet:
         """Remove an instance; the last row moves into its place. None if it is unknown."""
         lost = self._by_id.pop(instance, None)
         if lost is not None:
+            self._versions = None
             last = self._rows.pop()
             if last is not lost:
                 self._numbers[:, lost.row] = self._numbers[:, last.row]
@@ -107,6 +112,8 @@ class Fleet:
 
     def touch(self, instance: Instance) -> None:
         """Carry an instance's present numbers into the arrays: after every change to it."""
+        if self._numbers[3, instance.row] != instance.version:
+            self._versions = None
         self._numbers[:4, instance.row] = (
             len(instance.trajectories), instance.kv_tokens, instance.pace_s, instance.version,
         )  # fmt: skip

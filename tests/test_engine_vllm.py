@@ -127,3 +127,18 @@ def test_memory_pressure_is_reported_and_loses_nothing(tiny_model: Path) -> None
 def test_arguments_that_vllm_refuses_are_said(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="no_such_argument"):
         VllmEngine(settings(tiny_model, options={"no_such_argument": 1}), InstanceId("i"))
+
+
+def test_a_device_that_this_build_has_not_is_said(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="CPU build"):
+        VllmEngine(settings(tiny_model, device="cuda"), InstanceId("i"))
+
+
+def test_a_closed_engine_says_so(tiny_model: Path) -> None:
+    one = VllmEngine(settings(tiny_model), InstanceId("i"))
+    one.submit([request(0, max_new_tokens=100)])
+    one.close()
+    with pytest.raises(InstanceLost, match="closed"):
+        one.events(1.0)
+    with pytest.raises(InstanceLost, match="closed"):
+        one.interrupt([TrajectoryId(0)])

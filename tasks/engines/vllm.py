@@ -102,12 +102,13 @@ class VllmEngine:
         begin = time.monotonic()
         # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
         parameters.check_shapes(self._shapes, parameters.read_shapes(weights), weights)
-        fingerprint: str = self._call(lambda: self._load(version, weights)).result()
-        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=time.monotonic() - begin)
+        self._call(lambda: self._load(version, weights)).result()
+        elapsed_s = time.monotonic() - begin
+        return Loaded(version=version, fingerprint=self._fingerprint(), elapsed_s=elapsed_s)
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._error or self._closing, timeout_s)
+            self._changed.wait_for(lambda: self._ended or self._error, timeout_s)
             if self._error is not None:
                 raise self._lost()
             ended, self._ended = self._ended, []
@@ -134,6 +135,7 @@ class VllmEngine:
     # -- the driving thread --------------------------------------------------------------------------------------
 
     def _drive(self, started: Future[None]) -> None:
+        error: BaseException | None = None
         try:
             self._engine = make_engine(self._settings)
             self._count_preemptions()
@@ -141,19 +143,17 @@ class VllmEngine:
             while self._carry_out_calls():
                 if self._engine.has_unfinished_requests():
                     self._take(self._engine.step())
-        except BaseException as error:  # noqa: BLE001  whatever it is, this instance is lost, and says why
-            with self._changed:
-                self._error = error
-                for answer in (*(a for _, a in self._calls), *self._asked.values()):
-                    answer.set_exception(self._lost())
-                self._calls.clear()
-                self._asked.clear()
-                self._changed.notify_all()
-            if not started.done():
-                started.set_exception(error)
-        finally:
-            if self._engine is not None:
-                self._engine.engine_core.shutdown()
+        except BaseException as raised:  # noqa: BLE001  whatever it is, this instance is lost, and says why
+            error = raised
+        with self._changed:
+            self._error = error or RuntimeError("it was closed")
+            for answer in (*(a for _, a in self._calls), *self._asked.values()):
+                answer.set_exception(self._lost())
+            self._changed.notify_all()
+        if not started.done():
+            started.set_exception(self._error)
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
 
     def _carry_out_calls(self) -> bool:
         """Waits for something to do; False once the engine is to close."""
@@ -254,8 +254,7 @@ class VllmEngine:
         with self._changed:
             self._ended = [e for e in self._ended if e.trajectory not in gone]
 
-    def _load(self, version: PolicyVersion, weights: Path) -> str:
-
+    def _load(self, version: PolicyVersion, weights: Path) -> None:
         engine = self._engine
         try:
             engine.collective_rpc("start_weight_update")
@@ -272,8 +271,6 @@ class VllmEngine:
             before = self._preemptions
             engine.reset_prefix_cache(reset_running_requests=True)
             self._preemptions = before
-        fingerprints = engine.collective_rpc("held_fingerprint", args=(self._shapes,))
-        return str(fingerprints[0]) if len(fingerprints) == 1 else ""
 
     def _take(self, outputs: Sequence[Any]) -> None:
         """Book what a step has sampled."""
@@ -296,6 +293,14 @@ class VllmEngine:
 
     # -- the other threads ---------------------------------------------------------------------------------------
 
+    def _fingerprint(self) -> str:
+        """Of what is held; empty if it is sharded. In the caller's thread: hashing takes longer than loading, decoding
+        goes on beside it, and only another load, which waits for this one, changes what is read."""
+        if self._settings.tensor_parallel > 1:
+            return ""
+        (fingerprint,) = self._engine.collective_rpc("held_fingerprint", args=(self._shapes,))
+        return str(fingerprint)
+
     def _call(self, call: Callable[[], Any]) -> Future[Any]:
         """Have the driving thread do it, after all that was asked before."""
         answer: Future[Any] = Future()
@@ -307,7 +312,7 @@ class VllmEngine:
         return answer
 
     def _lost(self) -> InstanceLost:
-        return InstanceLost(f"{self._instance}: vLLM has died: {type(self._error).__name__}: {self._error}")
+        return InstanceLost(f"{self._instance}: vLLM runs no more: {type(self._error).__name__}: {self._error}")
 
 
 def make_engine(settings: VllmSettings) -> Any:
@@ -342,6 +347,8 @@ def make_engine(settings: VllmSettings) -> Any:
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         # With its size said, vLLM neither takes a share of the machine's memory nor warms up; the blocks count.
+        if settings.device == "cuda":
+            raise ConfigError('model.device = "cuda": the vllm installed here is the CPU build')
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes(settings)}
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **settings.options}))
