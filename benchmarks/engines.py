@@ -89,8 +89,10 @@ class Prompts:
 
 def actor(engine: str, model: str, count: int, running: int) -> float:
     """The rollout instance on a Dask cluster: routed to and listened to as the driver does, reports included."""
+    import dask
     from distributed import Client, LocalCluster
 
+    from pipeline.cluster import worker_environment
     from tasks.rollout import RolloutInstance, RouteItem
 
     async def sample(instance: Any, server: Any, first: int, wanted: int) -> float:
@@ -105,9 +107,14 @@ def actor(engine: str, model: str, count: int, running: int) -> float:
         return time.perf_counter() - begin
 
     async def run() -> float:
+        dask.config.set(
+            {"distributed.nanny.pre-spawn-environ": worker_environment(1), "distributed.worker.profile.enabled": False}
+        )
         async with (
-            LocalCluster(n_workers=2, threads_per_worker=1, asynchronous=True, dashboard_address=None) as cluster,
-            Client(cluster, asynchronous=True) as client,
+            LocalCluster(
+                n_workers=2, threads_per_worker=1, memory_limit=0, asynchronous=True, dashboard_address=None
+            ) as cluster,
+            Client(cluster, asynchronous=True, direct_to_workers=True) as client,
         ):
             first, second = list(cluster.scheduler_info["workers"])
             server = await client.submit(Prompts, count, actor=True, workers=[first])

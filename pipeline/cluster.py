@@ -141,6 +141,15 @@ class ActorCluster:
                 await self.local.close()
 
 
+def worker_environment(threads: int) -> dict[str, str]:
+    """Of a worker process. Dask has workers return freed memory to the system at once; training and sampling free and
+    take the same buffers all the time: that made a step four times slower (measured on the demo), all in page faults.
+    """
+    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    kept = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
+
+
 async def connect(config: RunConfig) -> ActorCluster:
     """Start or join the cluster the job names. ConfigError, in one line, if it cannot be reached."""
     cluster = config.cluster
@@ -148,18 +157,9 @@ async def connect(config: RunConfig) -> ActorCluster:
     if cluster.kind == "local":
         import dask
 
-        # Dask has workers return freed memory to the system at once. Training frees and takes the same buffers all the
-        # time: that made a step four times slower (measured on the demo), all of it in page faults.
-        threads = str(cluster.threads)
         dask.config.set(
             {
-                "distributed.nanny.pre-spawn-environ": {
-                    "MALLOC_TRIM_THRESHOLD_": str(2**30),
-                    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-                    "OMP_NUM_THREADS": threads,
-                    "MKL_NUM_THREADS": threads,
-                    "OPENBLAS_NUM_THREADS": threads,
-                },
+                "distributed.nanny.pre-spawn-environ": worker_environment(cluster.threads),
                 # Imports of torch in several processes at once starve the event loops for seconds: no news.
                 "distributed.admin.tick.limit": "60s",
             }
