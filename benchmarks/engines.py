@@ -64,7 +64,7 @@ def offline(model: str, count: int, running: int) -> float:
     chosen: Any = settings("vllm", model, running)
     llm = LLM(
         model=model, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=cache_bytes(chosen), block_size=32,
-        max_num_seqs=running, max_num_batched_tokens=2048, skip_tokenizer_init=True, seed=0,
+        max_model_len=PROMPT + NEW, max_num_seqs=running, max_num_batched_tokens=2048, skip_tokenizer_init=True, seed=0,
     )  # fmt: skip
     sampling = SamplingParams(temperature=1.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=0)
     asked: Any = [{"prompt_token_ids": list(p)} for p in prompts(count)]

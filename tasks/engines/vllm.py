@@ -330,6 +330,7 @@ def make_engine(settings: VllmSettings) -> Any:
         "dtype": settings.dtype,
         "seed": settings.seed,
         "skip_tokenizer_init": True,
+        "max_model_len": longest_sequence(settings),
         "max_num_seqs": settings.max_running + 1,  # and the probe
         "scheduling_policy": "priority",
         "max_num_batched_tokens": max(settings.max_batch_tokens, settings.max_running),
@@ -356,6 +357,14 @@ def make_engine(settings: VllmSettings) -> Any:
         raise ConfigError(f"rollout.engine: vLLM refuses it: {error}") from error
     engine.collective_rpc("init_weight_transfer_engine", args=({},))
     return engine
+
+
+def longest_sequence(settings: VllmSettings) -> int:
+    """Tokens that a request may have: what the model attends to, as far as the cache holds it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.model).get_text_config()
+    return min(int(getattr(config, "max_position_embeddings", settings.kv_tokens)), settings.kv_tokens)
 
 
 def cache_bytes(settings: VllmSettings) -> int:
