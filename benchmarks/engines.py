@@ -39,6 +39,23 @@ def prompts(count: int) -> list[tuple[int, ...]]:
     return [tuple(int(t) for t in rng.integers(3, 15, PROMPT)) for _ in range(count)]
 
 
+def questions(model: str, count: int) -> list[tuple[int, ...]]:
+    """What the model was made for, if it has a chat template: outside of that bfloat16 says little."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    if not tokenizer.chat_template:
+        return prompts(count)
+    asked = ("What is 3 + 4?", "Write one sentence about the sea.", "Why is the sky blue?", "List three colours.")
+    encoded = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in asked
+    ]
+    return [tuple(encoded[i % len(asked)]) for i in range(count)]
+
+
 def settings(engine: str, model: str, running: int, dtype: str = "float32", **changes: Any) -> EngineSettings:
     shape = {"max_running": running, "kv_tokens": running * (PROMPT + NEW + 32), "max_batch_tokens": 2048}
     values = {**COMMON, **shape, "model": model, "dtype": dtype, **changes}
@@ -253,7 +270,7 @@ def logprobs(model: str, count: int, running: int) -> None:
     policy = load_model(model, "float32", "cpu", "sdpa")
     for dtype in ("float32", "bfloat16"):
         engine = settings("vllm", model, running, dtype).build(InstanceId("i"), 1)
-        asked = prompts(-(-count // NEW))
+        asked = questions(model, -(-count // NEW))
         engine.submit(
             [Request(trajectory=TrajectoryId(i), epoch=1, tokens=p, max_new_tokens=NEW) for i, p in enumerate(asked)]
         )
@@ -264,7 +281,8 @@ def logprobs(model: str, count: int, running: int) -> None:
                 tokens = [int(t) for s in event.segments for t in s.tokens]
                 stored = np.concatenate([s.logprobs for s in event.segments])
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
-                    own = forward_logprobs(policy, [*asked[event.trajectory], *tokens])[PROMPT - 1 :]
+                    prompt = asked[event.trajectory]
+                    own = forward_logprobs(policy, [*prompt, *tokens])[len(prompt) - 1 :]
                 differences.append(np.abs(stored - np.asarray(own)))
         engine.close()
         every = np.concatenate(differences)

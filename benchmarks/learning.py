@@ -1,5 +1,6 @@
-"""Does asynchrony cost reward? The demo's job, synchronous and at eta 1 and 3, three seeds each, evaluated on held-out
-prompts before and after. Prints a Markdown table; the runs stay in runs/ and each is audited.
+"""Does asynchrony cost reward, and does the engine matter? The demo's job, synchronous and at eta 1 and 3, or with
+each engine (--by engine), three seeds each, evaluated on held-out prompts before and after. Prints a Markdown table;
+the runs stay in runs/ and each is audited.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ from pipeline.runs import execute
 from stores.audit import audit
 from stores.versioned import VersionedStore
 
-SETTINGS = {
-    "synchronous": ("staleness.admission=synchronous", "staleness.eta=0"),
-    "eta 1": ("staleness.eta=1",),
-    "eta 3": ("staleness.eta=3",),
+SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "eta": {
+        "synchronous": ("staleness.admission=synchronous", "staleness.eta=0"),
+        "eta 1": ("staleness.eta=1",),
+        "eta 3": ("staleness.eta=3",),
+    },
+    "engine": {
+        "transformers": (),
+        "vllm": ("rollout.engine.name=vllm",),
+        "vllm, cache kept": ("rollout.engine.name=vllm", "rollout.on_pull=keep"),
+    },
 }
 
 
@@ -47,12 +55,13 @@ def mean_and_spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", type=Path, default=Path("examples/demo.toml"))
+    parser.add_argument("--by", choices=SETTINGS, default="eta")
     parser.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     print("| | before, sampled | after, sampled | after, greedy | mean staleness | seconds | audit |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    for label, overrides in SETTINGS.items():
+    for label, overrides in SETTINGS[args.by].items():
         results = [
             one(args.job, f"learning-{label.replace(' ', '-')}-{s}", (f"seed={s}", *overrides, *args.set))
             for s in args.seeds

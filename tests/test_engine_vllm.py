@@ -142,3 +142,12 @@ def test_a_closed_engine_says_so(tiny_model: Path) -> None:
         one.events(1.0)
     with pytest.raises(InstanceLost, match="closed"):
         one.interrupt([TrajectoryId(0)])
+
+
+def test_a_cache_smaller_than_the_context_will_do(tiny_model: Path) -> None:
+    one = VllmEngine(settings(tiny_model, kv_tokens=64, eos=()), InstanceId("i"))
+    try:
+        one.submit([request(i, max_new_tokens=40) for i in range(3)])
+        assert all(len(tokens_of(sampled)) == 40 for sampled in collect(one, 3).values())
+    finally:
+        one.close()
