@@ -28,7 +28,7 @@ def test_a_run_with_vllm_trains_and_every_weight_is_the_trainers(job: Path, on_p
     store = check(end.run_dir, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
     loaded = {v for r in store.steps() for v in r.loaded_fingerprints.values()}
-    assert {version for version, _ in loaded} > {1}
+    assert len({version for version, _ in loaded} - {0}) > 1
     for record in store.steps():
         assert set(record.metrics) <= NAMES
     assert all(fingerprint for _, fingerprint in loaded)
