@@ -242,7 +242,11 @@ class VllmEngine:
     def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[Running]:
         """Take requests out; unknown ones are ignored."""
         stopped = [r for t in trajectories if (r := self._book.of(t)) is not None]
-        self._engine.abort_request([r.key for r in stopped])
+        try:
+            self._engine.abort_request([r.key for r in stopped])
+        except Exception as error:
+            # Nobody waits for a submit, which may get here: what cannot be stopped must not be lost in silence.
+            raise InstanceLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
         with self._changed:
             for running in stopped:
                 self._book.leave(running)
