@@ -41,7 +41,9 @@ def one(job: Path, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """A run's summary; one that is there already is not run again."""
     config = configuration.load(job, (f"name={name}", "cluster.dashboard=false", *overrides))
     if not (config.run_dir / "summary.json").exists():
-        asyncio.run(execute(config, lambda *_: None, lambda _: None))
+        end = asyncio.run(execute(config, lambda *_: None, lambda _: None))
+        if end.stopped:  # a run takes a signal as its own; the table has no use for half a run
+            raise SystemExit(f"{config.run_dir} was stopped ({end.stopped}); remove it and start again")
     findings = audit(VersionedStore.open(config.run_dir / "store")).findings
     assert not findings, findings
     summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text())
