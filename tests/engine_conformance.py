@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stores.errors import StoreError
+from stores.errors import InstanceLost, StoreError
 from stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, Failed, Request, Sampled
 
@@ -44,6 +45,14 @@ def request(i: int, prompt: tuple[int, ...] = (3, 10, 14, 7), **changes: Any) ->
     return Request(trajectory=TrajectoryId(i), **(values | changes))
 
 
+def model_settings(model: Path) -> dict[str, Any]:
+    """Of an engine that samples from a model, for this suite."""
+    return {
+        "model": str(model), "dtype": "float32", "device": "cpu", "temperature": 1.0, "max_running": 32,
+        "kv_tokens": 4096, "page_tokens": 32, "max_batch_tokens": 512, "eos": (1,), "seed": 0,
+    }  # fmt: skip
+
+
 def wait_until_sampling(engine: Engine, least: int) -> dict[int, Sampled]:
     """Until some running request has at least this many tokens; returns what has ended by then."""
     deadline = time.monotonic() + PATIENCE_S
@@ -65,6 +74,14 @@ class EngineTests:
     @pytest.fixture
     def reference(self) -> Callable[..., list[float]]:
         """(tokens, first, weights or None) -> logprobs of tokens[first:], by a plain forward pass."""
+        raise NotImplementedError
+
+    def kill(self, engine: Engine) -> None:
+        """Have its decoding end in the middle of something, as an error inside it would."""
+        raise NotImplementedError
+
+    def hang(self, engine: Engine) -> AbstractContextManager[None]:
+        """Have its decoding stand still for a while, as a kernel that never returns would."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -201,6 +218,35 @@ class EngineTests:
         assert engine.version == 0
         engine.submit([request(0)])
         collect(engine, 1)
+
+    def test_a_dead_engine_says_so_at_once_in_every_verb(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
+        engine.submit([request(i, max_new_tokens=100) for i in range(4)])
+        done = wait_until_sampling(engine, 1)
+        self.kill(engine)
+        with pytest.raises(InstanceLost, match="rollout-0"):
+            collect(engine, 4, done)
+        for verb in (
+            lambda: engine.submit([request(9)]),
+            lambda: engine.interrupt([TrajectoryId(0)]),
+            lambda: engine.abort([TrajectoryId(1)]),
+            lambda: engine.load(PolicyVersion(5), other_weights[0]),
+            lambda: engine.logprobs([3, 10, 14]),
+            engine.load_statistics,
+        ):
+            with pytest.raises(InstanceLost, match="rollout-0"):
+                verb()
+
+    def test_an_engine_that_hangs_still_tells_that_it_samples_nothing(self, engine: Engine) -> None:
+        engine.submit([request(i, max_new_tokens=100) for i in range(4)])
+        done = wait_until_sampling(engine, 1)
+        with self.hang(engine):
+            done |= {e.trajectory: e for e in engine.events(0.1) if isinstance(e, Sampled)}
+            before = engine.load_statistics()
+            assert engine.events(0.2) == []
+            after = engine.load_statistics()
+        assert after.running == before.running == 4 - len(done) > 0
+        assert (after.tokens_sampled, after.progress) == (before.tokens_sampled, before.progress)
+        collect(engine, 4, done)
 
     def test_many_requests_with_random_interrupts_aborts_and_updates(
         self, engine: Engine, other_weights: tuple[Path, str]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ import pytest
 
 from stores import parameters
 from stores.cost import CostModel
-from stores.errors import InstanceLost
 from stores.parameters import ParameterFolder
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion
+from tasks.engines.base import Engine
 from tasks.engines.emulated import EmulatedEngine, EmulatedSettings, weights, word_logprobs
 from tasks.names import REWARD_TOKEN
 from tasks.workload import DrawnWorkload, WorkloadSettings
@@ -46,6 +48,30 @@ class TestEmulatedEngine(EngineTests):
         one = EmulatedEngine(settings(), InstanceId("rollout-0"))
         yield one
         one.close()
+
+    def kill(self, engine: Engine) -> None:
+        assert isinstance(engine, EmulatedEngine)
+
+        def fail() -> float:
+            raise RuntimeError("no more time")
+
+        with engine._changed:
+            engine._batch.next_s = fail  # type: ignore[method-assign]
+            engine._changed.notify_all()
+
+    @contextmanager
+    def hang(self, engine: Engine) -> Iterator[None]:
+        """Its clock stands still."""
+        assert isinstance(engine, EmulatedEngine)
+        with engine._changed:
+            stood_s, scale = time.monotonic() - engine._begin, engine._settings.time_scale
+            engine._settings = replace(engine._settings, time_scale=1e-9)
+            engine._begin -= stood_s * scale / 1e-9 - stood_s
+        yield
+        with engine._changed:
+            engine._settings = replace(engine._settings, time_scale=scale)
+            engine._begin = time.monotonic() - stood_s
+            engine._changed.notify_all()
 
     @pytest.fixture
     def reference(self) -> Callable[..., list[float]]:
@@ -83,15 +109,3 @@ def test_time_passes_as_the_cost_model_says() -> None:
         assert engine.load_statistics().busy_s == pytest.approx((COST.decode_s(1, 4, length) + 4 * COST.prefill) / 2.0)
     finally:
         engine.close()
-
-
-def test_a_dead_decoding_loop_is_an_instance_lost() -> None:
-    engine = EmulatedEngine(settings(), InstanceId("rollout-7"))
-    engine._batch = None  # type: ignore[assignment]
-    with pytest.raises(AttributeError):
-        engine.submit([request(0)])
-    with engine._changed:
-        engine._changed.notify_all()
-    engine._thread.join(timeout=10)
-    with pytest.raises(InstanceLost, match="rollout-7"):
-        engine.events(0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,15 @@ import pytest
 import torch
 
 from stores import parameters
-from stores.errors import InstanceLost
 from stores.parameters import ParameterFolder
 from stores.trajectory import InstanceId, PolicyVersion
+from tasks.engines.base import Engine
 from tasks.engines.transformers import TransformersEngine, TransformersSettings, load_model
-from tests.engine_conformance import EngineTests, collect, request
+from tests.engine_conformance import EngineTests, collect, model_settings, request
 
 
 def settings(model: Path, **changes: Any) -> TransformersSettings:
-    values: dict[str, Any] = {
-        "model": str(model), "dtype": "float32", "device": "cpu", "temperature": 1.0, "max_running": 32,
-        "kv_tokens": 4096, "page_tokens": 32, "max_batch_tokens": 512, "eos": (1,), "seed": 0,
-    }  # fmt: skip
-    return TransformersSettings(**(values | changes))
+    return TransformersSettings(**(model_settings(model) | changes))
 
 
 class TestTransformersEngine(EngineTests):
@@ -32,6 +29,16 @@ class TestTransformersEngine(EngineTests):
         one = TransformersEngine(settings(tiny_model), InstanceId("rollout-0"))
         yield one
         one.close()
+
+    def kill(self, engine: Engine) -> None:
+        assert isinstance(engine, TransformersEngine)
+        engine._managers[False].stop(block=True, timeout=10, hard_stop=True)
+
+    @contextmanager
+    def hang(self, engine: Engine) -> Iterator[None]:
+        assert isinstance(engine, TransformersEngine)
+        with engine._managers[False].pause():
+            yield
 
     @pytest.fixture
     def reference(self, tiny_model: Path) -> Callable[..., list[float]]:
@@ -51,12 +58,6 @@ class TestTransformersEngine(EngineTests):
         tokens = [3, 10, 14, 7, *segment.tokens.tolist()]
         expected = plain_logprobs(tiny_model, tokens, 4, None, temperature=2.0)
         assert segment.logprobs.tolist() == pytest.approx(expected, abs=2e-4)
-
-    def test_a_dead_decoding_loop_is_an_instance_lost(self, tiny_model: Path) -> None:
-        one = TransformersEngine(settings(tiny_model), InstanceId("rollout-0"))
-        one._managers[False].stop(block=True, timeout=10, hard_stop=True)
-        with pytest.raises(InstanceLost, match="rollout-0"):
-            one.events(0.1)
 
 
 def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:

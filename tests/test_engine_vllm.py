@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,16 @@ import pytest
 
 from stores.errors import ConfigError, InstanceLost
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Failed, Sampled
-from tests.engine_conformance import EngineTests, collect, logprobs_of, request, tokens_of, wait_until_sampling
+from tasks.engines.base import Engine, Failed, Sampled
+from tests.engine_conformance import (
+    EngineTests,
+    collect,
+    logprobs_of,
+    model_settings,
+    request,
+    tokens_of,
+    wait_until_sampling,
+)
 from tests.test_engine_transformers import changed_weights, plain_logprobs
 
 if importlib.util.find_spec("vllm") is None:
@@ -22,11 +33,7 @@ from tasks.engines.vllm import VllmEngine, VllmSettings
 
 
 def settings(model: Path, **changes: Any) -> VllmSettings:
-    values: dict[str, Any] = {
-        "model": str(model), "dtype": "float32", "device": "cpu", "temperature": 1.0, "max_running": 32,
-        "kv_tokens": 4096, "page_tokens": 32, "max_batch_tokens": 512, "eos": (1,), "seed": 0,
-    }  # fmt: skip
-    return VllmSettings(**(values | changes))
+    return VllmSettings(**(model_settings(model) | changes))
 
 
 class TestVllmEngine(EngineTests):
@@ -35,6 +42,28 @@ class TestVllmEngine(EngineTests):
         one = VllmEngine(settings(tiny_model), InstanceId("rollout-0"))
         yield one
         one.close()
+
+    def kill(self, engine: Engine) -> None:
+        def fail() -> None:
+            raise RuntimeError("a kernel failed")
+
+        assert isinstance(engine, VllmEngine)
+        engine._engine.engine_core.get_output = fail
+
+    @contextmanager
+    def hang(self, engine: Engine) -> Iterator[None]:
+        assert isinstance(engine, VllmEngine)
+        step, goes_on = engine._engine.engine_core.get_output, threading.Event()
+
+        def stand_still() -> Any:
+            goes_on.wait(60.0)
+            return step()
+
+        engine._engine.engine_core.get_output = stand_still
+        time.sleep(0.1)  # the step at hand
+        yield
+        engine._engine.engine_core.get_output = step
+        goes_on.set()
 
     @pytest.fixture
     def reference(self, tiny_model: Path) -> Callable[..., list[float]]:

@@ -79,8 +79,26 @@ class EngineSettings(Protocol):
     def build(self, instance: InstanceId, threads: int) -> Engine: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """What engines that sample from a model have in common. model: folder or hub name. kv_tokens: size of the paged
+    cache. eos: ids that end a response."""
+
+    model: str
+    dtype: str
+    device: str
+    temperature: float
+    max_running: int
+    kv_tokens: int
+    page_tokens: int
+    max_batch_tokens: int
+    eos: tuple[int, ...]
+    seed: int
+
+
 class Engine(Protocol):
-    """All methods may be called from one control thread while another waits in `events`."""
+    """All methods may be called from one control thread while another waits in `events`. Once decoding has ended, each
+    of them raises InstanceLost; while it only stands still, `events` and `load_statistics` answer as ever."""
 
     @property
     def version(self) -> PolicyVersion: ...
@@ -103,7 +121,7 @@ class Engine(Protocol):
         ...
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
-        """What ended since the last call; waits up to `timeout_s` for something. Raises InstanceLost when broken."""
+        """What ended since the last call; waits up to `timeout_s` for something."""
         ...
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:

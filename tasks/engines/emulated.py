@@ -113,7 +113,7 @@ class EmulatedEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self._changed:
-            now = self._catch_up()
+            now = self._asked()
             for request in requests:
                 held = self._running.get(request.trajectory)
                 if held is not None and held.request.epoch >= request.epoch:
@@ -130,7 +130,7 @@ class EmulatedEngine:
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
         with self._changed:
-            now = self._catch_up()
+            now = self._asked()
             stopped = []
             for trajectory in trajectories:
                 removed = self._batch.remove(now, trajectory)
@@ -153,7 +153,7 @@ class EmulatedEngine:
         self._parameters.check_shapes(self._parameters.shapes(_held()), self._parameters.shapes(loaded), weights)
         settings = self._settings
         with self._changed:
-            done_s = self._batch.load(self._catch_up(), settings.pull_s, keep=settings.keep)
+            done_s = self._batch.load(self._asked(), settings.pull_s, keep=settings.keep)
             self._collect()
             for trajectory, tokens in self._batch.progress(self._batch.clock):
                 self._running[TrajectoryId(trajectory)].marks.append((version, tokens))
@@ -167,17 +167,18 @@ class EmulatedEngine:
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._failure or self._stopping, timeout_s)
-            if self._failure is not None or not self._thread.is_alive():
-                raise InstanceLost(f"{self._instance}: the decoding loop has ended: {self._failure}")
+            self._check()
             ended, self._ended = self._ended, []
             return ended
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        with self._changed:
+            self._check()
         return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
 
     def load_statistics(self) -> EngineLoad:
         with self._changed:
-            now = self._catch_up()
+            now = self._asked()
             work = self._batch.work
             progress = tuple((TrajectoryId(t), n) for t, n in self._batch.progress(now))
             return EngineLoad(
@@ -208,6 +209,17 @@ class EmulatedEngine:
                     self._changed.wait(min(max(wait_s, 0.0), 86_400.0))
         except Exception as error:  # noqa: BLE001  told to whoever waits in events
             self._failure = error
+            with self._changed:
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None or not self._thread.is_alive():
+            raise InstanceLost(f"{self._instance}: the decoding loop has ended: {self._failure}")
+
+    def _asked(self) -> float:
+        """Now, for a verb: what has happened by now has happened. Raises InstanceLost if nothing happens any more."""
+        self._check()
+        return self._catch_up()
 
     def _catch_up(self) -> float:
         """Let happen what has happened by now; returns now in the cost model's seconds."""

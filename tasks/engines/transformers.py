@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from stores import parameters
 from stores.errors import InstanceLost
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, ModelSettings, Request, Sampled
 from tasks.engines.book import Book, Running
 
 POLL_S = 0.003
@@ -29,19 +29,8 @@ POLL_S = 0.003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersSettings:
-    """model: folder or hub name. kv_tokens: size of the paged cache. eos: ids that end a response."""
-
-    model: str
-    dtype: str
-    device: str
-    temperature: float
-    max_running: int
-    kv_tokens: int
-    page_tokens: int
-    max_batch_tokens: int
-    eos: tuple[int, ...]
-    seed: int
+class TransformersSettings(ModelSettings):
+    """Nothing more than others have."""
 
     def build(self, instance: InstanceId, threads: int) -> Engine:
         torch.set_num_threads(threads)
@@ -84,6 +73,7 @@ class TransformersEngine:
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         with self._lock:
+            self._check()
             for trajectory in trajectories:
                 running = self._book.of(trajectory)
                 if running is not None:
@@ -192,10 +182,13 @@ class TransformersEngine:
         self._book.leave(running)
         return running
 
+    def _check(self) -> None:
+        if not all(manager.is_running() for manager in self._managers.values()):
+            raise InstanceLost(f"{self._instance}: the decoding loop has died")
+
     def _drain(self) -> None:
+        self._check()
         for manager in self._managers.values():
-            if not manager.is_running():
-                raise InstanceLost(f"{self._instance}: the decoding loop has died")
             while (output := manager.get_result(timeout=0.0)) is not None:
                 self._take(output)
 
@@ -225,9 +218,8 @@ class _Paused:
         self._pauses: list[Any] = []
 
     def __enter__(self) -> None:
+        self._engine._check()
         for manager in self._engine._managers.values():
-            if not manager.is_running():
-                raise InstanceLost(f"{self._engine._instance}: the decoding loop has died")
             pause = manager.pause()
             pause.__enter__()
             self._pauses.append(pause)

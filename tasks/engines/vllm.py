@@ -20,7 +20,7 @@ from typing import Any
 from stores import parameters
 from stores.errors import ConfigError, InstanceLost
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, ModelSettings, Request, Sampled
 from tasks.engines.book import Book, Running
 
 ENVIRONMENT = {
@@ -37,20 +37,10 @@ SHUTDOWN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings:
-    """model: folder or hub name. kv_tokens: size of the paged cache. eos: ids that end a response. keep: a weight
-    update leaves running requests their old cache. options: further arguments of vLLM's EngineArgs, by its names."""
+class VllmSettings(ModelSettings):
+    """keep: a weight update leaves running requests their old cache. options: further arguments of vLLM's EngineArgs,
+    by its names."""
 
-    model: str
-    dtype: str
-    device: str
-    temperature: float
-    max_running: int
-    kv_tokens: int
-    page_tokens: int
-    max_batch_tokens: int
-    eos: tuple[int, ...]
-    seed: int
     keep: bool = False
     tensor_parallel: int = 1
     options: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +92,8 @@ class VllmEngine:
         begin = time.monotonic()
         # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
         parameters.check_shapes(self._shapes, parameters.read_shapes(weights), weights)
-        self._call(lambda: self._load(version, weights)).result()
+        torn = self._prepare(weights)
+        self._call(lambda: self._load(version, weights, torn)).result()
         elapsed_s = time.monotonic() - begin
         return Loaded(version=version, fingerprint=self._fingerprint(), elapsed_s=elapsed_s)
 
@@ -117,8 +108,8 @@ class VllmEngine:
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         answer: Future[Any] = Future()
         self._call(lambda: self._probe(tokens, answer))
-        listed: list[dict[int, Any]] = answer.result()
-        return tuple(at[token].logprob for at, token in zip(listed[1:], tokens[1:], strict=True))
+        logprobs: tuple[float, ...] = answer.result()
+        return logprobs
 
     def load_statistics(self) -> EngineLoad:
         with self._changed:
@@ -141,8 +132,7 @@ class VllmEngine:
             self._count_preemptions()
             started.set_result(None)
             while self._carry_out_calls():
-                if self._engine.has_unfinished_requests():
-                    self._take(self._engine.step())
+                self._take(self._engine.engine_core.get_output().outputs)
         except BaseException as raised:  # noqa: BLE001  whatever it is, this instance is lost, and says why
             error = raised
         with self._changed:
@@ -198,7 +188,7 @@ class VllmEngine:
             with self._changed:
                 key = self._book.enter(running)
             try:
-                self._engine.add_request(key, self._prompt(request.tokens), self._sampling(request))
+                self._add(key, request.tokens, self._sampling(request), salt=f"v{self.version}")
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
                 failed = Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error))
                 with self._changed:
@@ -206,23 +196,30 @@ class VllmEngine:
                     self._ended.append(failed)
                     self._changed.notify_all()
 
-    def _prompt(self, tokens: tuple[int, ...]) -> dict[str, Any]:
-        # Cached pages are shared under the same salt only: none of another version's is ever taken for this one's.
-        return {"prompt_token_ids": list(tokens), "cache_salt": f"v{self.version}"}
+    def _add(self, key: str, tokens: Sequence[int], sampling: Any, salt: str | None = None, priority: int = 0) -> None:
+        """Hand a request to vLLM's core. salt: cached pages are shared under the same one only, so that none of another
+        version's is ever taken for this one's."""
+        from vllm.inputs.engine import tokens_input
+
+        engine = self._engine
+        core = engine.engine_core
+        asked = engine.input_processor.process_inputs(
+            key, tokens_input(list(tokens), cache_salt=salt), sampling, core.get_supported_tasks(), priority=priority
+        )
+        # Its outputs are taken from the core, one by one (_take): what vLLM makes of them for people who read along
+        # costs a tenth of a small model's step.
+        core.add_request(asked)
 
     def _sampling(self, request: Request) -> Any:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
             temperature=0.0 if request.greedy else self._settings.temperature,
             max_tokens=request.max_new_tokens,
             logprobs=0,
-            flat_logprobs=True,
             stop_token_ids=list(self._settings.eos),
             ignore_eos=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
         )
 
     def _probe(self, tokens: Sequence[int], answer: Future[Any]) -> None:
@@ -233,7 +230,7 @@ class VllmEngine:
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         try:
             # Before all that waits: a load is not done until its probe is answered.
-            self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, sampling, priority=-1)
+            self._add(name, tokens, sampling, priority=-1)
         except Exception as error:  # noqa: BLE001  the caller's to handle
             answer.set_exception(error)
         else:
@@ -243,7 +240,7 @@ class VllmEngine:
         """Take requests out; unknown ones are ignored."""
         stopped = [r for t in trajectories if (r := self._book.of(t)) is not None]
         try:
-            self._engine.abort_request([r.key for r in stopped])
+            self._engine.engine_core.abort_requests([r.key for r in stopped])
         except Exception as error:
             # Nobody waits for a submit, which may get here: what cannot be stopped must not be lost in silence.
             raise InstanceLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
@@ -258,9 +255,11 @@ class VllmEngine:
         with self._changed:
             self._ended = [e for e in self._ended if e.trajectory not in gone]
 
-    def _load(self, version: PolicyVersion, weights: Path) -> None:
+    def _load(self, version: PolicyVersion, weights: Path, torn: Exception | None) -> None:
         engine = self._engine
         try:
+            if torn is not None:
+                raise torn
             engine.collective_rpc("start_weight_update")
             engine.collective_rpc("update_weights", args=({"path": str(weights)},))
             engine.collective_rpc("finish_weight_update")
@@ -278,24 +277,43 @@ class VllmEngine:
 
     def _take(self, outputs: Sequence[Any]) -> None:
         """Book what a step has sampled."""
+        from vllm.v1.engine import FinishReason as Reason
+
         with self._changed:
             for output in outputs:
-                if output.request_id in self._asked and output.finished:
-                    self._asked.pop(output.request_id).set_result(output.prompt_logprobs)
+                if output.request_id in self._asked and output.new_prompt_logprobs_tensors is not None:
+                    (logprobs,) = output.new_prompt_logprobs_tensors.logprobs[:, :1].T.tolist()
+                    self._asked.pop(output.request_id).set_result(tuple(logprobs))
                 running = self._book.get(output.request_id)
                 if running is None:
                     continue
-                (completion,) = output.outputs
-                self._book.extend(running, completion.token_ids, completion.logprobs.logprobs)
-                if output.finished:
-                    self._book.leave(running)
-                    stopped = completion.finish_reason == "stop"
+                if output.new_token_ids:
+                    # The sampled token's comes first in each row.
+                    self._book.extend(running, output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
+                if output.finish_reason is None:
+                    continue
+                self._book.leave(running)
+                if output.finish_reason in (Reason.STOP, Reason.LENGTH):
+                    stopped = output.finish_reason == Reason.STOP
                     self._ended.append(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
+                else:
+                    request, why = running.request, f"vLLM ended it: {output.finish_reason}"
+                    self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=why))
             self._waiting = len(self._scheduler.waiting)
             if self._ended:
                 self._changed.notify_all()
 
     # -- the other threads ---------------------------------------------------------------------------------------
+
+    def _prepare(self, weights: Path) -> Exception | None:
+        """Have the weights made ready beside decoding, where vLLM runs in this process. What went wrong is returned:
+        only the driving thread can end the instance."""
+        if self._settings.tensor_parallel == 1:
+            try:
+                self._engine.collective_rpc("prepare_weights", args=(str(weights),))
+            except Exception as error:  # noqa: BLE001
+                return error
+        return None
 
     def _fingerprint(self) -> str:
         """Of what is held; empty if it is sharded. In the caller's thread: hashing takes longer than loading, decoding

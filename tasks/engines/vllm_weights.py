@@ -3,15 +3,21 @@
 vLLM fuses some tensors of a checkpoint (q, k and v into one) and prepares others for its kernels. Loading in place has
 to do both again; reading back what is held has to undo the fusing, so that its fingerprint can be compared with the
 trainer's. Named in the engine's arguments, so that worker processes import it too.
+
+On a CPU both are done beside decoding, in a spare model, and decoding waits only while the two change hands. On a GPU
+they are done in the model itself, while decoding waits: memory is dearer there, and the bytes are there in no time.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -19,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.model_loader.utils import initialize_model
 
 from stores import parameters
 from tasks.engines.unfusing import unfused
@@ -46,51 +53,132 @@ class FileTransfer(WeightTransferEngine[NoInit, PublishedFile]):
     update_info_cls = PublishedFile
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        pass
+        self._spare = Spare(self.model, self.vllm_config) if self.device.type == "cpu" else None
+
+    def prepare(self, path: str) -> None:
+        """Do what can be done beside decoding: an update from this file that follows is short then."""
+        if self._spare is not None:
+            self._spare.load(path)
 
     def start_weight_update(self) -> None:
-        if self.device.type != "cpu":
+        if self._spare is None:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PublishedFile) -> None:
-        self.model.load_weights(parameters.read(Path(update_info.path)).items())
+        if self._spare is None:
+            self.model.load_weights(parameters.read(Path(update_info.path)).items())
+        elif self._spare.holds != update_info.path:
+            self._spare.load(update_info.path)
 
     def finish_weight_update(self) -> None:
-        if self.device.type != "cpu":
+        if self._spare is not None:
+            self._spare.swap()
+        else:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self.model, self.model_config)
-            return
-        # On a CPU each linear layer computes with a packed copy, which knows nothing of what was loaded: pack again.
-        for module in self.model.modules():
-            if hasattr(module, "cpu_linear"):
-                layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     def shutdown(self) -> None:
-        pass
+        self._spare = None
+
+
+class Spare:
+    """A second model that the next weights are made ready in, while the first decodes.
+
+    On a CPU linear layers compute with packed copies of their weights, and read the weights themselves no more. Those
+    the two models share; what decoding does read (embeddings, norms, biases) the spare has a copy of. So a swap
+    exchanges the packed copies and the tensors that are not shared: pointers, no bytes.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
+        self.holds = ""
+        """The file it was loaded from; empty if it holds nothing whole that is not in the model too."""
+        self._model = model
+        with torch.device("meta"):
+            self._spare = initialize_model(vllm_config=beside(config))
+        packed = {id(m.weight) for m in model.modules() if getattr(m, "staleflow_packed", False)}
+        self._own: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
+        of: dict[int, torch.nn.Parameter] = {}
+        for module, twin in self._layers():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in of:  # else two layers share it
+                    of[id(parameter)] = parameter if id(parameter) in packed else copied(parameter)
+                    if id(parameter) not in packed:
+                        self._own.append((parameter, of[id(parameter)]))
+                setattr(twin, name, of[id(parameter)])
+
+    def load(self, path: str) -> None:
+        """Read a published file and pack it. The model decodes as before, whatever comes of it."""
+        self.holds = ""
+        self._spare.load_weights(parameters.read(Path(path)).items())
+        for module, twin in self._layers():
+            if hasattr(module, "cpu_linear"):
+                layer_utils.dispatch_cpu_unquantized_gemm(twin, remove_weight=False)
+        self.holds = path
+
+    def swap(self) -> None:
+        """What was loaded is the model's from now on."""
+        for parameter, own in self._own:
+            parameter.data, own.data = own.data, parameter.data
+        for module, twin in self._layers():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear, twin.cpu_linear = twin.cpu_linear, None
+        self.holds = ""
+
+    def _layers(self) -> zip[tuple[Any, Any]]:
+        return zip(self._model.modules(), self._spare.modules(), strict=True)
+
+
+def beside(config: VllmConfig) -> VllmConfig:
+    """For a second model of one engine: its layers are not entered among those that the engine finds by name."""
+    second = copy.copy(config)
+    second.compilation_config = copy.copy(config.compilation_config)
+    second.compilation_config.static_forward_context = {}
+    return second
+
+
+def copied(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """With a memory of its own, and all that vLLM hung on it: how it is to be loaded, for one."""
+    own = copy.copy(parameter)
+    own.__dict__.update(parameter.__dict__)
+    own.data = parameter.detach().clone()
+    return own
 
 
 class WorkerExtension:
     """Methods that vLLM adds to its worker class; called by name from the engine."""
 
     model_runner: Any
+    weight_transfer_engine: FileTransfer
+
+    def prepare_weights(self, path: str) -> None:
+        """See FileTransfer.prepare. In any thread, while the model decodes in another."""
+        self.weight_transfer_engine.prepare(path)
 
     def held_fingerprint(self, shapes: parameters.Shapes) -> str:
         """Of the weights this worker holds, by the checkpoint's names and shapes; empty if they are sharded, or fused
         in a way that cannot be undone here."""
         model = self.model_runner.get_model()
         held = unfused(dict(model.named_parameters()), shapes, getattr(model, "packed_modules_mapping", {}))
-        return parameters.fingerprint(held) if held is not None else ""
+        if held is None:
+            return ""
+        # Some kernels keep biases as float32; all is published in the model's own type.
+        return parameters.fingerprint({n: t.to(self.model_runner.dtype) for n, t in held.items()})
 
 
 def keep_weights_beside_packed_copies() -> None:
-    """vLLM's CPU build drops a linear layer's weight once it is packed; without it nothing can be loaded in place."""
-    dispatch = layer_utils.dispatch_cpu_unquantized_gemm
+    """vLLM's CPU build drops a linear layer's weight once it is packed; without it nothing can be loaded in place.
+    What would have been dropped is marked: nothing reads it while decoding."""
+    dispatch: Callable[..., None] = layer_utils.dispatch_cpu_unquantized_gemm
 
-    def dispatch_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        dispatch(layer, remove_weight=False)
+    def dispatch_and_keep(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
+        dispatch(layer, remove_weight=remove_weight)
+        if layer.weight is not weight:
+            layer.weight = weight
+            layer.staleflow_packed = True
 
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch_and_keep
 
