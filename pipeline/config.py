@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pipeline.knobs import Explained, apply_override, build, explained, knob, merged
 from pipeline.strategies.admission import ADMISSION_NAMES
@@ -27,6 +27,7 @@ from tasks.names import (
     ENGINE_NAMES,
     ENGINE_OPTIONS_OURS,
     LOSS_NAMES,
+    SAMPLING_REFUSED,
     SCHEDULE_NAMES,
     WORKLOAD_NAMES,
 )
@@ -136,6 +137,8 @@ class CostConfig:
 class RolloutConfig:
     """Sampling."""
 
+    REFUSED: ClassVar[Mapping[str, str]] = SAMPLING_REFUSED
+
     instances: int = knob(1, "rollout instances, one Dask worker each", low=1, high=4096)
     max_new_tokens: int = knob(64, "tokens a response may have", low=1)
     temperature: float = knob(
@@ -212,6 +215,9 @@ class DeadlineConfig:
 
     start_s: float = knob(180.0, "for all actors to be ready", above=0)
     call_s: float = knob(60.0, "for an actor to answer a short call; then the instance counts as lost", above=0)
+    sample_s: float = knob(
+        120.0, "that an instance with work may sample nothing; then its engine hangs, and it is replaced", above=0
+    )
     train_s: float = knob(3600.0, "for one training step", above=0)
     stuck_s: float = knob(300.0, "without any progress before the run stops and says what it waits for", above=0)
 

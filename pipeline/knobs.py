@@ -44,12 +44,15 @@ class Explained:
 
 
 def build(cls: type[Any], tree: Any, where: str, prefix: str = "") -> Any:
-    """An instance of `cls` from nested plain values. where: names the source in messages. Raises ConfigError."""
+    """An instance of `cls` from nested plain values. where: names the source in messages. A key in the REFUSED of its
+    class is answered with the reason given there. Raises ConfigError."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where}: {prefix.rstrip('.')} must be a table, not {tree!r}")
     known = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key in tree:
+        if why := getattr(cls, "REFUSED", {}).get(key):
+            raise ConfigError(f"{where}: {prefix}{key} is not offered: {why}")
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"

@@ -1,6 +1,22 @@
 """The names a job file may use, apart from what they name: checking a job loads neither torch nor vllm."""
 
 ENGINE_NAMES = ("transformers", "vllm", "emulated")
+SAMPLING_REFUSED = dict.fromkeys(
+    (
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "bad_words",
+        "min_tokens",
+    ),
+    "it would sample from another distribution than the model's own, and the trainer, which computes that one, would "
+    "weigh tokens by a wrong ratio; rollout.temperature is applied by both",
+)
+"""Ways to sample that other systems offer, and why a job may not ask for them."""
 ENGINE_OPTIONS_OURS = {
     "vllm": {
         **dict.fromkeys(
@@ -22,6 +38,7 @@ ENGINE_OPTIONS_OURS = {
             ("logits_processors", "override_generation_config", "generation_config", "speculative_config"),
             "stored logprobs would not be those of the policy that sampled",
         ),
+        **SAMPLING_REFUSED,
     }
 }
 """Engine arguments that a job may not pass on, and why."""

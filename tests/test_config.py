@@ -69,6 +69,12 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "options.logprobs_mode: tokens could no",
         ),
         ("rollout.engine={name='vllm', options={logits_processors=[]}}", "of the policy that sampled; remove it"),
+        (
+            "rollout.engine={name='vllm', options={top_p=0.9}}",
+            "options.top_p: it would sample from another distribution",
+        ),
+        ("rollout.top_p=0.9", "rollout.top_p is not offered: it would sample from another distribution"),
+        ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not offered"),
         ("simulation.colocated=true", 'needs staleness.admission = "synchronous"'),
     ],
 )
