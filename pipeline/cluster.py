@@ -53,6 +53,7 @@ class ActorCluster:
     placed: dict[str, Placed] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     """Addresses of workers that lost an actor: a hung one is still listed, and must not be chosen again."""
+    restarts: set[asyncio.Future[None]] = field(default_factory=set)
 
     @property
     def dashboard(self) -> str:
@@ -105,12 +106,30 @@ class ActorCluster:
         return self.placed[name]
 
     def forget(self, name: str) -> None:
-        """Give up an actor that is gone; its worker's slot is free again, once the worker is restarted."""
+        """Give up an actor; its worker's slot is free again."""
         placed = self.placed.pop(name, None)
         if placed is not None:
-            self.lost.add(placed.address)
             self.slots[placed.worker].remove(placed.role)
             placed.future.release()
+
+    def lose(self, name: str) -> None:
+        """Give up an actor that is gone. Its process is not used for another: it may hang, or hold memory of what
+        failed in it. If nothing that cannot be replaced lives there too, a nanny is asked to start it anew."""
+        lost = self.placed[name]
+        self.forget(name)
+        self.lost.add(lost.address)
+        beside = [p for p in self.placed.values() if p.address == lost.address]
+        if all(p.role == "parameters" for p in beside):
+            for other in beside:
+                self.forget(other.name)
+            restart = asyncio.ensure_future(self._restart(lost.address))
+            self.restarts.add(restart)
+            restart.add_done_callback(self.restarts.discard)
+
+    async def _restart(self, address: str) -> None:
+        # Whoever died is restarted already; without a nanny nobody can.
+        with contextlib.suppress(Exception):
+            await self.client.restart_workers([address], timeout=self.start_s, raise_for_error=False)
 
     async def _choose(self, role: str) -> tuple[str, str, str] | None:
         """(name, address, host) of the worker for the role, or None if there is none now."""
@@ -132,6 +151,8 @@ class ActorCluster:
 
     async def close(self) -> None:
         """Release the actors and, for a local cluster, its processes. The actors' own `close` comes before."""
+        for restart in self.restarts:
+            restart.cancel()
         for name in list(self.placed):
             self.forget(name)
         with contextlib.suppress(Exception):

@@ -75,6 +75,7 @@ class Crew:
         self._facts = facts
         self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._num_lost: dict[str, int] = {}
+        self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
         self.instances: dict[InstanceId, Instance] = {}
         self.losses: list[str] = []
@@ -147,14 +148,15 @@ class Crew:
         instance = Instance(placed=placed, index=index)
         self.instances[instance.id] = instance
         if self._published and max(self._published) > 0:
-            await self._place_parameters(placed)
             await self.pull(instance, max(self._published))
         return instance
 
     async def _place_parameters(self, neighbour: Placed) -> None:
         """One parameter server a host, beside an actor that is there anyway: its calls are short and asynchronous."""
         name = f"parameters-{neighbour.host}"
-        if name not in self._cluster.placed:
+        async with self._placing_parameters:
+            if name in self._cluster.placed:
+                return
             server = self._cluster.placed["server"]
             beside = server if server.host == neighbour.host else neighbour
             call_s = self._config.deadlines.call_s
@@ -168,6 +170,7 @@ class Crew:
 
     async def pull(self, instance: Instance, version: PolicyVersion) -> None:
         """Load a version on an instance, and check that what it holds is what was published."""
+        await self._place_parameters(instance.placed)  # its host's may have gone with another instance's process
         source = self.actor(f"parameters-{self._cluster.placed['trainer'].host}")
         path = await self.ask(f"parameters-{instance.placed.host}", "ensure", version, source)
         loaded: Loaded = await self.ask(instance.placed.name, "pull", version, path, self._probe)
@@ -215,7 +218,7 @@ class Crew:
         self.losses.append(f"{now:.1f} s: {lost}")
         logger.warning("%s; replacing it", lost)
         self.instances.pop(InstanceId(name), None)
-        self._cluster.forget(name)
+        self._cluster.lose(name)
         if self._num_lost[role] > REPLACEMENTS:
             raise InstanceLost(f"{role} was lost {self._num_lost[role]} times, last: {lost}") from lost
 

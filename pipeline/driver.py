@@ -1,7 +1,7 @@
 """The coordinator's body on a real cluster: carries its commands out as actor calls and feeds their outcomes back.
 
-One asyncio loop. Commands to one rollout instance leave in order through one sender each (a Route after a Pull must
-find the new weights); so do books to the trajectory server. An actor that is gone is an event, not an exception:
+One asyncio loop. Commands to one rollout instance leave in order, on its line (a Route after a Pull must find the new
+weights); so do books to the trajectory server. An actor that is gone is an event, not an exception:
 instances and reward workers are replaced, and only the loss of the trainer or the server ends the run. It decides
 nothing itself.
 """
@@ -29,32 +29,25 @@ from pipeline.events import (
     InstanceLost,
     InstanceReported,
     NewGroup,
-    PullFinished,
     StopRequested,
     Tick,
-    TrajectoryFailed,
-    TrajectoryInterrupted,
-    TrajectorySampled,
     TrajectoryScored,
     VersionPublished,
 )
-from pipeline.fit import CostWatch, Fit, StepPoint
+from pipeline.fit import CostWatch, Fit
 from pipeline.journal import Journal
+from pipeline.line import Line
 from pipeline.snapshot import Snapshot
 from stores import errors
 from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
 from stores.trajectory import PolicyVersion, TrajectoryId
-from tasks.engines.base import EngineLoad
-from tasks.rollout import Outcome, RouteItem
 from tasks.training import StepResult
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.5
-"""Longest an event poll waits at an instance; it returns at once when something ended."""
 TICK_S = 0.5
-"""How often time passes for the coordinator, and instances report progress."""
+"""How often time passes for the coordinator."""
 SCORE_BATCH = 32
 """Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
 
@@ -284,84 +277,6 @@ class Driver:
                     done.cancel()
                     raise item
 
-    async def _send_to(self, instance: Instance) -> None:
-        """Carry out one instance's commands in order; consecutive ones of a kind travel together, pulls apart."""
-        name, server = instance.placed.name, self._crew.actor("server")
-        pending: Command | None = None
-        while True:
-            command = pending or await instance.outbox.get()
-            pending = None
-            batch = [command]
-            if isinstance(command, (Route, Abort, Interrupt)):
-                while not instance.outbox.empty():
-                    following = instance.outbox.get_nowait()
-                    if type(following) is not type(command):
-                        pending = following
-                        break
-                    batch.append(following)
-            match command:
-                case Route():
-                    items = tuple(
-                        RouteItem(trajectory=c.trajectory, epoch=c.epoch, version=c.version)
-                        for c in batch
-                        if isinstance(c, Route)
-                    )
-                    await self._crew.ask(name, "route", server, items)
-                case Abort():
-                    ids = tuple(c.trajectory for c in batch if isinstance(c, Abort))
-                    await self._crew.ask(name, "abort", ids)
-                case Interrupt():
-                    ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
-                    stopped = await self._crew.ask(name, "interrupt", server, ids)
-                    for outcome in stopped:
-                        self._inbox.put_nowait(
-                            TrajectoryInterrupted(
-                                trajectory=outcome.trajectory, epoch=outcome.epoch, tokens=outcome.tokens
-                            )
-                        )
-                case Pull():
-                    await self._crew.pull(instance, command.version)
-                    self._inbox.put_nowait(PullFinished(instance=command.instance, version=command.version))
-
-    async def _listen_to(self, instance: Instance) -> None:
-        """Pass on what ends on an instance."""
-        name, server = instance.placed.name, self._crew.actor("server")
-        within_s = self._config.deadlines.call_s + POLL_S
-        while True:
-            outcomes: list[Outcome] = await self._crew.ask(name, "next_events", server, POLL_S, within_s=within_s)
-            for o in outcomes:
-                event: Event = TrajectorySampled(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens)
-                if o.error:
-                    event = TrajectoryFailed(trajectory=o.trajectory, epoch=o.epoch, error=o.error)
-                self._inbox.put_nowait(event)
-
-    async def _watch(self, instance: Instance) -> None:
-        """Report an instance's progress, and sum up how long it had work and did none."""
-        name = instance.placed.name
-        instance.busy_before_s = (await self._crew.ask(name, "report")).busy_s
-        while True:
-            await asyncio.sleep(TICK_S)
-            load = await self._crew.ask(name, "report")
-            self._watch_cost(instance, load)
-            instance.busy_s = load.busy_s - (instance.busy_before_s or 0.0)
-            instance.tokens_sampled = load.tokens_sampled
-            self._inbox.put_nowait(InstanceReported(instance=instance.id, progress=load.progress))
-
-    def _watch_cost(self, instance: Instance, load: EngineLoad) -> None:
-        """Compare the decode steps since the last report with the cost model; says once when they no longer agree."""
-        busy_s = load.busy_s - (instance.busy_before_s or 0.0) - instance.busy_s
-        tokens = load.tokens_sampled - instance.tokens_sampled
-        if not (load.running and busy_s > TICK_S / 2 and tokens > 0):
-            return
-        step_s = busy_s * self._config.time_scale * load.running / tokens
-        self._cost_watch.observe(StepPoint(running=load.running, kv_tokens=load.kv_tokens, step_s=step_s))
-        if self._cost_watch.drifted and not self._drift_said:
-            self._drift_said = True
-            logger.warning(
-                "decode steps take %.2f times what the cost model says; `staleflow profile` measures it anew",
-                self._cost_watch.ratio,
-            )
-
     async def _score_on(self, name: str) -> None:
         """Feed one reward worker; replace it when it is lost, and score again what it held."""
         call_s = self._config.deadlines.call_s
@@ -391,15 +306,23 @@ class Driver:
             self._inbox.put_nowait(Tick())
             snapshot = self._coordinator.snapshot()
             self._ages.append((snapshot.staleness_in_flight, snapshot.staleness_in_queue))
+            if self._cost_watch.drifted and not self._drift_said:
+                self._drift_said = True
+                logger.warning(
+                    "decode steps take %.2f times what the cost model says; `staleflow profile` measures it anew",
+                    self._cost_watch.ratio,
+                )
             self._progress(snapshot, self.outcomes, "")
 
     # -- instances -----------------------------------------------------------------------------------------------
 
     def _join(self, instance: Instance) -> None:
         """Start working with an instance and tell the coordinator."""
-        for work in (self._send_to(instance), self._listen_to(instance), self._watch(instance)):
+        config = self._config
+        line = Line(instance, self._crew, config.deadlines, config.time_scale, self._cost_watch, self._inbox.put_nowait)
+        for work in line.work():
             instance.tasks.append(asyncio.ensure_future(self._guard(instance, work)))
-        engine = self._config.rollout.engine
+        engine = config.rollout.engine
         self._inbox.put_nowait(
             InstanceJoined(
                 instance=instance.id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -27,6 +28,8 @@ from stores.audit import audit
 from stores.errors import ConfigError, InstanceLost, StoreError
 from stores.trajectory import Fate
 from stores.versioned import VersionedStore
+from tasks.engines.transformers import TransformersEngine
+from tasks.rollout import RolloutInstance
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -114,8 +117,15 @@ def test_groups_without_signal_are_dropped_and_replaced(job: Path, tmp_path: Pat
         assert signal_there == (members[0].fate is Fate.CONSUMED)
 
 
-async def sabotaged(job: Path, overrides: tuple[str, ...], victim: str, strike: Callable[[int], None]) -> Driver:
-    """Run a job; once a step is done, `strike` the worker process that holds the actor `victim`."""
+async def sabotaged(
+    job: Path,
+    overrides: tuple[str, ...],
+    victim: str,
+    strike: Callable[[int], None] = lambda _: None,
+    inside: Callable[[], object] = os.getpid,
+) -> Driver:
+    """Run a job; once a step is done, `strike` the worker process that holds the actor `victim`, or have it do
+    something `inside`."""
     config = configuration.load(job, overrides)
     facts = inspect_model(config)
     cluster = await connect(config)
@@ -127,6 +137,8 @@ async def sabotaged(job: Path, overrides: tuple[str, ...], victim: str, strike: 
             await asyncio.sleep(0.05)
         address = cluster.placed[victim].address
         strike((await cluster.client.run(os.getpid, workers=[address]))[address])
+        if inside is not os.getpid:
+            await cluster.client.run(inside, workers=[address])
 
     saboteur_task = asyncio.ensure_future(saboteur())
     try:
@@ -158,6 +170,27 @@ def test_a_lost_rollout_worker_is_replaced_and_nothing_is_lost(job: Path, blow: 
     assert driver.outcomes.losses
     store = check(job.parent / "runs" / "job", 8)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 8 * 16
+
+
+def stand_still() -> None:
+    """Have the decoding of this process's engine wait for ever, as a kernel that never returns would."""
+    (instance,) = (o for o in gc.get_objects() if isinstance(o, RolloutInstance))
+    engine = instance._engine
+    assert isinstance(engine, TransformersEngine)
+    pause = engine._managers[False].pause()
+    pause.__enter__()
+    engine.held = pause  # type: ignore[attr-defined]
+
+
+def test_an_engine_that_stands_still_in_a_process_that_is_well_is_replaced(job: Path) -> None:
+    """No call to its process fails; what it samples gives it away. Its process is started anew."""
+    overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=1", "deadlines.sample_s=2")
+    driver = asyncio.run(sabotaged(job, overrides, "rollout-0", inside=stand_still))
+    (loss,) = driver.outcomes.losses
+    assert "rollout-0 has" in loss
+    assert "to sample and has sampled nothing for" in loss
+    store = check(job.parent / "runs" / "job", 8)
+    assert {s.instance for e in store.ended() for s in e.trajectory.segments} == {"rollout-0", "rollout-0.1"}
 
 
 def test_a_lost_reward_worker_is_replaced(job: Path) -> None:
