@@ -10,6 +10,7 @@ import click
 
 COMMANDS = {
     "run": ("cli.run", "run a job from start to end, with live progress"),
+    "resume": ("cli.resume", "go on with a stored run where it left off"),
     "simulate": ("cli.simulate", "the same job in virtual time: what a run would take, and why"),
     "profile": ("cli.profile", "measure an engine's decode steps and fit the cost model"),
     "config": ("cli.config", "what a job file means"),

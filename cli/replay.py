@@ -18,15 +18,20 @@ def command(run: str, trajectory: int | None, as_json: bool) -> None:
     from pipeline import config as configuration
     from pipeline import journal
     from pipeline.build import make_coordinator
+    from pipeline.resumption import parts
     from stores.errors import ConfigError
     from stores.trajectory import TrajectoryId
 
     folder = Path(run)
     if not (folder / "events.jsonl").is_file():
         raise ConfigError(f"{run}: no recorded events here; `staleflow store ls` lists the runs there are")
-    coordinator = make_coordinator(configuration.load(folder / "config.toml"))
-    result = journal.replay(coordinator, journal.read(folder / "events.jsonl"))
-    story = [] if trajectory is None else coordinator.story(TrajectoryId(trajectory))
+    story: list[str] = []
+    result = journal.Replay(num_events=0, num_commands=0, difference="")
+    for config, events in parts(folder):
+        coordinator = make_coordinator(configuration.load(config))
+        result += journal.replay(coordinator, journal.read(events))
+        if trajectory is not None:
+            story += coordinator.story(TrajectoryId(trajectory))
     if as_json:
         value = {"events": result.num_events, "commands": result.num_commands, "difference": result.difference}
         click.echo(json.dumps({**value, "story": story}, indent=2))

@@ -7,8 +7,12 @@ import json
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from pipeline.config import RunConfig
 
 
 @click.command("run")
@@ -20,7 +24,11 @@ def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose
     """Run a job from start to end. Ctrl-C stops it cleanly; what was stored stays."""
     from pipeline import config as configuration
 
-    config = configuration.load(config_path, overrides)
+    carry_out(configuration.load(config_path, overrides), as_json=as_json, verbose=verbose, resume=False)
+
+
+def carry_out(config: RunConfig, *, as_json: bool, verbose: bool, resume: bool) -> None:
+    """Run a job with a live view, or go on with it; ends the process with 130 if it was stopped."""
     # Before torch is loaded anywhere below: its thread pools spin on shared cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -36,7 +44,7 @@ def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose
     from pipeline.runs import execute
 
     with Display(config, quiet=as_json) as display:
-        end = asyncio.run(execute(config, display.progress, display.announce))
+        end = asyncio.run(execute(config, display.progress, display.announce, resume=resume))
     if as_json:
         click.echo(json.dumps(end.summary, indent=2))
     else:

@@ -93,8 +93,8 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     )
 
 
-def server_settings(config: RunConfig, store: Path, context: int) -> ServerSettings:
-    """context: tokens the model can attend to."""
+def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bool = False) -> ServerSettings:
+    """context: tokens the model can attend to. resumed: the store is gone on with."""
     from tasks.server import ServerSettings
 
     return ServerSettings(
@@ -111,6 +111,7 @@ def server_settings(config: RunConfig, store: Path, context: int) -> ServerSetti
         kv_tokens=config.rollout.engine.kv_tokens,
         store=str(store),
         header=run_header(config),
+        resumed=resumed,
         workload=make_workload(config) if config.emulated else None,
     )
 

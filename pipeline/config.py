@@ -193,6 +193,9 @@ class TrainingConfig:
     advantage: str = knob("grpo", "advantage estimate", choices=ADVANTAGE_NAMES)
     loss: LossConfig = LossConfig()
     checkpoint_every: int = knob(0, "steps between checkpoints; 0 for the last step only", low=0)
+    resume_every: int = knob(
+        1, "steps between resume points (weights, optimizer, random state; the latest are kept); 0 for none", low=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from pipeline.events import (
     InstanceLost,
     InstanceReported,
     PullFinished,
+    RunResumed,
     StopRequested,
     Tick,
     TrajectoryFailed,
@@ -56,7 +57,7 @@ from pipeline.strategies.synchronization import Synchronization
 from pipeline.waiting import FRESH
 from stores.errors import ProtocolViolation
 from stores.staleness import Ending, StalenessLedger
-from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,7 @@ class Coordinator:
         self._pull_ordered_s: dict[InstanceId, float] = {}
         self._idle_since: float | None = 0.0  # None while a step is being trained
         self._handlers: dict[type, Callable[[Any], None]] = {
+            RunResumed: self._on_run_resumed,
             GroupsArrived: self._on_groups_arrived,
             InstanceJoined: self._on_instance_joined,
             InstanceLost: self._on_instance_lost,
@@ -144,6 +146,11 @@ class Coordinator:
         return self._commands
 
     # -- what happened -------------------------------------------------------------------------------------------
+
+    def _on_run_resumed(self, event: RunResumed) -> None:
+        parted = ((key.partition(":"), count) for key, count in event.num_ended)
+        self.ledger.resume(event.step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
+        self._idle_since = self._published_s = self._now
 
     def _on_groups_arrived(self, event: GroupsArrived) -> None:
         self._groups_drawn -= len(event.groups)

@@ -19,7 +19,8 @@ from pipeline.cluster import ActorCluster, Placed
 from pipeline.commands import Command
 from pipeline.config import RunConfig
 from pipeline.model_files import ModelFacts
-from stores.errors import InstanceLost, ProtocolViolation
+from pipeline.resumption import Resumption
+from stores.errors import InstanceLost, ProtocolViolation, StoreError
 from stores.parameters import FOLDER_PREFIX
 from stores.trajectory import InstanceId, PolicyVersion
 from tasks.engines.base import Loaded
@@ -98,12 +99,15 @@ class Crew:
 
     # -- placing -------------------------------------------------------------------------------------------------
 
-    async def place_all(self, start_s: float) -> None:
-        """Place every role, and publish the base model as version 0. start_s: on the run's clock."""
+    async def place_all(self, begin_s: float, resumption: Resumption | None = None) -> None:
+        """Place every role, and publish the base model as version 0, or the version a stored run goes on from. begin_s:
+        on the run's clock."""
         config, cluster = self._config, self._cluster
-        settings = build.server_settings(config, self._run_dir / "store", self._facts.context)
+        version = PolicyVersion(0) if resumption is None else resumption.version
+        stored = resumption is not None and (self._run_dir / "store").is_dir()
+        settings = build.server_settings(config, self._run_dir / "store", self._facts.context, resumed=stored)
         await _all(
-            cluster.place("server", "server", TrajectoryServer, settings, start_s),
+            cluster.place("server", "server", TrajectoryServer, settings, begin_s),
             cluster.place(
                 "trainer",
                 "trainer",
@@ -112,6 +116,8 @@ class Crew:
                 self._folder,
                 config.cluster.threads,
                 config.deadlines.call_s,
+                str(self._run_dir / "resume"),
+                config.training.resume_every,
             ),
             *(self.place_reward(f"reward-{i}") for i in range(config.reward.workers)),
             *(self.place_instance(i) for i in range(config.rollout.instances)),
@@ -121,8 +127,16 @@ class Crew:
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, within_s=config.deadlines.start_s)
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
-        initial = await self.ask("trainer", "publish_initial", self._probe, within_s=config.deadlines.start_s)
+        start_s = config.deadlines.start_s
+        initial: StepResult = await self.ask("trainer", "publish_initial", self._probe, version, within_s=start_s)
+        if resumption is not None and resumption.fingerprint not in ("", initial.fingerprint):
+            raise StoreError(
+                f"{self._run_dir}/resume: version {version} is {initial.fingerprint}, its step published "
+                f"{resumption.fingerprint}; remove the damaged resume point to use an older one"
+            )
         self.publish(initial)
+        if version:
+            await _all(*(self.pull(instance, version) for instance in self.instances.values()))
 
     async def place_reward(self, name: str) -> None:
         """Place a reward worker and have it load its reward function. Raises ConfigError if that cannot be done."""

@@ -21,7 +21,7 @@ from pipeline.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Rou
 from pipeline.config import RunConfig
 from pipeline.coordinator import Coordinator
 from pipeline.crew import Crew, Instance
-from pipeline.evaluation import Evaluation, evaluate
+from pipeline.evaluation import Evaluation, evaluate, read_evaluations, write_evaluations
 from pipeline.events import (
     Event,
     GroupsArrived,
@@ -29,6 +29,7 @@ from pipeline.events import (
     InstanceLost,
     InstanceReported,
     NewGroup,
+    RunResumed,
     StopRequested,
     Tick,
     TrajectoryScored,
@@ -37,6 +38,7 @@ from pipeline.events import (
 from pipeline.fit import CostWatch, Fit
 from pipeline.journal import Journal
 from pipeline.line import Line
+from pipeline.resumption import Resumption
 from pipeline.snapshot import Snapshot
 from stores import errors
 from stores.base import LedgerState, StepRecord
@@ -81,18 +83,26 @@ class Driver:
     """Drives one run. `progress` is called with a snapshot and the last step's metrics about twice a second."""
 
     def __init__(
-        self, config: RunConfig, crew: Crew, run_dir: Path, progress: Callable[[Snapshot, Outcomes, str], None]
+        self,
+        config: RunConfig,
+        crew: Crew,
+        run_dir: Path,
+        progress: Callable[[Snapshot, Outcomes, str], None],
+        resumption: Resumption | None = None,
     ) -> None:
         self._config = config
         self._crew = crew
+        self._run_dir = run_dir
         self._progress = progress
+        self._resumption = resumption
+        self._earlier_s = 0.0 if resumption is None else resumption.elapsed_s
         self._coordinator: Coordinator = build.make_coordinator(config)
         self._journal = Journal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
         self._books: asyncio.Queue[Retire | StepRecord] = asyncio.Queue()
         self._scores: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._background: set[asyncio.Task[None]] = set()
-        self._begin = time.monotonic()
+        self._begin = time.monotonic() - self._earlier_s
         self._training_since = self._idle_since = 0.0
         self._last_event_s = 0.0
         self._ages: list[tuple[float, float]] = []
@@ -110,9 +120,12 @@ class Driver:
         """Place the actors, evaluate, train, evaluate, store the end. Raises StaleflowError with one story."""
         self._task = asyncio.current_task()
         self._say("starting actors")
-        await self._crew.place_all(self._now())
-        await self._evaluate(PolicyVersion(0))
-        self._begin = self._idle_since = time.monotonic()
+        await self._crew.place_all(self._now(), self._resumption)
+        await self._take_up()
+        if self._coordinator.ledger.version == 0:
+            await self._evaluate(PolicyVersion(0))
+        self._idle_since = time.monotonic()
+        self._begin = self._idle_since - self._earlier_s
         self._spawn(self._keep_books(), "books")
         self._spawn(self._tick(), "clock")
         for i in range(self._config.reward.workers):
@@ -133,6 +146,15 @@ class Driver:
             await self._evaluate(version)
         await self._crew.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
         return self.outcomes
+
+    async def _take_up(self) -> None:
+        """Go on where a stored run is, if this is one."""
+        if self._resumption is None:
+            return
+        self.outcomes.steps += self._resumption.steps
+        self.outcomes.evaluations += read_evaluations(self._run_dir)
+        state: LedgerState = await self._crew.ask("server", "take_up", within_s=self._config.deadlines.start_s)
+        self._handle(RunResumed(step=state.next_step, num_ended=tuple(state.num_ended.items())))
 
     def stop(self, why: str) -> None:
         """End the run at the next moment when no training step is in flight; at once when asked twice, or when it does
@@ -359,6 +381,7 @@ class Driver:
             for task in instance.tasks:
                 task.cancel()  # they would take the evaluation's answers for the run's
         self.outcomes.evaluations.append(await evaluate(self._crew, self._config, version))
+        write_evaluations(self._run_dir, self.outcomes.evaluations)
         self._say("")
 
     # -- measuring -----------------------------------------------------------------------------------------------

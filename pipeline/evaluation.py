@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.crew import Crew
@@ -18,6 +21,17 @@ class Evaluation:
     sampled: float
     """At the rollout temperature."""
     greedy: float
+
+
+def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Keep them in the run's folder: a resumed run has those of the time before."""
+    (run_dir / "evaluations.json").write_text(json.dumps([asdict(e) for e in evaluations]) + "\n")
+
+
+def read_evaluations(run_dir: Path) -> list[Evaluation]:
+    """What was kept; none if there is nothing yet."""
+    path = run_dir / "evaluations.json"
+    return [Evaluation(**e) for e in json.loads(path.read_text())] if path.is_file() else []
 
 
 async def evaluate(crew: Crew, config: RunConfig, version: int) -> Evaluation:

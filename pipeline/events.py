@@ -8,6 +8,15 @@ from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunResumed:
+    """A stored run goes on from the version that step - 1 published, with nothing in flight. The first event of all."""
+
+    step: int
+    num_ended: tuple[tuple[str, int], ...]
+    """Trajectories of the run so far, by "fate:reason"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NewGroup:
     """A prompt to sample a group for. The coordinator sees its length, never its text."""
 
@@ -115,7 +124,8 @@ class Tick:
 
 
 Event = (
-    GroupsArrived
+    RunResumed
+    | GroupsArrived
     | InstanceJoined
     | InstanceLost
     | InstanceReported

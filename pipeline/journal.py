@@ -42,6 +42,14 @@ class Replay:
     difference: str
     """The first difference, empty if there is none."""
 
+    def __add__(self, later: Replay) -> Replay:
+        """Of two parts of one run."""
+        return Replay(
+            num_events=self.num_events + later.num_events,
+            num_commands=self.num_commands + later.num_commands,
+            difference=self.difference or later.difference,
+        )
+
 
 class Journal:
     """Appends entries to a file; flushed every entry, so that a killed run's journal is whole but for its last line."""

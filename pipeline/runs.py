@@ -1,13 +1,18 @@
 """Run folders, and running a job from start to end in one.
 
-runs/NAME/ holds config.toml (resolved), store/, events.jsonl, checkpoints/, summary.json and summary.png.
+runs/NAME/ holds config.toml (resolved), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest
+resume points), summary.json and summary.png.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import os
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +21,8 @@ from pipeline import knobs
 from pipeline.config import RunConfig
 from pipeline.crew import Crew
 from pipeline.driver import Driver, Outcomes
+from pipeline.model_files import ModelFacts
+from pipeline.resumption import Resumption
 from pipeline.snapshot import Snapshot
 from stores.errors import ConfigError, StoreError
 
@@ -42,28 +49,70 @@ def prepare_run_dir(config: RunConfig) -> Path:
     return run_dir
 
 
+@contextlib.contextmanager
+def only_here(run_dir: Path) -> Iterator[None]:
+    """Hold the run's folder. ConfigError, naming the holder, if another process runs there. The lock ends with this
+    process, however that ends."""
+    with (run_dir / ".running").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise ConfigError(f"{run_dir}: is running now, in {file.read().strip()}") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
 def list_runs(runs_dir: Path) -> list[Path]:
     """Folders below `runs_dir` that hold a run, by name."""
     return sorted(p.parent for p in runs_dir.glob("*/config.toml"))
 
 
 async def execute(
-    config: RunConfig, progress: Callable[[Snapshot, Outcomes, str], None], announce: Callable[[str], None]
+    config: RunConfig,
+    progress: Callable[[Snapshot, Outcomes, str], None],
+    announce: Callable[[str], None],
+    *,
+    resume: bool = False,
 ) -> RunEnd:
-    """Run a job on the cluster it names. `announce` gets lines for people, such as the dashboard's address."""
-    from pipeline.cluster import connect
+    """Run a job on the cluster it names, or go on with it where its folder left off. `announce` gets lines for people,
+    such as the dashboard's address."""
+    from pipeline import resumption as resumptions
     from pipeline.model_files import inspect_model
-    from pipeline.report import write_report
 
     if config.simulation.colocated:
         raise ConfigError("simulation.colocated = true: in a run all roles have workers of their own; use simulate")
     facts = inspect_model(config)
     config = configuration.located(config)
-    run_dir = prepare_run_dir(config)
+    with contextlib.ExitStack() as held:
+        if resume:
+            held.enter_context(only_here(config.run_dir))
+            resumption = resumptions.prepare(config)
+            announce(f"going on from version {resumption.version}")
+        else:
+            prepare_run_dir(config)
+            held.enter_context(only_here(config.run_dir))
+            resumption = None
+        return await _run(config, facts, resumption, progress, announce)
+
+
+async def _run(
+    config: RunConfig,
+    facts: ModelFacts,
+    resumption: Resumption | None,
+    progress: Callable[[Snapshot, Outcomes, str], None],
+    announce: Callable[[str], None],
+) -> RunEnd:
+    from pipeline.cluster import connect
+    from pipeline.report import write_report
+
+    run_dir = config.run_dir
     cluster = await connect(config)
     if cluster.dashboard:
         announce(f"Dask dashboard: {cluster.dashboard}")
-    driver = Driver(config, Crew(config, cluster, run_dir, facts), run_dir, progress)
+    driver = Driver(config, Crew(config, cluster, run_dir, facts), run_dir, progress, resumption)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: driver.stop("interrupted"))
     loop.add_signal_handler(signal.SIGTERM, lambda: driver.stop("terminated"))

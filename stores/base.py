@@ -42,7 +42,8 @@ class LedgerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One commit: a training step with the batch it consumed, or the run's end (`kind` "end")."""
+    """One commit. kind: "step", a training step with the batch it consumed; "end", the run's end; "resume", what was in
+    flight when the run was lost, given up before it goes on."""
 
     kind: str
     step: int

@@ -32,7 +32,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -236,6 +236,15 @@ class StalenessLedger:
         )
 
     # -- verbs ---------------------------------------------------------------------------------------------------
+
+    def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
+        """Take up the books of a run that has published version `step` and has nothing in flight. First verb of all."""
+        if self.num_started or self.next_step or step > self.num_steps:
+            raise ProtocolViolation(f"the books of step {step} cannot be taken up at step {self.next_step}")
+        self.version, self.next_step = PolicyVersion(step), step
+        self.num_ended = dict(num_ended)
+        self.num_started = sum(num_ended.values())
+        self._validate_counts()
 
     def start(self, group: GroupId) -> tuple[TrajectoryId, ...]:
         """Enter a new group into the queue; returns the ids of the members it starts. It holds nothing yet."""

@@ -113,6 +113,23 @@ class VersionedStore:
                 raise
             raise StoreError(f"{path}: the store cannot be opened: {_line(error)}") from error
 
+    @classmethod
+    def rewind(cls, path: Path, num_steps: int) -> int:
+        """Have the store end after its first `num_steps` training steps; returns how many were undone. What is undone
+        stays readable on a branch that is named after its last commit."""
+        repository = icechunk.Repository.open(_storage(path), config=_config())
+        undone = 0
+        for snapshot in repository.ancestry(branch="main"):
+            kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
+            if kind == "created" or (kind == "step" and step == num_steps - 1):
+                break
+            undone += kind == "step"
+        if undone:
+            head = repository.lookup_branch("main")
+            repository.create_branch(f"undone-{head}", head)
+            repository.reset_branch("main", snapshot.id)
+        return undone
+
     # -- writing -------------------------------------------------------------------------------------------------
 
     def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:

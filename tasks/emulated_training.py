@@ -54,3 +54,9 @@ class EmulatedPolicy:
 
     def save(self, folder: Path) -> None:
         """There is nothing to save."""
+
+    def save_state(self, path: Path) -> None:
+        path.write_text(str(self._version))
+
+    def load_state(self, path: Path) -> None:
+        self._version = int(path.read_text())

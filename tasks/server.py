@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from stores.base import RunHeader, StepRecord, batch_fingerprint, id_ranges
+from stores.base import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
 from stores.errors import ConfigError, ProtocolViolation
 from stores.staleness import Ending
 from stores.trajectory import (
+    AbortReason,
     Ended,
     Fate,
     GroupId,
@@ -57,6 +58,8 @@ class ServerSettings:
     kv_tokens: int
     store: str
     header: RunHeader
+    resumed: bool = False
+    """The store is there already, and is gone on with."""
     workload: Workload | None = None
     """Where prompts come from when no model reads them: then there is no tokenizer either."""
 
@@ -149,7 +152,8 @@ class TrajectoryServer:
         self._prompts: Prompts = (
             TokenizedPrompts(settings) if settings.workload is None else EmulatedPrompts(settings.workload)
         )
-        self._store = VersionedStore.create(Path(settings.store), settings.header)
+        store = Path(settings.store)
+        self._store = VersionedStore.open(store) if settings.resumed else VersionedStore.create(store, settings.header)
         self._live: dict[TrajectoryId, Trajectory] = {}
         self._records: dict[GroupId, Record] = {}
         self._num_drawn = 0
@@ -159,6 +163,43 @@ class TrajectoryServer:
         self._fingerprints: dict[int, asyncio.Future[str]] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+
+    async def take_up(self) -> LedgerState:
+        """Go on with a stored run: what was in flight at its last commit is lost, and is committed as given up. Returns
+        the books after that. Done twice, it changes nothing."""
+        records = self._store.steps()
+        if not records:
+            return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
+        state = records[-1].ledger
+        members = self._settings.members_started
+        self._num_drawn = state.num_started // members
+        if not state.live:
+            return state
+        lost = [i for first, last in state.live for i in range(first, last)]
+        key = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value}"
+        num_ended = {**state.num_ended, key: state.num_ended.get(key, 0) + len(lost)}
+        state = replace(state, live=(), num_ended=num_ended)
+
+        def give_up() -> None:
+            prompts = {g: self._prompts.encode(self._prompts.task(g)) for g in {i // members for i in lost}}
+            ended = [
+                Ended(
+                    trajectory=Trajectory(
+                        id=TrajectoryId(i),
+                        group=GroupId(i // members),
+                        prompt_tokens=np.asarray(prompts[i // members], np.int32),
+                    ),
+                    fate=Fate.ABORTED,
+                    reason=AbortReason.RUN_ENDED,
+                    step=state.next_step,
+                    loss_mask=False,
+                )
+                for i in lost
+            ]
+            self._store.commit(StepRecord(kind="resume", step=state.next_step, ledger=state), ended)
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, give_up)
+        return state
 
     async def draw(self, num_groups: int) -> list[DrawnGroup]:
         """The next groups of the task source, by id and length."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,9 @@ import numpy as np
 import torch
 
 from stores import parameters
+from stores.errors import StoreError
 from stores.parameters import ParameterFolder
+from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.loss import LossSettings, token_loss
@@ -97,6 +100,10 @@ class Policy(Protocol):
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]: ...
 
     def save(self, folder: Path) -> None: ...
+
+    def save_state(self, path: Path) -> None: ...
+
+    def load_state(self, path: Path) -> None: ...
 
 
 class PolicySettings(Protocol):
@@ -184,6 +191,25 @@ class PolicyTrainer:
 
         parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder)
 
+    def save_state(self, path: Path) -> None:
+        """Write all that the next step depends on: weights, optimizer, random state."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": self._rng.bit_generator.state,
+        }
+        torch.save(state, path)
+
+    def load_state(self, path: Path) -> None:
+        """Go on from what `save_state` wrote. Raises StoreError."""
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self._rng.bit_generator.state = state["random"]
+        except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+            raise StoreError(f"{path}: no resume point of this job: {error}; remove it to use an older one") from error
+
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """[N, T] log-probabilities of the targets at the sampling temperature, nats, float32."""
         ids = torch.from_numpy(batch.input_ids).to(self.device)
@@ -249,7 +275,10 @@ class PolicyTrainer:
 class Trainer:
     """The Dask actor: fetches batches from the trajectory server, trains in a thread of its own, publishes weights."""
 
-    def __init__(self, settings: PolicySettings, folder: str, threads: int, call_s: float) -> None:
+    def __init__(
+        self, settings: PolicySettings, folder: str, threads: int, call_s: float, points: str, point_every: int
+    ) -> None:
+        """points: folder of the run's resume points, one every `point_every` steps, 0 for none."""
         torch.set_num_threads(threads)
         self._call_s = call_s
         self._policy: Policy = settings.build()
@@ -257,23 +286,33 @@ class Trainer:
         self._folder = ParameterFolder(Path(folder))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._probe: tuple[int, ...] = ()
+        self._points, self._point_every = ResumePoints(Path(points)), point_every
+        self._saving: Future[None] | None = None
 
-    async def publish_initial(self, probe: tuple[int, ...]) -> StepResult:
-        """Publish the base model as version 0. probe: tokens whose logprobs go out with every version."""
+    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion) -> StepResult:
+        """Publish the base model as version 0, or a later version from its resume point. probe: tokens whose logprobs
+        go out with every version."""
         self._probe = probe
-        result: StepResult = await self._in_thread(self._publish, PolicyVersion(0), {})
+        if version:
+            await self._in_thread(self._policy.load_state, self._points.path(version))
+        result: StepResult = await self._in_thread(self._publish, version, {})
         return result
 
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> StepResult:
-        """Run training step `step` on these trajectories, of these v_traj, and publish version step + 1."""
+        """Run training step `step` on these trajectories, of these v_traj, and publish version step + 1. Its resume
+        point is written afterwards, before the next step."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
         begin = time.monotonic()
         packed: PackedRows = await call(
             server, "batch", step, trajectories, versions, within_s=self._call_s, who="trajectory server"
         )
         fetched = time.monotonic()
         result: StepResult = await self._in_thread(self._train, step, packed.rows(), fetched - begin)
+        if self._point_every and result.version % self._point_every == 0:
+            self._saving = self._executor.submit(self._points.write, result.version, self._policy.save_state)
         return result
 
     async def save_checkpoint(self, folder: str) -> None:

@@ -171,6 +171,24 @@ def test_padding_and_packing_do_not_change_the_gradient(tiny_model: Any) -> None
         torch.testing.assert_close(flat, results[0][2], atol=2e-4, rtol=1e-3)
 
 
+def test_a_trainer_goes_on_from_its_resume_point_as_if_it_had_never_stopped(tiny_model: Any, tmp_path: Any) -> None:
+    from stores.errors import StoreError
+
+    data = rows(8)
+    one = trainer(tiny_model, minibatches=3)
+    one.step(0, data)
+    one.save_state(tmp_path / "state")
+    expected = one.step(1, data)
+    other = trainer(tiny_model, minibatches=3, seed=5)
+    other.load_state(tmp_path / "state")
+    assert other.step(1, data) == expected
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:1000])
+    with pytest.raises(StoreError, match="no resume point of this job"):
+        other.load_state(tmp_path / "state")
+
+
 def test_rows_without_gradient_still_count_in_the_denominator(tiny_model: Any) -> None:
     data = rows(6)
     muted = [Row(prompt=r.prompt, response=r.response, behaviour=r.behaviour, advantage=0.0, staleness=0) for r in data]

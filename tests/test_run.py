@@ -23,6 +23,7 @@ from pipeline.cluster import connect
 from pipeline.crew import Crew
 from pipeline.driver import Driver
 from pipeline.model_files import inspect_model
+from pipeline.resumption import parts
 from pipeline.runs import RunEnd, execute, prepare_run_dir
 from stores.audit import audit
 from stores.errors import ConfigError, InstanceLost, StoreError
@@ -44,10 +45,11 @@ def check(folder: Path, steps: int) -> VersionedStore:
     result = audit(store)
     assert result.findings == ()
     assert result.num_steps == steps
-    coordinator = make_coordinator(configuration.load(folder / "config.toml"), validate_each=True)
-    replayed = journal.replay(coordinator, journal.read(folder / "events.jsonl"))
-    assert replayed.difference == ""
-    assert replayed.num_commands > 0
+    for config, events in parts(folder):
+        coordinator = make_coordinator(configuration.load(config), validate_each=True)
+        replayed = journal.replay(coordinator, journal.read(events))
+        assert replayed.difference == ""
+        assert replayed.num_commands > 0
     return store
 
 

@@ -49,6 +49,23 @@ class TestVersionedStore(TrajectoryStoreTests):
         with pytest.raises(ConfigError, match="no commit of step 7"):
             VersionedStore.open(tmp_path / "s", at_step=7)
 
+    def test_rewound_it_goes_on_from_there_and_keeps_what_was_undone(self, tmp_path: Path, rng: Any) -> None:
+        path = tmp_path / "s"
+        store = VersionedStore.create(path, HEADER)
+        for step in range(4):
+            store.commit(record(step), [ended(rng, step, step)])
+        store.commit(record(4, "end"), [])
+        assert VersionedStore.rewind(path, 4) == 0
+        assert [r.kind for r in VersionedStore.open(path).steps()][-1] == "end"
+        assert VersionedStore.rewind(path, 2) == 2
+        again = VersionedStore.open(path)
+        again.commit(record(2), [ended(rng, 7, 2)])
+        assert [e.trajectory.id for e in VersionedStore.open(path).ended()] == [0, 1, 7]
+        repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
+        (undone,) = repository.list_branches() - {"main"}
+        root = zarr.open_group(repository.readonly_session(undone).store, mode="r")
+        assert root["rows/int"][:, 0].tolist() == [0, 1, 2, 3]
+
     def test_each_commit_starts_at_a_chunk_so_none_is_rewritten(self, tmp_path: Path, rng: Any) -> None:
         store = VersionedStore.create(tmp_path / "s", HEADER)
         for step in range(3):

@@ -1,0 +1,45 @@
+"""A run's resume points: all that its trainer needs to go on from a version. One file a version, the latest few kept.
+
+A file is made visible by rename, so whoever resumes sees all of it or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from stores.errors import StoreError
+from stores.trajectory import PolicyVersion
+
+KEPT = 3
+"""The trainer may be ahead of the last commit by the step whose commit is under way, and one more that waits for it."""
+
+
+class ResumePoints:
+    """The files of one run, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, version: PolicyVersion) -> Path:
+        return self.folder / f"v{version:08d}.pt"
+
+    def versions(self) -> list[PolicyVersion]:
+        """What can be resumed from, oldest first."""
+        return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.pt"))
+
+    def write(self, version: PolicyVersion, write: Callable[[Path], None]) -> None:
+        """Have `write` fill a file for `version`; the oldest beyond those kept are removed. Raises StoreError."""
+        part = self.folder / f".v{version:08d}.part"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write(part)
+            part.rename(self.path(version))
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+            part.unlink(missing_ok=True)
+            raise StoreError(
+                f"{self.path(version)}: the resume point cannot be written: {error}; free space, move runs_dir or set "
+                "training.resume_every"
+            ) from error
+        for old in self.versions()[:-KEPT]:
+            self.path(old).unlink(missing_ok=True)

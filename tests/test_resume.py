@@ -1,0 +1,117 @@
+"""Going on with stored runs: after a kill -9 of everything, after a clean stop, further than planned, and when not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline import resumption
+from stores.errors import ConfigError
+from stores.resume_points import KEPT, ResumePoints
+from stores.trajectory import AbortReason, Fate, PolicyVersion
+from stores.versioned import VersionedStore
+from tests.test_run import ENVIRONMENT, check, run, staleflow
+
+
+def start(job: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A run in a process group of its own, its workers included."""
+    sets = [word for o in ("task.eval_prompts=0", *overrides) for word in ("--set", o)]
+    command = [sys.executable, "-m", "cli.main", "run", str(job), *sets]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
+
+
+def until_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith(f"step {step}/"):
+            return
+    pytest.fail(f"the run ended before step {step}")
+
+
+def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job: Path) -> None:
+    folder = job.parent / "runs" / "job"
+    with start(job, "steps=400") as process:
+        until_step(process, 3)
+        held = staleflow("resume", folder)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert held.returncode == 2
+    assert f"is running now, in process {process.pid}" in held.stderr
+    deadline = time.monotonic() + 20
+    while list(Path("/dev/shm").glob("staleflow-job-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)  # the workers' nannies end a moment later
+    before = check(folder, len(VersionedStore.open(folder / "store").steps()))
+    trained = len(before.steps())
+    assert trained >= 3
+    assert len(ResumePoints(folder / "resume").versions()) <= KEPT
+
+    resumed = staleflow("resume", folder, "--set", f"steps={trained + 3}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on from version" in resumed.stderr
+    store = check(folder, trained + 3)
+    assert [r.kind for r in store.steps()].count("resume") <= 1
+    lost = [e for e in store.ended() if e.reason is AbortReason.RUN_ENDED]
+    assert all(e.fate is Fate.ABORTED and len(e.trajectory.prompt_tokens) for e in lost)
+    shown = staleflow("replay", folder)
+    assert "the same commands" in shown.stdout
+
+    again = staleflow("resume", folder)
+    assert again.returncode == 2
+    assert f"all {trained + 3} steps are trained; --set steps=N" in again.stderr
+
+
+def test_a_stopped_run_loses_nothing_and_one_without_its_latest_points_undoes_steps(job: Path) -> None:
+    folder = job.parent / "runs" / "job"
+    with start(job, "steps=400") as process:
+        until_step(process, 4)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    config = resumption.load(folder)
+    first = VersionedStore.open(folder / "store").steps()
+    trained = sum(r.kind == "step" for r in first)
+    points = ResumePoints(folder / "resume")
+    assert points.versions()[-1] == trained
+    points.path(points.versions()[-1]).unlink()
+
+    undone = resumption.prepare(config)
+    assert undone.version == trained - 1
+    assert undone.fingerprint == first[trained - 2].weight_fingerprint
+    assert len(undone.steps) == trained - 1
+    end = staleflow("resume", folder, "--set", f"steps={trained + 1}")
+    assert end.returncode == 0, end.stderr
+    check(folder, trained + 1)
+
+
+def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -> None:
+    end = run(job, "task.eval_prompts=0", "steps=2", "training.resume_every=0")
+    for overrides, message in (
+        ((), "all 2 steps are trained"),
+        (("steps=4",), "2 steps are stored and no resume point; training.resume_every was 0"),
+        (("staleness.eta=3",), "a run keeps what it was started with"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            resumption.prepare(resumption.load(end.run_dir, overrides))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="no run here"):
+        resumption.load(tmp_path / "nothing")
+
+
+def test_a_point_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    from stores.errors import StoreError
+
+    def full(path: Path) -> None:
+        path.write_text("half")
+        raise OSError("No space left on device")
+
+    points = ResumePoints(tmp_path / "resume")
+    points.write(PolicyVersion(1), Path.touch)
+    with pytest.raises(StoreError, match="cannot be written: No space left"):
+        points.write(PolicyVersion(2), full)
+    assert points.versions() == [1]
+    assert [p.name for p in (tmp_path / "resume").iterdir()] == ["v00000001.pt"]
