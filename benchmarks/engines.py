@@ -217,17 +217,19 @@ def updates_one(model: str, count: int, running: int, *, keep: bool) -> None:
     target = {n: torch.zeros_like(t) for n, t in named.items()}
     copies = [timed(lambda: [target[n].copy_(t) for n, t in named.items()]) for _ in range(20)]
     busy: list[float] = []
+    stalls: list[float] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = ParameterFolder(Path(folder)).publish(PolicyVersion(1), named)
         engine = settings("vllm", model, running, keep=keep).build(InstanceId("i"), 1)
 
         def load(version: int) -> float:
-            return timed(lambda: engine.load(PolicyVersion(version), path))
+            return timed(lambda: stalls.append(engine.load(PolicyVersion(version), path).stalled_s))
 
         sample_while(engine, running, lambda _: None)
         idle = [load(v) for v in range(1, 11)]
         plain_s = min(sample_while(engine, running, lambda _: None) for _ in range(3))
         loaded_s = min(sample_while(engine, running, lambda v: busy.append(load(11 + v))) for _ in range(3))
+        stall_s, longest_s = float(np.median(stalls)), max(stalls)
         before = resident_mib()
         for version in range(count):
             load(1000 + version)
@@ -236,6 +238,7 @@ def updates_one(model: str, count: int, running: int, *, keep: bool) -> None:
     print(
         f"> {'keep' if keep else 'interrupt'}: {size / 2**20:.1f} MiB, a copy {np.median(copies) * 1e3:.1f} ms; "
         f"an update {np.median(idle) * 1e3:.1f} ms idle, {np.median(busy) * 1e3:.1f} ms under load; "
+        f"decoding stands still for {stall_s * 1e3:.2f} ms of it, {longest_s * 1e3:.2f} at most; "
         f"{UPDATES} updates cost {(loaded_s - plain_s) / UPDATES * 1e3:.1f} ms of generation each, a decode step of "
         f"{running} takes {plain_s / NEW * 1e3:.1f} ms; memory after {count} more: {grown:+.0f} MiB"
     )

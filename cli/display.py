@@ -14,6 +14,7 @@ from rich.text import Text
 
 from pipeline.config import RunConfig
 from pipeline.driver import Outcomes
+from pipeline.report import step_line
 from pipeline.runs import RunEnd
 from pipeline.snapshot import Snapshot
 
@@ -63,15 +64,12 @@ class Display:
         if self._live is not None:
             self._live.update(self._picture(snapshot, outcomes))
         for evaluation in outcomes.evaluations[self._num_evaluated :]:
-            self.announce(
-                f"held-out reward at version {evaluation.version}: {evaluation.sampled:.3f} at temperature, "
-                f"{evaluation.greedy:.3f} greedy ({evaluation.num_prompts} prompts)"
-            )
+            self.announce(evaluation.line)
         self._num_evaluated = len(outcomes.evaluations)
         for step in outcomes.steps[self._num_printed :]:
             self._doing = "training"
             if self._live is None:
-                self._console.print(_step_line(step, self._config.steps), highlight=False, markup=False, soft_wrap=True)
+                self._console.print(step_line(step, self._config.steps), highlight=False, markup=False, soft_wrap=True)
         self._num_printed = len(outcomes.steps)
 
     def _picture(self, snapshot: Snapshot, outcomes: Outcomes) -> Group:
@@ -162,12 +160,3 @@ class Display:
             highlight=False,
             soft_wrap=True,
         )
-
-
-def _step_line(step: dict[str, float], num_steps: int) -> str:
-    return (
-        f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}  length {step['response_mean']:.1f}  "
-        f"staleness {step['staleness_mean']:.2f} (max {step['staleness_max']:.0f})  loss {step['loss']:+.4f}  "
-        f"grad {step['grad_norm']:.2f}  train {step['train_s']:.2f} s  wait {step['wait_s']:.2f} s  "
-        f"at {step['elapsed_s']:.1f} s"
-    )

@@ -11,6 +11,11 @@ import click
 COMMANDS = {
     "run": ("cli.run", "run a job from start to end, with live progress"),
     "resume": ("cli.resume", "go on with a stored run where it left off"),
+    "submit": ("cli.jobs:submit", "hand a job to a Dask cluster; it goes on when you leave"),
+    "jobs": ("cli.jobs:list_jobs", "the jobs of a cluster"),
+    "status": ("cli.jobs:status", "how a job stands, and what it waits for"),
+    "logs": ("cli.jobs:logs", "what a job has said"),
+    "cancel": ("cli.jobs:cancel", "ask a job to stop at its next step"),
     "simulate": ("cli.simulate", "the same job in virtual time: what a run would take, and why"),
     "profile": ("cli.profile", "measure an engine's decode steps and fit the cost model"),
     "config": ("cli.config", "what a job file means"),
@@ -29,7 +34,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute or "command")
         assert isinstance(command, click.Command)
         return command
 

@@ -500,6 +500,10 @@ class Coordinator:
         """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
         return self._history.story(trajectory)
 
+    def latest(self, count: int) -> list[tuple[float, int, str, str]]:
+        """The last decisions: (when, trajectory, what, cause), newest first."""
+        return self._history.latest(count)
+
     def waiting_for(self, limit: int = 6) -> str:
         """One paragraph for a run that makes no progress: what the next step waits for, and where that is."""
         return self._beliefs.waiting_for(self._now, limit)

@@ -147,6 +147,14 @@ class Driver:
         await self._crew.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
         return self.outcomes
 
+    def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
+        """The coordinator's last ones: (when, trajectory, what, cause), newest first."""
+        return self._coordinator.latest(count)
+
+    def tokens_sampled(self) -> dict[str, int]:
+        """By instance, since it was started."""
+        return {str(name): instance.tokens_sampled for name, instance in self._crew.instances.items()}
+
     async def _take_up(self) -> None:
         """Go on where a stored run is, if this is one."""
         if self._resumption is None:

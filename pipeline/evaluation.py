@@ -22,6 +22,14 @@ class Evaluation:
     """At the rollout temperature."""
     greedy: float
 
+    @property
+    def line(self) -> str:
+        """For people."""
+        return (
+            f"held-out reward at version {self.version}: {self.sampled:.3f} at temperature, {self.greedy:.3f} greedy "
+            f"({self.num_prompts} prompts)"
+        )
+
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
     """Keep them in the run's folder: a resumed run has those of the time before."""

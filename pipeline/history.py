@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 from pipeline.state import LiveTrajectory
@@ -9,6 +10,10 @@ from stores.trajectory import TrajectoryId
 
 STORY_LINES = 200_000
 """Lines kept for `story`: about 40,000 trajectories of five lines each, some tens of megabytes."""
+
+
+HAPPENED = ("arrived", "sampled", "reward")
+"""How notes begin that tell of something that happened, and not of something decided."""
 
 
 class History:
@@ -29,6 +34,11 @@ class History:
         if live.refused != why:
             live.refused = why
             self.note(live.id, f"waits: {why}")
+
+    def latest(self, count: int) -> list[tuple[float, int, str, str]]:
+        """The last decisions: (when, trajectory, what, cause), newest first. What only happened is left out."""
+        decided = (entry for entry in reversed(self._log) if not entry[3].startswith(HAPPENED))
+        return [(now, int(who), what, cause) for who, now, cause, what in itertools.islice(decided, count)]
 
     def story(self, trajectory: TrajectoryId) -> list[str]:
         """One line "time  what  (cause)" each, in order."""

@@ -68,6 +68,16 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
     }
 
 
+def step_line(step: dict[str, float], num_steps: int) -> str:
+    """A training step on one line."""
+    return (
+        f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}  length {step['response_mean']:.1f}  "
+        f"staleness {step['staleness_mean']:.2f} (max {step['staleness_max']:.0f})  loss {step['loss']:+.4f}  "
+        f"grad {step['grad_norm']:.2f}  train {step['train_s']:.2f} s  wait {step['wait_s']:.2f} s  "
+        f"at {step['elapsed_s']:.1f} s"
+    )
+
+
 def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     """Reward, staleness, lengths and throughput over steps."""
     import matplotlib

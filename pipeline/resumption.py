@@ -52,25 +52,35 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     return configuration.load(run_dir / "config.toml", overrides)
 
 
-def prepare(config: RunConfig) -> Resumption:
-    """Make a run's folder ready to be gone on with, and say where. Undoes steps that no resume point has reached. Only
-    while nothing else runs there. Raises ConfigError if it cannot be resumed, or has nothing left to do."""
+def reached(config: RunConfig) -> PolicyVersion:
+    """The version a run can go on from: of its newest resume point that the store has reached, 0 for one that has
+    stored nothing. Raises ConfigError if there is none, or nothing left to do."""
     from stores.versioned import VersionedStore
 
     run_dir = config.run_dir
     if not (run_dir / "store").is_dir():
-        return Resumption(version=PolicyVersion(0))  # it was stopped before it had anything to store
+        return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
     trained = sum(r.kind == "step" for r in store.steps())
     if trained >= config.steps:
         raise ConfigError(f"{run_dir}: all {trained} steps are trained; --set steps=N with a larger N trains further")
-    reached = [v for v in ResumePoints(run_dir / "resume").versions() if v <= trained]
-    if trained and not reached:
+    points = [v for v in ResumePoints(run_dir / "resume").versions() if v <= trained]
+    if trained and not points:
         raise ConfigError(
             f"{run_dir}: {trained} steps are stored and no resume point; training.resume_every was "
             f"{config.training.resume_every}"
         )
-    version = reached[-1] if reached else PolicyVersion(0)
+    return points[-1] if points else PolicyVersion(0)
+
+
+def prepare(config: RunConfig) -> Resumption:
+    """Make a run's folder ready to be gone on with, and say where. Undoes steps that no resume point has reached. Only
+    while nothing else runs there. Raises as `reached` does."""
+    from stores.versioned import VersionedStore
+
+    run_dir, version = config.run_dir, reached(config)
+    if not (run_dir / "store").is_dir():
+        return Resumption(version=version)
     try:
         VersionedStore.rewind(run_dir / "store", version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]

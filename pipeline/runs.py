@@ -12,19 +12,19 @@ import fcntl
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline import config as configuration
 from pipeline import knobs
 from pipeline.config import RunConfig
 from pipeline.crew import Crew
 from pipeline.driver import Driver, Outcomes
-from pipeline.model_files import ModelFacts
-from pipeline.resumption import Resumption
 from pipeline.snapshot import Snapshot
-from stores.errors import ConfigError, StoreError
+from stores.errors import ConfigError, StaleflowError, StoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,16 @@ class RunEnd:
     stopped: str
 
 
+def refuse_taken(config: RunConfig) -> None:
+    """ConfigError if the run's folder holds a run already: nothing stored is ever overwritten."""
+    if (config.run_dir / "store").exists():
+        raise ConfigError(f"{config.run_dir} already holds a run; choose another with --set name=..., or remove it")
+
+
 def prepare_run_dir(config: RunConfig) -> Path:
-    """Make the run's folder. ConfigError if it holds a run already: nothing stored is ever overwritten."""
+    """Make the run's folder. ConfigError as `refuse_taken`."""
+    refuse_taken(config)
     run_dir = config.run_dir
-    if (run_dir / "store").exists():
-        raise ConfigError(f"{run_dir} already holds a run; choose another with --set name=..., or remove it")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.toml").write_text(knobs.to_toml(config))
@@ -70,64 +75,100 @@ def list_runs(runs_dir: Path) -> list[Path]:
     return sorted(p.parent for p in runs_dir.glob("*/config.toml"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a driver runs that is itself a task of the cluster. security: Dask's, to connect with."""
+
+    address: str
+    security: Any = None
+
+
+class SeatTaken(StaleflowError):
+    """The worker that the driver is a task of belongs to another run."""
+
+
 async def execute(
     config: RunConfig,
     progress: Callable[[Snapshot, Outcomes, str], None],
     announce: Callable[[str], None],
     *,
     resume: bool = False,
+    seat: Seat | None = None,
+    job: str = "",
 ) -> RunEnd:
     """Run a job on the cluster it names, or go on with it where its folder left off. `announce` gets lines for people,
-    such as the dashboard's address."""
+    such as the dashboard's address. job: its id on the cluster, if it was submitted; then its task tells how it ended.
+    """
+    from pipeline import board
     from pipeline import resumption as resumptions
+    from pipeline.cluster import connect
     from pipeline.model_files import inspect_model
+    from pipeline.report import write_report
+    from pipeline.reporting import Reporter
 
     if config.simulation.colocated:
         raise ConfigError("simulation.colocated = true: in a run all roles have workers of their own; use simulate")
     facts = inspect_model(config)
     config = configuration.located(config)
-    with contextlib.ExitStack() as held:
-        if resume:
-            held.enter_context(only_here(config.run_dir))
-            resumption = resumptions.prepare(config)
-            announce(f"going on from version {resumption.version}")
-        else:
-            prepare_run_dir(config)
-            held.enter_context(only_here(config.run_dir))
-            resumption = None
-        return await _run(config, facts, resumption, progress, announce)
-
-
-async def _run(
-    config: RunConfig,
-    facts: ModelFacts,
-    resumption: Resumption | None,
-    progress: Callable[[Snapshot, Outcomes, str], None],
-    announce: Callable[[str], None],
-) -> RunEnd:
-    from pipeline.cluster import connect
-    from pipeline.report import write_report
-
     run_dir = config.run_dir
-    cluster = await connect(config)
-    if cluster.dashboard:
-        announce(f"Dask dashboard: {cluster.dashboard}")
-    driver = Driver(config, Crew(config, cluster, run_dir, facts), run_dir, progress, resumption)
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, lambda: driver.stop("interrupted"))
-    loop.add_signal_handler(signal.SIGTERM, lambda: driver.stop("terminated"))
+    if resume:
+        resumptions.reached(config)
+    else:
+        prepare_run_dir(config)
+    cluster = await connect(config, None if seat is None else seat.security)
+    reporter = Reporter(job or config.name, config.steps)
+
+    def say(line: str) -> None:
+        reporter.say(line)
+        announce(line)
+
+    def tell(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+        reporter.progress(snapshot, outcomes, doing)
+        progress(snapshot, outcomes, doing)
+
+    ended = "failed", ""
     try:
-        outcomes = await driver.run()
+        if cluster.dashboard:
+            announce(f"Dask dashboard: {cluster.dashboard}")
+        await board.ask(
+            cluster.client, "submit", id=reporter.id, name=config.name, run_dir=str(run_dir), steps=config.steps
+        )
+        if not await cluster.settle("" if seat is None else seat.address):
+            raise SeatTaken("this worker is another run's")
+        with only_here(run_dir), reporter.listening():
+            resumption = resumptions.prepare(config) if resume else None
+            if resumption is not None:
+                say(f"going on from version {resumption.version}")
+            driver = Driver(config, Crew(config, cluster, run_dir, facts), run_dir, tell, resumption)
+            outcomes = await _driven(driver, reporter.attend(driver, cluster))
+            ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
+    finally:
+        with contextlib.suppress(Exception):
+            await reporter.report(cluster.client, *(("running", "") if job else ended))
+        await cluster.close()
+    return RunEnd(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
+
+
+async def _driven(driver: Driver, beside: Coroutine[Any, Any, None]) -> Outcomes:
+    """Drive to the end, or to a stop by a signal; closes the driver."""
+    loop = asyncio.get_running_loop()
+    attendance = asyncio.ensure_future(beside)
+    signals = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+    if threading.current_thread() is not threading.main_thread():
+        signals = {}  # they are the worker's, whose task this is
+    for number, why in signals.items():
+        loop.add_signal_handler(number, driver.stop, why)
+    try:
+        return await driver.run()
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if not driver.outcomes.stopped or task is None:
             raise
         task.uncancel()
-        outcomes = driver.outcomes  # stopped at once: what is committed is all there is
+        return driver.outcomes  # stopped at once: what is committed is all there is
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        loop.remove_signal_handler(signal.SIGTERM)
+        for number in signals:
+            loop.remove_signal_handler(number)
+        attendance.cancel()
+        await asyncio.gather(attendance, return_exceptions=True)
         await driver.close()
-        await cluster.close()
-    summary = write_report(config, outcomes, run_dir)
-    return RunEnd(run_dir=run_dir, summary=summary, stopped=outcomes.stopped)

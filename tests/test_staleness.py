@@ -152,3 +152,20 @@ def test_a_filtered_groups_place_is_free_again() -> None:
 def test_nonsense_is_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"must be|starts at least"):
         StalenessLedger(**({"eta": 1, "groups_per_step": 1, "group_size": 1} | bad))
+
+
+def test_books_that_are_taken_up_go_on_where_they_were() -> None:
+    ledger = make(eta=1)
+    consumed, given_up = (Fate.CONSUMED, AbortReason.NONE), (Fate.ABORTED, AbortReason.RUN_ENDED)
+    ledger.resume(3, {consumed: 3, given_up: 2})
+    ledger.validate()
+    assert (ledger.version, ledger.next_step, ledger.num_started, ledger.num_live) == (3, 3, 5, 0)
+    route(ledger, 5, 3)
+    finish(ledger, 5)
+    assert ledger.consume(3).groups == (5,)
+    ledger.publish(PolicyVersion(4))
+    ledger.validate()
+    with pytest.raises(ProtocolViolation, match="cannot be taken up"):
+        ledger.resume(4, {consumed: 4})
+    with pytest.raises(ProtocolViolation, match="2 trajectories consumed by 3 steps"):
+        make(eta=1).resume(3, {consumed: 2})

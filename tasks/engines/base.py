@@ -65,11 +65,12 @@ class EngineLoad:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """Weights are in place. fingerprint: of what the engine holds now, not of what it read; empty if it cannot tell.
-    probe: see Engine.logprobs."""
+    elapsed_s: the load in all; stalled_s: how long decoding stood still for it. probe: see Engine.logprobs."""
 
     version: PolicyVersion
     fingerprint: str
     elapsed_s: float
+    stalled_s: float
     probe: tuple[float, ...] = ()
 
 

@@ -160,9 +160,8 @@ class EmulatedEngine:
             self._version = version
             self._changed.notify_all()
         time.sleep(max(0.0, done_s / settings.time_scale - (time.monotonic() - self._begin)))
-        return Loaded(
-            version=version, fingerprint=self._parameters.fingerprint(loaded), elapsed_s=time.monotonic() - begin
-        )
+        fingerprint, elapsed_s = self._parameters.fingerprint(loaded), time.monotonic() - begin
+        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=elapsed_s, stalled_s=elapsed_s)
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         with self._changed:

@@ -85,6 +85,7 @@ class TransformersEngine:
         loaded = parameters.read(weights)
         parameters.check_shapes(parameters.shapes(named), parameters.shapes(loaded), weights)
         with self._lock, self._paused():
+            paused = time.monotonic()
             # Their KV cache belongs to the old weights: stop, swap, and prefill again with the tokens they have.
             interrupted = [self._stop(r) for r in self._book]
             with torch.no_grad():
@@ -93,7 +94,9 @@ class TransformersEngine:
             self._book.version = version
             for running in interrupted:
                 self._start(running)
-        return Loaded(version=version, fingerprint=parameters.fingerprint(named), elapsed_s=time.monotonic() - begin)
+            stalled_s = time.monotonic() - paused
+        fingerprint = parameters.fingerprint(named)
+        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=time.monotonic() - begin, stalled_s=stalled_s)
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         deadline = time.monotonic() + timeout_s

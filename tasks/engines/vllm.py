@@ -93,9 +93,9 @@ class VllmEngine:
         # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
         parameters.check_shapes(self._shapes, parameters.read_shapes(weights), weights)
         torn = self._prepare(weights)
-        self._call(lambda: self._load(version, weights, torn)).result()
-        elapsed_s = time.monotonic() - begin
-        return Loaded(version=version, fingerprint=self._fingerprint(), elapsed_s=elapsed_s)
+        stalled_s: float = self._call(lambda: self._load(version, weights, torn)).result()
+        fingerprint = self._fingerprint()
+        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=time.monotonic() - begin, stalled_s=stalled_s)
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         with self._changed:
@@ -255,8 +255,8 @@ class VllmEngine:
         with self._changed:
             self._ended = [e for e in self._ended if e.trajectory not in gone]
 
-    def _load(self, version: PolicyVersion, weights: Path, torn: Exception | None) -> None:
-        engine = self._engine
+    def _load(self, version: PolicyVersion, weights: Path, torn: Exception | None) -> float:
+        engine, begin = self._engine, time.monotonic()
         try:
             if torn is not None:
                 raise torn
@@ -274,6 +274,7 @@ class VllmEngine:
             before = self._preemptions
             engine.reset_prefix_cache(reset_running_requests=True)
             self._preemptions = before
+        return time.monotonic() - begin
 
     def _take(self, outputs: Sequence[Any]) -> None:
         """Book what a step has sampled."""

@@ -1,0 +1,189 @@
+"""staleflow submit | jobs | status | logs | cancel"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from pipeline.jobs import Where
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def cluster_options(function: Command) -> Command:
+    """Which cluster, and how to talk to it; the command gets them as `where`."""
+
+    def named(
+        *args: Any, scheduler: str, scheduler_file: str, tls_ca_file: str, tls_cert: str, tls_key: str, **kwargs: Any
+    ) -> Any:
+        from pipeline.jobs import Where, security_of
+
+        security = security_of(tls_ca_file, tls_cert, tls_key)
+        where = Where(address=scheduler, scheduler_file=scheduler_file, security=security)
+        return function(*args, where=where, **kwargs)
+
+    named.__doc__, named.__name__ = function.__doc__, function.__name__
+    named.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+    for option, doc in reversed(
+        (
+            ("--scheduler", "Address of the scheduler, such as tcp://host:8786; else Dask's own configuration counts."),
+            ("--scheduler-file", "File that the scheduler wrote."),
+            ("--tls-ca-file", "For a cluster with TLS: PEM files."),
+            ("--tls-cert", "The same."),
+            ("--tls-key", "The same."),
+        )
+    ):
+        named = click.option(option, default="", help=doc)(named)
+    return named  # type: ignore[return-value]
+
+
+@click.command("submit")
+@click.argument("config_path", metavar="CONFIG", type=click.Path())
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
+@click.option("--name", default="", help="Of the run; the same as --set name=NAME.")
+@cluster_options
+def submit(config_path: str, overrides: tuple[str, ...], name: str, where: Where) -> None:
+    """Hand a job to a Dask cluster and print its id. It goes on when you leave."""
+    from pipeline import config as configuration
+    from pipeline import jobs
+    from pipeline.runs import refuse_taken
+
+    if name:
+        overrides = (*overrides, f"name={name}")
+    config = configuration.located(configuration.load(config_path, overrides))
+    refuse_taken(config)
+    id = asyncio.run(jobs.submit(config, where))
+    click.echo(id)
+    click.echo(f"its folder: {config.run_dir}; staleflow status {id}, staleflow logs {id} -f", err=True)
+
+
+@click.command("jobs")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@cluster_options
+def list_jobs(as_json: bool, where: Where) -> None:
+    """The jobs of a cluster."""
+    from pipeline import board
+
+    async def ask() -> list[dict[str, Any]]:
+        async with where.connected() as client:
+            jobs: list[dict[str, Any]] = await board.ask(client, "jobs")
+            return jobs
+
+    jobs = asyncio.run(ask())
+    if as_json:
+        click.echo(json.dumps(jobs, indent=2))
+        return
+    if not jobs:
+        click.echo("no jobs; `staleflow submit CONFIG` hands one in")
+    for job in jobs:
+        click.echo(_row(job))
+
+
+@click.command("status")
+@click.argument("id")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@cluster_options
+def status(id: str, as_json: bool, where: Where) -> None:
+    """How a job stands: step, reward, staleness, throughput, instances, and what it waits for."""
+    from pipeline import jobs
+
+    async def ask() -> dict[str, Any]:
+        async with where.connected() as client:
+            return await jobs.find(client, id)
+
+    job = asyncio.run(ask())
+    if as_json:
+        click.echo(json.dumps(job, indent=2))
+        return
+    click.echo(_row(job))
+    for line in _details(job):
+        click.echo(f"  {line}")
+
+
+@click.command("logs")
+@click.argument("id")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@cluster_options
+def logs(id: str, follow: bool, where: Where) -> None:
+    """What a job has said."""
+    from pipeline import jobs
+
+    async def show() -> str:
+        async with where.connected() as client:
+            job = await jobs.find(client, id)
+            async for line in jobs.follow(client, job["id"], forever=follow):
+                click.echo(line)
+            return str((await jobs.find(client, job["id"]))["state"])
+
+    if asyncio.run(show()) == "failed" and follow:
+        sys.exit(1)
+
+
+@click.command("cancel")
+@click.argument("id")
+@cluster_options
+def cancel(id: str, where: Where) -> None:
+    """Ask a job to stop at its next step. What it has is stored; `staleflow resume` goes on from it."""
+    from pipeline import board, jobs
+
+    async def ask() -> tuple[dict[str, Any], str]:
+        async with where.connected() as client:
+            job = await jobs.find(client, id)
+            return job, await board.ask(client, "stop", id=job["id"], why="cancelled")
+
+    job, state = asyncio.run(ask())
+    if state in board.ENDED:
+        click.echo(f"{job['id']} has ended already: {state}")
+    else:
+        click.echo(f"{job['id']} stops at its next step; then `staleflow resume {job['run_dir']}` goes on from there")
+
+
+def _row(job: dict[str, Any]) -> str:
+    last, status = job["last"], job["status"]
+    done = int(last["step"]) + 1 if last else 0
+    parts = [f"{job['id']:<24}", f"{job['state']:<8}", f"step {done}/{job['steps']}"]
+    if last:
+        parts.append(f"reward {last['reward']:.3f}")
+    if job["state"] == "running":
+        parts.append(f"{status.get('doing', '')}")
+    elif job["why"]:
+        parts.append(job["why"])
+    if job["state"] in ("running", "waiting") and job["reported_at"]:
+        silent_s = time.time() - job["reported_at"]
+        if silent_s > 10:
+            parts.append(f"(silent for {silent_s:.0f} s)")
+    return "  ".join(parts)
+
+
+def _details(job: dict[str, Any]) -> list[str]:
+    last, status = job["last"], job["status"]
+    lines = [f"folder {Path(job['run_dir'])}"]
+    if last:
+        rate = last["response_tokens"] / max(last["wait_s"] + last["train_s"] + last["publish_s"], 1e-9)
+        lines.append(
+            f"staleness {last['staleness_mean']:.2f} (max {last['staleness_max']:.0f}), {rate:.0f} tokens/s, "
+            f"length {last['response_mean']:.0f}, loss {last['loss']:+.4f}, trains {last['train_s']:.1f} s, "
+            f"waits {last['wait_s']:.1f} s a step"
+        )
+    if status:
+        lines.append(
+            f"{status['num_queued']} queued, {status['num_running']} sampling, {status['num_scoring']} scoring; "
+            f"staleness in flight {status['staleness_in_flight']:.2f}, in queue {status['staleness_in_queue']:.2f}"
+        )
+        lines += [
+            f"{one['instance']:<14} v{one['version']}{' pulling' if one['pulling'] else ''}  "
+            f"{one['num_running']}/{one['max_running']} running, {one['kv_tokens']}/{one['kv_capacity']} KV tokens"
+            for one in status["instances"]
+        ]
+        lines += [f"lost: {loss}" for loss in status["losses"]]
+    if job["stop"] and job["state"] in ("running", "waiting"):
+        lines.append(f"asked to stop: {job['stop']}")
+    return lines
