@@ -158,8 +158,8 @@ class View:
         self._buffers = self._buffer_picture()
         self._instances = self._instance_picture()
         self._reasons = figure(
-            title="ended without being trained on, by reason", y_range=["none"], x_range=DataRange1d(start=0), height=220,
-            toolbar_location=None, sizing_mode="stretch_width",
+            title="ended without being trained on, by reason", y_range=["none"], x_range=DataRange1d(start=0),
+            height=220, toolbar_location=None, sizing_mode="stretch_width",
         )  # fmt: skip
         self._reasons.hbar(y="why", right="count", height=0.6, color="#8c6bb1", source=self._drops)
         table = DataTable(
