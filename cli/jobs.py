@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from pipeline.config import RunConfig
     from pipeline.jobs import Where
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -60,7 +61,11 @@ def submit(config_path: str, overrides: tuple[str, ...], name: str, where: Where
         overrides = (*overrides, f"name={name}")
     config = configuration.located(configuration.load(config_path, overrides))
     refuse_taken(config)
-    id = asyncio.run(jobs.submit(config, where))
+    told(config, asyncio.run(jobs.submit(config, where)))
+
+
+def told(config: RunConfig, id: str) -> None:
+    """The id of a submitted job where a script reads it, and what to do next where people do."""
     click.echo(id)
     click.echo(f"its folder: {config.run_dir}; staleflow status {id}, staleflow logs {id} -f", err=True)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from cli.jobs import cluster_options, told
 from cli.run import carry_out
+
+if TYPE_CHECKING:
+    from pipeline.jobs import Where
 
 
 @click.command("resume")
@@ -14,8 +20,17 @@ from cli.run import carry_out
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Where and how long: cluster, steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, and no progress.")
 @click.option("-v", "--verbose", is_flag=True, help="Log what happens.")
-def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: bool) -> None:
-    """Go on with a run that was stopped, killed, or is to train further, from its newest resume point."""
+@cluster_options
+def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: bool, where: Where) -> None:
+    """Go on with a run that was stopped, killed, or is to train further, from its newest resume point. With a cluster
+    named it is submitted there."""
     from pipeline import resumption
 
-    carry_out(resumption.load(Path(run), overrides), as_json=as_json, verbose=verbose, resume=True)
+    config = resumption.load(Path(run), overrides)
+    if not (where.address or where.scheduler_file):
+        carry_out(config, as_json=as_json, verbose=verbose, resume=True)
+        return
+    from pipeline import jobs
+
+    resumption.reached(config)
+    told(config, asyncio.run(jobs.submit(config, where, resume=True)))

@@ -24,6 +24,8 @@ KEY = "staleflow-job-"
 """How the tasks are named that drive jobs."""
 OPERATION = "staleflow"
 """The scheduler's remote procedure that leads here."""
+JOBS_KEPT = 200
+"""Beyond that the oldest of those that have ended are forgotten."""
 LINES_KEPT = 10_000
 """Of a job's log; the whole of it is in its run's folder."""
 ENDED = ("done", "stopped", "failed")
@@ -177,7 +179,11 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def submit(self, id: str, name: str, run_dir: str, steps: int) -> None:
         """Enter a job. Twice is once; a run of the same name that has ended makes place."""
         if id not in self.jobs or self.jobs[id].state in ENDED:
+            self.jobs.pop(id, None)
             self.jobs[id] = Job(id, name, run_dir, steps, time.time(), why="no worker has taken its driver yet")
+            ended = [one.id for one in self.jobs.values() if one.state in ENDED]
+            for old in ended[: max(0, len(self.jobs) - JOBS_KEPT)]:
+                del self.jobs[old]
 
     def known(self, key: str) -> bool:
         """Whether the scheduler has a task of that key."""

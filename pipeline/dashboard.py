@@ -6,10 +6,12 @@ here costs the scheduler's loop anything while nobody does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bokeh.layouts import column, row
 from bokeh.models import ColumnDataSource, DataRange1d, DataTable, Div, HoverTool, Range1d, TableColumn
@@ -85,33 +87,37 @@ class OneJob(Jobs):
         self.write(json.dumps(job.plain() | {"steps": list(job.history.values())}))
 
 
+class JobsCollector(Collector):
+    """Metrics of the jobs on every board of this process; a test or a notebook may start several schedulers in one."""
+
+    boards: ClassVar[weakref.WeakSet[Board]] = weakref.WeakSet()
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        told: dict[str, tuple[str, Callable[[Job], float | None]]] = {
+            "step": ("Training steps done", lambda job: len(job.history)),
+            "reward": ("Mean reward of the last batch", lambda job: last(job).get("reward")),
+            "staleness_max": ("Of the last batch, versions", lambda job: last(job).get("staleness_max")),
+            "staleness_in_flight": (
+                "Mean of what is sampled, versions",
+                lambda job: job.status.get("staleness_in_flight"),
+            ),
+            "staleness_in_queue": ("Mean of what waits, versions", lambda job: job.status.get("staleness_in_queue")),
+            "tokens_per_second": ("Response tokens of the last step", lambda job: rate(last(job))),
+        }
+        for name, (doc, value) in told.items():
+            family = GaugeMetricFamily(f"staleflow_{name}", doc, labels=["job"])
+            for job in (job for board in self.boards for job in board.jobs.values()):
+                if (number := value(job)) is not None:
+                    family.add_metric([job.id], float(number))
+            yield family
+
+
 def export_metrics(board: Board) -> None:
-    """Have /metrics tell of jobs too; anything in this process's registry shows there."""
-
-    class JobsCollector(Collector):
-        def collect(self) -> Iterable[GaugeMetricFamily]:
-            told = {
-                "staleflow_step": ("Training steps done", lambda j: len(j.history)),
-                "staleflow_reward": ("Mean reward of the last batch", lambda j: last(j).get("reward")),
-                "staleflow_staleness_max": ("Of the last batch, versions", lambda j: last(j).get("staleness_max")),
-                "staleflow_staleness_in_flight": (
-                    "Mean over what is being sampled, versions",
-                    lambda j: j.status.get("staleness_in_flight"),
-                ),
-                "staleflow_staleness_in_queue": (
-                    "Mean over what waits for the trainer, versions",
-                    lambda j: j.status.get("staleness_in_queue"),
-                ),
-                "staleflow_tokens_per_second": ("Response tokens of the last step", lambda j: rate(last(j))),
-            }
-            for name, (doc, value) in told.items():
-                family = GaugeMetricFamily(name, doc, labels=["job"])
-                for job in board.jobs.values():
-                    if (number := value(job)) is not None:  # type: ignore[no-untyped-call]
-                        family.add_metric([job.id], float(number))
-                yield family
-
-    REGISTRY.register(JobsCollector())
+    """Have /metrics tell of jobs too: what is in this process's registry shows there."""
+    if not JobsCollector.boards:
+        with contextlib.suppress(ValueError):  # it is there from an earlier scheduler
+            REGISTRY.register(JobsCollector())
+    JobsCollector.boards.add(board)
 
 
 def last(job: Job) -> Mapping[str, float]:
@@ -149,6 +155,7 @@ class View:
         self._wanted = wanted
         self._shown = ("", -1)
         self._tokens: tuple[float, Mapping[str, int]] = (0.0, {})
+        self._rates: dict[str, float] = {}
         self._head = Div(sizing_mode="stretch_width")
         self._slots = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
         self._lanes = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
@@ -318,7 +325,7 @@ class View:
             "label": names,
             "text": [
                 f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
-                f"{lane['kv_tokens']} KV, {getattr(self, '_rates', {}).get(lane['instance'], 0.0):.0f} tokens/s"
+                f"{lane['kv_tokens']} KV, {self._rates.get(lane['instance'], 0.0):.0f} tokens/s"
                 for lane, n in zip(lanes, lag, strict=True)
             ],
         }

@@ -116,7 +116,7 @@ async def execute(
     else:
         prepare_run_dir(config)
     cluster = await connect(config, None if seat is None else seat.security)
-    reporter = Reporter(job or config.name, config.steps)
+    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps)
 
     def say(line: str) -> None:
         reporter.say(line)
