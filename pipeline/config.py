@@ -226,6 +226,14 @@ class DeadlineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingConfig:
+    """Where metrics go besides the store."""
+
+    tensorboard: bool = knob(True, "write TensorBoard event files into the run's folder")
+    tracker: str = knob("", "a class of your own, path/to/file.py:Name or module:Name; see pipeline/tracking.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadConfig:
     """What responses look like where no model samples them: in `staleflow simulate`, and with the emulated engine."""
 
@@ -292,6 +300,7 @@ class RunConfig:
     training: TrainingConfig = TrainingConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
+    tracking: TrackingConfig = TrackingConfig()
     workload: WorkloadConfig = WorkloadConfig()
     simulation: SimulationConfig = SimulationConfig()
 
@@ -422,8 +431,14 @@ def located(config: RunConfig) -> RunConfig:
         workload = dataclasses.replace(workload, run=str(Path(workload.run).resolve()))
     if file.endswith(".py"):
         reward = dataclasses.replace(reward, function=f"{Path(file).resolve()}:{function}")
+    tracking = config.tracking
+    file, _, name = tracking.tracker.rpartition(":")
+    if file.endswith(".py"):
+        tracking = dataclasses.replace(tracking, tracker=f"{Path(file).resolve()}:{name}")
     runs_dir = str(Path(config.runs_dir).resolve())
-    return dataclasses.replace(config, model=model, task=task, reward=reward, workload=workload, runs_dir=runs_dir)
+    return dataclasses.replace(
+        config, model=model, task=task, reward=reward, tracking=tracking, workload=workload, runs_dir=runs_dir
+    )
 
 
 def explain(config: RunConfig) -> list[Explained]:

@@ -21,7 +21,7 @@ from distributed.core import Status
 from pipeline import board, reporting
 from pipeline import config as configuration
 from pipeline.config import RunConfig
-from pipeline.jobs import Submission, Where, find
+from pipeline.jobs import CODE, Submission, Where, find
 from pipeline.runs import Seat, SeatTaken, execute, refuse_taken
 from stores.errors import InstanceLost, StaleflowError, StoreError
 from stores.versioned import VersionedStore
@@ -123,8 +123,10 @@ def at_home(submission: Submission, scheduler: str) -> RunConfig:
     tree = tomllib.loads(submission.job)
     tree["cluster"] |= {"kind": "address", "address": scheduler, "scheduler_file": ""}
     config = configuration.from_tree(tree, submission.id)
-    for name in submission.code:
-        function = config.reward.function.rpartition(":")[2]
-        path = config.run_dir / "code" / name
-        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=f"{path}:{function}"))
+    for table, key in CODE:
+        section = getattr(config, table)
+        file, _, name = getattr(section, key).rpartition(":")
+        if file in submission.code:
+            named = f"{config.run_dir / 'code' / file}:{name}"
+            config = dataclasses.replace(config, **{table: dataclasses.replace(section, **{key: named})})
     return config

@@ -92,17 +92,25 @@ async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> st
     return id
 
 
+CODE = (("reward", "function"), ("tracking", "tracker"))
+"""Where a job may name code of its user's own by file."""
+
+
 def with_code(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """The job with its own code named by file only, and that code. Raises ConfigError if it cannot be read."""
-    file, _, function = config.reward.function.rpartition(":")
-    if not file.endswith(".py"):
-        return config, {}
-    try:
-        text = Path(file).read_text()
-    except OSError as error:
-        raise ConfigError(f"reward.function = {config.reward.function!r}: cannot be read: {error}") from error
-    reward = dataclasses.replace(config.reward, function=f"{Path(file).name}:{function}")
-    return dataclasses.replace(config, reward=reward), {Path(file).name: text}
+    """The job with its own code named by file name only, and that code by file name. Raises ConfigError if it cannot be
+    read."""
+    code: dict[str, str] = {}
+    for table, key in CODE:
+        section = getattr(config, table)
+        file, _, name = getattr(section, key).rpartition(":")
+        if file.endswith(".py"):
+            travels = f"{table}_{Path(file).name}"
+            try:
+                code[travels] = Path(file).read_text()
+            except OSError as error:
+                raise ConfigError(f"{table}.{key} = {getattr(section, key)!r}: cannot be read: {error}") from error
+            config = dataclasses.replace(config, **{table: dataclasses.replace(section, **{key: f"{travels}:{name}"})})
+    return config, code
 
 
 async def find(client: Any, id: str) -> dict[str, Any]:

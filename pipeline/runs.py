@@ -1,7 +1,7 @@
 """Run folders, and running a job from start to end in one.
 
 runs/NAME/ holds config.toml (resolved), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest
-resume points), summary.json and summary.png.
+resume points), tensorboard/, summary.json and summary.png.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ async def execute(
     from pipeline.model_files import inspect_model
     from pipeline.report import write_report
     from pipeline.reporting import Reporter
+    from pipeline.tracking import Tracking
 
     if config.simulation.colocated:
         raise ConfigError("simulation.colocated = true: in a run all roles have workers of their own; use simulate")
@@ -123,6 +124,7 @@ async def execute(
         announce(line)
 
     def tell(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+        tracking.steps(outcomes.steps)
         reporter.progress(snapshot, outcomes, doing)
         progress(snapshot, outcomes, doing)
 
@@ -135,10 +137,13 @@ async def execute(
         )
         if not await cluster.settle("" if seat is None else seat.address):
             raise SeatTaken("this worker is another run's")
-        with only_here(run_dir), reporter.listening():
+        with only_here(run_dir), reporter.listening(), contextlib.ExitStack() as held:
             resumption = resumptions.prepare(config) if resume else None
             if resumption is not None:
                 say(f"going on from version {resumption.version}")
+            tracking = held.enter_context(
+                contextlib.closing(Tracking(config, run_dir, 0 if resumption is None else len(resumption.steps)))
+            )
             driver = Driver(config, Crew(config, cluster, run_dir, facts), run_dir, tell, resumption)
             outcomes = await _driven(driver, reporter.attend(driver, cluster))
             ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped

@@ -6,18 +6,16 @@ in its data is one number, the next group's id. Training prompts and held-out pr
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from stores.errors import ConfigError
+from tasks import user_code
 from tasks.names import REWARD_TOKEN
 
 HELD_OUT_SHARE = 0.1
@@ -141,16 +139,9 @@ def make_reward(function: str, source: TaskSource) -> Reward:
         return source.score
     if function == "math_verify":
         return math_verify_reward
-    where, _, name = function.rpartition(":")
-    if not where:
+    if ":" not in function:
         raise ConfigError(f"reward.function = {function!r}: expected task, math_verify, file.py:name or module:name")
-    try:
-        module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(f"reward.function = {function!r}: cannot be loaded: {error}") from error
-    reward = getattr(module, name, None)
-    if not callable(reward):
-        raise ConfigError(f"reward.function = {function!r}: {where} has no function {name}")
+    reward: Reward = user_code.load(function, "reward.function")
     num_required = sum(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in inspect.signature(reward).parameters.values()
@@ -159,20 +150,7 @@ def make_reward(function: str, source: TaskSource) -> Reward:
         raise ConfigError(
             f"reward.function = {function!r}: must take (answer, record), it needs {num_required} arguments"
         )
-    return reward  # type: ignore[no-any-return]
-
-
-def _load_file(path: Path) -> Any:
-    """A user's module, by path; the current folder is never searched, so its name cannot shadow one of ours."""
-    if not path.is_file():
-        raise OSError(f"{path}: no such file")
-    name = f"staleflow_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return reward
 
 
 def extract_answer(pattern: str, response: str) -> str:
