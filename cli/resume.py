@@ -27,7 +27,7 @@ def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: bool, 
     from pipeline import resumption
 
     config = resumption.load(Path(run), overrides)
-    if not (where.address or where.scheduler_file):
+    if not where.named:
         carry_out(config, as_json=as_json, verbose=verbose, resume=True)
         return
     from pipeline import jobs

@@ -1,16 +1,21 @@
-"""staleflow store ls | show | audit"""
+"""staleflow store ls | show | audit | reprocess | diff"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli.jobs import cluster_options
+
 if TYPE_CHECKING:
+    from pipeline.jobs import Where
     from stores.versioned import VersionedStore
 
 
@@ -149,6 +154,86 @@ def audit(run: str, as_json: bool) -> None:
                 click.echo(f"      {finding.where}: {finding.what}")
     if not result.clean:
         sys.exit(1)
+
+
+@command.command("reprocess")
+@click.argument("run", type=click.Path())
+@click.option("--reward", required=True, help="task, math_verify, path/to/file.py:name, or module:name.")
+@click.option("--branch", required=True, help="Name of the branch that gets the new rewards.")
+@click.option("--workers", default=2, show_default=True, help="Local processes, unless a cluster is named.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@cluster_options
+def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, where: Where) -> None:
+    """Score the stored responses again, with Dask, onto a branch. Exit code 1 if the reward function failed on some."""
+    import os
+
+    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from pipeline import reprocessing
+    from pipeline.runs import only_here
+
+    store = _open(Path(run))
+    del store
+    with only_here(Path(run)), where.workers(workers) as client, _progress("scored", quiet=as_json) as progress:
+        result = reprocessing.reprocess(Path(run), reward, branch, client, progress)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    else:
+        click.echo(
+            f"branch {branch}: {result.scored} responses of {result.rows} trajectories scored, mean reward of what was "
+            f"trained on {result.mean_before:.3f} -> {result.mean_after:.3f}"
+        )
+        for trajectory, error in sorted(result.errors.items())[:10]:
+            click.echo(f"  trajectory {trajectory}: {error}")
+        if result.errors:
+            click.echo(f"  {len(result.errors)} responses could not be scored; the rest is stored")
+        click.echo(f"look: staleflow store diff {run} main {branch}")
+    if result.errors:
+        sys.exit(1)
+
+
+@command.command("diff")
+@click.argument("run", type=click.Path())
+@click.argument("first")
+@click.argument("second")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def diff(run: str, first: str, second: str, as_json: bool) -> None:
+    """What two branches' rewards have made of the same trajectories."""
+    from pipeline import reprocessing
+
+    _open(Path(run))
+    result = reprocessing.difference(Path(run), first, second)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        return
+    click.echo(
+        f"{result.trajectories} trajectories trained on: {result.changed} rewards differ, mean {result.mean[0]:.3f} in "
+        f"{first}, {result.mean[1]:.3f} in {second}"
+    )
+    widest = max((max(m, n) for _, m, n in result.histogram), default=1)
+    for edge, m, n in result.histogram:
+        click.echo(
+            f"  from {edge:7.3f}  {m:7} {'#' * round(20 * m / widest):<20}  {n:7} {'#' * round(20 * n / widest)}"
+        )
+    for what, groups in (
+        ("order of members flipped", result.flipped),
+        (f"signal in {second} only", result.gained),
+        (f"signal in {first} only", result.lost),
+    ):
+        some = ", ".join(map(str, groups[:8])) + (", ..." if len(groups) > 8 else "")
+        click.echo(f"  {len(groups):6} of {result.groups} groups: {what}{f' ({some})' if groups else ''}")
+
+
+@contextlib.contextmanager
+def _progress(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _open(run: Path, at_step: int | None = None) -> VersionedStore:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,39 @@ class Where:
     address: str = ""
     scheduler_file: str = ""
     security: Any = None
+
+    @property
+    def named(self) -> bool:
+        return bool(self.address or self.scheduler_file)
+
+    @contextlib.contextmanager
+    def workers(self, count: int) -> Iterator[Any]:
+        """A client for plain tasks: of the cluster that is named, or of so many local processes. ConfigError if there
+        is none."""
+        from distributed import LocalCluster
+
+        from pipeline.cluster import worker_environment
+
+        if not self.named:
+            import dask
+
+            environment = {"distributed.nanny.pre-spawn-environ": worker_environment(1)}
+            with (
+                dask.config.set(environment),
+                LocalCluster(
+                    n_workers=count, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0"
+                ) as cluster,
+                Client(cluster) as client,
+            ):
+                yield client
+            return
+        target: dict[str, Any] = {"address": self.address} if self.address else {"scheduler_file": self.scheduler_file}
+        try:
+            client = Client(**target, timeout=CONNECT_S, security=self.security)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise ConfigError(f"no scheduler at {self.address or self.scheduler_file}: {error}") from error
+        with client:
+            yield client
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[Any]:

@@ -48,6 +48,8 @@ from stores.trajectory import (
 FORMAT = 1
 """Raised when a reader of the old layout would misread the new one."""
 
+MAIN = "main"
+"""The branch that a run commits to."""
 TOKEN_CHUNK = 65_536
 """Elements a token chunk: one commit of a small job, a quarter of a MiB."""
 
@@ -65,15 +67,19 @@ _INT = {name: i for i, name in enumerate(INT_COLUMNS)}
 class VersionedStore:
     """See stores/base.py for the contract. Opened with `create`, `open` (the committer) or `open` with `at_step`."""
 
-    def __init__(self, repository: Any, *, at_snapshot: str | None, where: str) -> None:
+    def __init__(self, repository: Any, *, at_snapshot: str | None, where: str, branch: str = MAIN) -> None:
         self._repository = repository
         self._at_snapshot = at_snapshot
+        self._branch = branch
         self._where = where
         root = self._read_root()
         attributes = dict(root.attrs)
         if attributes.get("format") != FORMAT:
             raise ConfigError(f"{where}: store format {attributes.get('format')!r}, this version reads {FORMAT}")
         self.header = RunHeader(**attributes["header"])
+        self.lineage: dict[str, Any] = attributes.get("lineage", {})
+        """How a branch with other rewards was made; empty for what the run stored itself. See stores/branches.py."""
+        self._errors: dict[str, str] | None = attributes.get("errors")
         # Where the next commit appends; kept here because there is one committer.
         self._num_tokens = int(root["tokens/ids"].shape[0])
         # One byte a trajectory id, set once it is stored: ids are dense, and nothing may be stored twice.
@@ -100,18 +106,26 @@ class VersionedStore:
         return cls(repository, at_snapshot=None, where=str(path))
 
     @classmethod
-    def open(cls, path: Path, at_step: int | None = None) -> VersionedStore:
-        """An existing store as it is now, or as it was when training step `at_step` was committed (read-only)."""
+    def open(cls, path: Path, at_step: int | None = None, branch: str = MAIN) -> VersionedStore:
+        """An existing store as it is now, or as it was when training step `at_step` was committed, or a branch of it
+        (both read-only)."""
         if not path.is_dir():
             raise ConfigError(f"{path}: no store here; `staleflow store ls` lists the runs there are")
         try:
             repository = icechunk.Repository.open(_storage(path), config=_config())
+            if branch not in (branches := repository.list_branches()):
+                raise ConfigError(f"{path}: no branch {branch!r}; there are {', '.join(sorted(branches))}")
             snapshot = None if at_step is None else _snapshot_of(repository, at_step, path)
-            return cls(repository, at_snapshot=snapshot, where=str(path))
+            return cls(repository, at_snapshot=snapshot, where=str(path), branch=branch)
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise StoreError(f"{path}: the store cannot be opened: {_line(error)}") from error
+
+    @classmethod
+    def at(cls, path: Path, snapshot: str) -> VersionedStore:
+        """A store as it was at a snapshot, read-only."""
+        return cls(repository_at(path), at_snapshot=snapshot, where=str(path))
 
     @classmethod
     def rewind(cls, path: Path, num_steps: int) -> int:
@@ -133,6 +147,8 @@ class VersionedStore:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+        if self._branch != MAIN or self._at_snapshot is not None:
+            raise StoreError(f"{self._where}: {self._branch} is read only here")
         ids = [e.trajectory.id for e in ended]
         twice = [i for i in ids if i < len(self._stored) and self._stored[i]]
         if twice or len(set(ids)) < len(ids):
@@ -222,6 +238,17 @@ class VersionedStore:
         for block in (at[i : i + 4096] for i in range(0, len(at), 4096)):
             yield from self._block(root, ints[block], floats[block])
 
+    def rows(self, first: int, last: int) -> list[Ended]:
+        """Stored trajectories by their place, first <= place < last."""
+        root = self._read_root()
+        ints = self._slice(root, "rows/int", first, last)
+        return list(self._block(root, ints, self._slice(root, "rows/float", first, last)))
+
+    @property
+    def snapshot(self) -> str:
+        """Of what is read now."""
+        return self._at_snapshot or str(self._repository.lookup_branch(self._branch))
+
     def get(self, trajectory: TrajectoryId) -> Ended | None:
         root = self._read_root()
         ints = self._column(root, "rows/int")
@@ -254,7 +281,11 @@ class VersionedStore:
         text_last = int((ints[:, _INT["text_offset"]] + ints[:, _INT["text_bytes"]]).max())
         text = self._slice(root, "text", text_first, text_last).tobytes()
         for row, values in zip(ints.tolist(), floats.tolist(), strict=True):
-            yield _ended(dict(zip(INT_COLUMNS, row, strict=True)), values, tokens, first, text, text_first)
+            ended = _ended(dict(zip(INT_COLUMNS, row, strict=True)), values, tokens, first, text, text_first)
+            if self._errors is not None:
+                error = self._errors.get(str(ended.trajectory.id), "")
+                ended = replace(ended, trajectory=replace(ended.trajectory, error=error, reward_parts={}))
+            yield ended
 
     def _slice(self, root: Any, name: str, first: int, last: int) -> npt.NDArray[Any]:
         array = root[name]
@@ -273,7 +304,7 @@ class VersionedStore:
 
     def _read_root(self) -> Any:
         if self._at_snapshot is None:
-            session = self._repository.readonly_session("main")
+            session = self._repository.readonly_session(self._branch)
         else:
             session = self._repository.readonly_session(snapshot_id=self._at_snapshot)
         return zarr.open_group(session.store, mode="r")
@@ -332,6 +363,14 @@ def _extra(trajectory: Trajectory) -> dict[str, Any]:
     if trajectory.error:
         extra["error"] = trajectory.error
     return extra
+
+
+def repository_at(path: Path) -> Any:
+    """The Icechunk repository of an existing store. Raises StoreError."""
+    try:
+        return icechunk.Repository.open(_storage(path), config=_config())
+    except (icechunk.IcechunkError, OSError) as error:
+        raise StoreError(f"{path}: the store cannot be opened: {_line(error)}") from error
 
 
 def _storage(path: Path) -> Any:

@@ -141,6 +141,10 @@ class TokenizedPrompts:
     def text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def texts(self, responses: list[list[int]]) -> list[str]:
+        """Many at once: the tokenizer is faster that way."""
+        return [str(text) for text in self._tokenizer.batch_decode(responses, skip_special_tokens=True)]
+
 
 class TrajectoryServer:
     """The Dask actor. Idempotent where it is asked twice: draws are numbered, deliveries carry whole segments."""

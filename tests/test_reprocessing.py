@@ -1,0 +1,130 @@
+"""Scoring a stored run again: onto a branch, in parallel, with errors by row, and without a trace when it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline import reprocessing
+from pipeline.jobs import Where
+from stores import branches
+from stores.errors import ConfigError, StoreError
+from stores.trajectory import Fate
+from stores.versioned import VersionedStore
+from tests.test_run import check, run, staleflow
+
+REWARDS = """
+def length(answer, record):
+    return float(len(answer) % 3), {"letters": float(len(answer))}
+
+def picky(answer, record):
+    if len(answer) % 3 == 1:
+        raise ValueError("not this one")
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A small run's folder, with a reward file beside it."""
+    from tests.conftest import JOB
+
+    folder = tmp_path_factory.mktemp("stored")
+    (folder / "job.toml").write_text(JOB.format(runs=folder / "runs", steps=3, model=tiny_model))
+    (folder / "mine.py").write_text(REWARDS)
+    return run(folder / "job.toml", "task.eval_prompts=0", "batch.extra_members=1").run_dir
+
+
+def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path) -> None:
+    before = VersionedStore.open(stored / "store").table()
+    answered = staleflow(
+        "store", "reprocess", stored, "--reward", f"{stored.parent.parent}/mine.py:length", "--branch", "by-length",
+        "--json",
+    )  # fmt: skip
+    assert answered.returncode == 0, answered.stderr
+    result = json.loads(answered.stdout)
+    check(stored, 3)
+    for name, column in VersionedStore.open(stored / "store").table().items():
+        np.testing.assert_array_equal(column, before[name])
+
+    branch = VersionedStore.open(stored / "store", branch="by-length")
+    rows = list(branch.ended())
+    assert [r.trajectory.id for r in rows] == before["trajectory"].tolist()
+    from transformers import AutoTokenizer
+
+    from pipeline import config as configuration
+
+    tokenizer = AutoTokenizer.from_pretrained(configuration.load(stored / "config.toml").model.path)
+    for row in rows:
+        text = tokenizer.decode(row.trajectory.response_tokens.tolist(), skip_special_tokens=True).strip()
+        expected = float(len(text) % 3) if row.trajectory.num_tokens else 0.0
+        assert row.trajectory.reward == expected
+        if row.fate is not Fate.CONSUMED:
+            assert row.advantage == 0
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        if row.fate is Fate.CONSUMED:
+            groups.setdefault(row.trajectory.group, []).append(row.advantage)
+    assert all(abs(sum(values)) < 1e-3 for values in groups.values())  # centred, as the job's estimate has it
+    assert any(any(values) for values in groups.values())
+    assert branch.lineage["parent"] == VersionedStore.open(stored / "store").snapshot
+    assert len(branch.lineage["code"]) == 64
+    assert result["rows"] == len(rows)
+
+    shown = staleflow("store", "diff", stored, "main", "by-length")
+    assert shown.returncode == 0, shown.stderr
+    assert "trajectories trained on" in shown.stdout
+    again = staleflow("store", "reprocess", stored, "--reward", "task", "--branch", "by-length")
+    assert again.returncode == 2
+    assert "nothing stored is overwritten" in again.stderr
+    with pytest.raises(StoreError, match="read only"):
+        branch.commit(VersionedStore.open(stored / "store").steps()[0], [])
+
+
+def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_done(stored: Path) -> None:
+    with Where().workers(2) as client:
+        result = reprocessing.reprocess(stored, f"{stored.parent.parent}/mine.py:picky", "picky", client)
+    assert 0 < len(result.errors) < result.scored
+    rows = list(VersionedStore.open(stored / "store", branch="picky").ended())
+    failed = {r.trajectory.id: r for r in rows if r.trajectory.error}
+    assert set(failed) == set(result.errors)
+    assert {r.trajectory.error for r in failed.values()} == {"ValueError: not this one"}
+    assert not any(r.loss_mask or r.advantage for r in failed.values())
+    assert {r.trajectory.reward for r in rows if r.trajectory.num_tokens and r.trajectory.id not in failed} == {1.0}
+
+
+def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> None:
+    with Where().workers(1) as client:
+        reprocessing.reprocess(stored, "task", "again", client)
+    one, two = (VersionedStore.open(stored / "store", branch=name).table() for name in ("main", "again"))
+    consumed = one["staleness"] >= 0
+    np.testing.assert_array_equal(one["reward"][consumed], two["reward"][consumed])
+    np.testing.assert_allclose(one["advantage"], two["advantage"], atol=1e-6)
+    difference = reprocessing.difference(stored, "main", "again")
+    assert (difference.changed, difference.flipped, difference.gained, difference.lost) == (0, (), (), ())
+
+
+def test_what_cannot_be_done_leaves_no_branch(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stored / "store"
+    store = VersionedStore.open(path)
+    short = branches.Rewards(
+        rewards=np.zeros(1, np.float32), advantages=np.zeros(1, np.float32), loss_mask=np.zeros(1, bool), errors={}
+    )
+    with pytest.raises(StoreError, match="rewards for 1"):
+        branches.derive(store, path, "half", short, {})
+    with pytest.raises(ConfigError, match="no branch 'half'; there are"):
+        VersionedStore.open(path, branch="half")
+    for name in ("main", "", "undone-x"):
+        with pytest.raises(ConfigError, match="cannot be called"):
+            branches.refuse(path, name)
+    for arguments, message in (
+        (["--reward", "none.py:f", "--branch", "b"], "no such file"),
+        (["--reward", "task", "--branch", "main"], "cannot be called 'main'"),
+    ):
+        wrong = staleflow("store", "reprocess", stored, *arguments)
+        assert (wrong.returncode, wrong.stdout) == (2, "")
+        assert message in wrong.stderr
+        assert wrong.stderr.count("\n") == 1
