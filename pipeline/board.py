@@ -20,6 +20,8 @@ from typing import Any
 
 from distributed import SchedulerPlugin
 
+from stores.errors import ConfigError
+
 KEY = "staleflow-job-"
 """How the tasks are named that drive jobs."""
 OPERATION = "staleflow"
@@ -200,7 +202,9 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
     ) -> str:
         """What a job's driver has to say: steps and lines since it last said something. Answers with why it is to stop,
         empty if it is not."""
-        job = self.jobs[id]
+        job = self.jobs.get(id)
+        if job is None:  # forgotten, or the scheduler is another one by now: nobody asks for it here
+            return ""
         for step in steps:
             job.history[int(step["step"])] = dict(step)
         if steps and (task := self._scheduler.tasks.get(KEY + id)) is not None:
@@ -234,5 +238,10 @@ async def ask(client: Any, verb: str, **arguments: Any) -> Any:
 
 
 async def ensure(client: Any) -> None:
-    """Put the board on the scheduler, if it has none yet."""
-    await client.register_plugin(Board())
+    """Put the board on the scheduler, if it has none yet. Raises ConfigError if that cannot be."""
+    try:
+        await client.register_plugin(Board())
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the scheduler at {client.scheduler.address} cannot load staleflow ({error}); install this version there"
+        ) from error

@@ -69,7 +69,9 @@ class ActorCluster:
 
     @property
     def dashboard(self) -> str:
-        return str(self.client.dashboard_link) if self.client.dashboard_link else ""
+        """Address of the staleflow page; empty if there is no dashboard."""
+        link = str(self.client.dashboard_link or "")
+        return link.removesuffix("status") + "staleflow" if link.endswith("/status") else link
 
     async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
         """Create an actor on a worker for `role`, waiting for one to become free until the start deadline."""

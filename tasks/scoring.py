@@ -24,6 +24,9 @@ from tasks.environments import extract_answer, make_reward, make_source
 START_S = 60.0
 """Seconds the scoring process may take to import what it needs."""
 
+AHEAD_BYTES = 16_384
+"""Requests that may lie in the pipe, so that the process never waits for the next one. A quarter of what a pipe holds:
+writing them never blocks, and so whoever writes always comes to read."""
 HEADER = struct.Struct("<I")
 
 
@@ -61,21 +64,29 @@ class Scorer:
 
     def score(self, items: Sequence[tuple[str, Any]]) -> list[Score]:
         """A score for each pair, within the time budget each. Never raises for what the reward function does."""
-        scores = []
-        for response, record in items:
+        messages = [_packed(item) for item in items]
+        scores: list[Score] = []
+        sent = 0
+        while len(scores) < len(messages):
             try:
                 process = self._ensure_process()
                 assert process.stdin is not None and process.stdout is not None
-                _write(process.stdin, (response, record))
+                while sent < len(messages) and (
+                    sent == len(scores) or sum(map(len, messages[len(scores) : sent + 1])) <= AHEAD_BYTES
+                ):
+                    process.stdin.write(messages[sent])
+                    sent += 1
+                process.stdin.flush()
                 reward, parts, problem = _read(process.stdout, self._settings.timeout_s)
-            except TimeoutError:
-                self.close()
-                scores.append(Score(reward=0.0, error=f"the reward took longer than {self._settings.timeout_s:g} s"))
-            except (EOFError, OSError) as died:
-                self.close()
-                scores.append(Score(reward=0.0, error=f"the reward process died: {died or 'no message'}"))
-            else:
                 scores.append(Score(reward=reward, parts=parts, error=problem))
+                continue
+            except TimeoutError:
+                error = f"the reward took longer than {self._settings.timeout_s:g} s"
+            except (EOFError, OSError) as died:
+                error = f"the reward process died: {died or 'no message'}"
+            self.close()
+            scores.append(Score(reward=0.0, error=error))
+            sent = len(scores)  # what was sent after it is sent again, to a new process
         return scores
 
     def close(self) -> None:
@@ -101,9 +112,13 @@ class Scorer:
         return self._process
 
 
-def _write(pipe: Any, value: Any) -> None:
+def _packed(value: Any) -> bytes:
     data = pickle.dumps(value)
-    pipe.write(HEADER.pack(len(data)) + data)
+    return HEADER.pack(len(data)) + data
+
+
+def _write(pipe: Any, value: Any) -> None:
+    pipe.write(_packed(value))
     pipe.flush()
 
 

@@ -1,0 +1,126 @@
+"""Scoring a large store again: two Dask workers against a plain loop over the same data on one core; memory.
+
+Makes a store of drawn responses in the layout of the demo's run (its tokenizer, its task), then scores all of them
+twice. The plain loop reads the store row after row and calls the same reward function in its own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("ICECHUNK_LOG", "error")
+os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
+
+import numpy as np
+
+from pipeline import build, knobs, reprocessing
+from pipeline import config as configuration
+from pipeline.config import RunConfig
+from pipeline.jobs import Where
+from stores.base import LedgerState, StepRecord
+from stores.trajectory import (
+    Ended,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
+from stores.versioned import VersionedStore
+from tasks.environments import extract_answer, make_reward, make_source
+from tasks.server import TokenizedPrompts
+
+TOKENS = 500
+
+
+def make_store(config: RunConfig, count: int) -> None:
+    """`count` consumed trajectories of 250 to 750 tokens, a batch a commit."""
+    rng = np.random.default_rng(0)
+    store = VersionedStore.create(config.run_dir / "store", build.run_header(config))
+    size, batch = config.batch.group_size, config.trajectories_per_step
+    for step in range(count // batch):
+        rows = []
+        for i in range(step * batch, (step + 1) * batch):
+            length = int(rng.integers(TOKENS // 2, 3 * TOKENS // 2))
+            segment = Segment(
+                version=PolicyVersion(step),
+                instance=InstanceId("rollout-0"),
+                tokens=rng.integers(3, 15, length).astype(np.int32),
+                logprobs=rng.normal(-1, 0.5, length).astype(np.float32),
+            )
+            trajectory = Trajectory(
+                id=TrajectoryId(i), group=GroupId(i // size), prompt_tokens=np.full(20, 5, np.int32),
+                v_traj=PolicyVersion(step), segments=(segment,), finish=FinishReason.LENGTH,
+            )  # fmt: skip
+            rows.append(Ended(trajectory=trajectory, fate=Fate.CONSUMED, step=step))
+        ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=step + 1, version=step)
+        store.commit(StepRecord(kind="step", step=step, ledger=ledger), rows)
+
+
+def plain_loop(config: RunConfig) -> float:
+    """Seconds to read, decode and score everything on one core."""
+    scoring = build.scoring_settings(config)
+    source = make_source(scoring.source, scoring.options, scoring.seed)
+    reward = make_reward(scoring.function, source)
+    prompts = TokenizedPrompts(build.server_settings(config, config.run_dir / "store", context=2**31))
+    begin = time.perf_counter()
+    for row in VersionedStore.open(config.run_dir / "store").ended():
+        text = prompts.text(row.trajectory.response_tokens.tolist())
+        reward(extract_answer(scoring.answer_pattern, text), prompts.task(int(row.trajectory.group)).record)
+    return time.perf_counter() - begin
+
+
+def largest_worker_mib(stop: threading.Event, pids: list[int], result: list[float]) -> None:
+    """Watches the resident memory of some processes until told to stop."""
+    while not stop.wait(0.1):
+        for pid in pids:
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            result[0] = max(result[0], pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--job", default="examples/demo.toml")
+    parser.add_argument("--count", type=int, default=100_096, help="trajectories, whole steps of the job")
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = configuration.located(configuration.load(args.job, (f"runs_dir={folder}", "name=large")))
+        config.run_dir.mkdir()
+        (config.run_dir / "config.toml").write_text(knobs.to_toml(config))
+        begin = time.perf_counter()
+        make_store(config, args.count)
+        size_mib = sum(p.stat().st_size for p in config.run_dir.rglob("*") if p.is_file()) / 2**20
+        print(f"made in {time.perf_counter() - begin:.0f} s, {size_mib:.0f} MiB", flush=True)
+        alone_s = plain_loop(config)
+        print(f"plain loop: {alone_s:.1f} s, {args.count / alone_s:,.0f} trajectories/s", flush=True)
+        with Where().workers(args.workers) as client:
+            pids = list(client.run(os.getpid).values())
+            stop, largest = threading.Event(), [0.0]
+            watch = threading.Thread(target=largest_worker_mib, args=(stop, pids, largest))
+            watch.start()
+            begin = time.perf_counter()
+            result = reprocessing.reprocess(config.run_dir, "task", "again", client)
+            seconds = time.perf_counter() - begin
+            stop.set()
+            watch.join()
+        print(
+            f"{args.workers} workers: {seconds:.1f} s, {result.rows / seconds:,.0f} trajectories/s, "
+            f"{alone_s / seconds:.2f} times the plain loop; at most {largest[0]:.0f} MiB a worker"
+        )
+        shutil.rmtree(config.run_dir)
+
+
+if __name__ == "__main__":
+    main()
