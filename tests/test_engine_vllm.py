@@ -78,10 +78,10 @@ class TestVllmEngine(EngineTests):
     ) -> None:
         from tasks.engines import vllm_weights
 
-        def torn(self: object, update_info: object) -> None:
+        def torn(self: object, path: str) -> None:
             raise OSError("the file is gone")
 
-        monkeypatch.setattr(vllm_weights.FileTransfer, "receive_weights", torn)
+        monkeypatch.setattr(vllm_weights.Spare, "load", torn)
         with pytest.raises(InstanceLost, match="the file is gone"):
             engine.load(PolicyVersion(5), other_weights[0])
         with pytest.raises(InstanceLost, match="rollout-0"):

@@ -92,8 +92,8 @@ class VllmEngine:
         begin = time.monotonic()
         # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
         parameters.check_shapes(self._shapes, parameters.read_shapes(weights), weights)
-        torn = self._prepare(weights)
-        stalled_s: float = self._call(lambda: self._load(version, weights, torn)).result()
+        prepared = self._prepare(weights)
+        stalled_s: float = self._call(lambda: self._load(version, weights, prepared)).result()
         fingerprint = self._fingerprint()
         return Loaded(version=version, fingerprint=fingerprint, elapsed_s=time.monotonic() - begin, stalled_s=stalled_s)
 
@@ -255,13 +255,14 @@ class VllmEngine:
         with self._changed:
             self._ended = [e for e in self._ended if e.trajectory not in gone]
 
-    def _load(self, version: PolicyVersion, weights: Path, torn: Exception | None) -> float:
+    def _load(self, version: PolicyVersion, weights: Path, prepared: bool | Exception) -> float:
         engine, begin = self._engine, time.monotonic()
         try:
-            if torn is not None:
-                raise torn
-            engine.collective_rpc("start_weight_update")
-            engine.collective_rpc("update_weights", args=({"path": str(weights)},))
+            if isinstance(prepared, Exception):
+                raise prepared
+            if not prepared:
+                engine.collective_rpc("start_weight_update")
+                engine.collective_rpc("update_weights", args=({"path": str(weights)},))
             engine.collective_rpc("finish_weight_update")
         except Exception as error:
             raise InstanceLost(f"{self._instance}: weights of two versions after {weights}: {error}") from error
@@ -306,21 +307,23 @@ class VllmEngine:
 
     # -- the other threads ---------------------------------------------------------------------------------------
 
-    def _prepare(self, weights: Path) -> Exception | None:
-        """Have the weights made ready beside decoding, where vLLM runs in this process. What went wrong is returned:
-        only the driving thread can end the instance."""
-        if self._settings.tensor_parallel == 1:
-            try:
-                self._engine.collective_rpc("prepare_weights", args=(str(weights),))
-            except Exception as error:  # noqa: BLE001
-                return error
-        return None
+    def _prepare(self, weights: Path) -> bool | Exception:
+        """Do an update beside decoding, where that can be; true if it only has to be finished. What went wrong is
+        returned: only the driving thread can end the instance."""
+        if self._settings.tensor_parallel > 1:
+            return False
+        try:
+            (ready,) = self._engine.collective_rpc("prepare_weights", args=(str(weights),))
+        except Exception as error:  # noqa: BLE001
+            return error
+        return bool(ready)
 
     def _fingerprint(self) -> str:
         """Of what is held; empty if it is sharded. In the caller's thread: hashing takes longer than loading, decoding
         goes on beside it, and only another load, which waits for this one, changes what is read."""
         if self._settings.tensor_parallel > 1:
             return ""
+        self._engine.collective_rpc("release_weights")
         (fingerprint,) = self._engine.collective_rpc("held_fingerprint", args=(self._shapes,))
         return str(fingerprint)
 

@@ -53,35 +53,30 @@ class FileTransfer(WeightTransferEngine[NoInit, PublishedFile]):
     update_info_cls = PublishedFile
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        self._spare = Spare(self.model, self.vllm_config) if self.device.type == "cpu" else None
-
-    def prepare(self, path: str) -> None:
-        """Do what can be done beside decoding: an update from this file that follows is short then."""
-        if self._spare is not None:
-            self._spare.load(path)
+        self.spare = Spare(self.model, self.vllm_config) if self.device.type == "cpu" else None
 
     def start_weight_update(self) -> None:
-        if self._spare is None:
+        if self.spare is None:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PublishedFile) -> None:
-        if self._spare is None:
+        if self.spare is None:
             self.model.load_weights(parameters.read(Path(update_info.path)).items())
-        elif self._spare.holds != update_info.path:
-            self._spare.load(update_info.path)
+        else:
+            self.spare.load(update_info.path)
 
     def finish_weight_update(self) -> None:
-        if self._spare is not None:
-            self._spare.swap()
+        if self.spare is not None:
+            self.spare.swap()
         else:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        self._spare = None
+        self.spare = None
 
 
 class Spare:
@@ -93,8 +88,6 @@ class Spare:
     """
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
-        self.holds = ""
-        """The file it was loaded from; empty if it holds nothing whole that is not in the model too."""
         self._model = model
         with torch.device("meta"):
             self._spare = initialize_model(vllm_config=beside(config))
@@ -111,12 +104,10 @@ class Spare:
 
     def load(self, path: str) -> None:
         """Read a published file and pack it. The model decodes as before, whatever comes of it."""
-        self.holds = ""
         self._spare.load_weights(parameters.read(Path(path)).items())
         for module, twin in self._layers():
             if hasattr(module, "cpu_linear"):
                 layer_utils.dispatch_cpu_unquantized_gemm(twin, remove_weight=False)
-        self.holds = path
 
     def swap(self) -> None:
         """What was loaded is the model's from now on."""
@@ -124,8 +115,13 @@ class Spare:
             parameter.data, own.data = own.data, parameter.data
         for module, twin in self._layers():
             if hasattr(module, "cpu_linear"):
-                module.cpu_linear, twin.cpu_linear = twin.cpu_linear, None
-        self.holds = ""
+                module.cpu_linear, twin.cpu_linear = twin.cpu_linear, module.cpu_linear
+
+    def release(self) -> None:
+        """Give back the packed copies that were the model's before the swap. Apart from it: that takes milliseconds."""
+        for _, twin in self._layers():
+            if hasattr(twin, "cpu_linear"):
+                twin.cpu_linear = None
 
     def _layers(self) -> zip[tuple[Any, Any]]:
         return zip(self._model.modules(), self._spare.modules(), strict=True)
@@ -153,9 +149,21 @@ class WorkerExtension:
     model_runner: Any
     weight_transfer_engine: FileTransfer
 
-    def prepare_weights(self, path: str) -> None:
-        """See FileTransfer.prepare. In any thread, while the model decodes in another."""
-        self.weight_transfer_engine.prepare(path)
+    start_weight_update: Callable[[], None]
+
+    def prepare_weights(self, path: str) -> bool:
+        """Do all of an update but finish it, if there is a spare model for that. In any thread, while the model decodes
+        in another."""
+        spare = self.weight_transfer_engine.spare
+        if spare is not None:
+            self.start_weight_update()
+            spare.load(path)
+        return spare is not None
+
+    def release_weights(self) -> None:
+        """After an update that was prepared."""
+        if self.weight_transfer_engine.spare is not None:
+            self.weight_transfer_engine.spare.release()
 
     def held_fingerprint(self, shapes: parameters.Shapes) -> str:
         """Of the weights this worker holds, by the checkpoint's names and shapes; empty if they are sharded, or fused
