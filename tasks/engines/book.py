@@ -6,11 +6,30 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from tasks.engines.base import EngineLoad, Request, Sampled
+
+
+class Part(NamedTuple):
+    """A closed segment, not yet in arrays: an update of the weights closes every running one while decoding waits."""
+
+    version: PolicyVersion
+    instance: InstanceId
+    tokens: list[int]
+    logprobs: list[float]
+
+    @property
+    def segment(self) -> Segment:
+        return Segment(
+            version=self.version,
+            instance=self.instance,
+            tokens=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+        )
 
 
 @dataclass(slots=True)
@@ -19,18 +38,19 @@ class Running:
 
     request: Request
     key: str = ""
-    segments: tuple[Segment, ...] = ()
+    closed: list[Part] = field(default_factory=list)
+    """Its earlier segments."""
     tokens: list[int] = field(default_factory=list)  # of the current segment
     logprobs: list[float] = field(default_factory=list)
 
     @property
     def num_sampled(self) -> int:
-        return sum(len(s.tokens) for s in self.segments) + len(self.tokens)
+        return sum(len(part.tokens) for part in self.closed) + len(self.tokens)
 
     def sampled(self, finish: FinishReason) -> Sampled:
         """The event that ends it; its current segment is closed by then."""
-        request = self.request
-        return Sampled(trajectory=request.trajectory, epoch=request.epoch, segments=self.segments, finish=finish)
+        request, segments = self.request, tuple(part.segment for part in self.closed)
+        return Sampled(trajectory=request.trajectory, epoch=request.epoch, segments=segments, finish=finish)
 
 
 class Book:
@@ -88,13 +108,7 @@ class Book:
     def close_segment(self, running: Running) -> None:
         """What it samples from now on is of another version, or of another instance."""
         if running.tokens:
-            segment = Segment(
-                version=self.version,
-                instance=self.instance,
-                tokens=np.asarray(running.tokens, np.int32),
-                logprobs=np.asarray(running.logprobs, np.float32),
-            )
-            running.segments = (*running.segments, segment)
+            running.closed.append(Part(self.version, self.instance, running.tokens, running.logprobs))
             running.tokens, running.logprobs = [], []
 
     def load(self, waiting: int = 0, preemptions: int = 0) -> EngineLoad:

@@ -168,7 +168,7 @@ class TransformersEngine:
 
     def _start(self, running: Running) -> None:
         request = running.request
-        sampled = [int(t) for s in running.segments for t in s.tokens]
+        sampled = [token for part in running.closed for token in part.tokens]
         accepted = self._manager(greedy=request.greedy).add_request(
             [*request.tokens, *sampled],
             request_id=self._book.enter(running),
