@@ -73,8 +73,8 @@ async def _until_it_ends(submission: Submission, seat: Seat, client: Any, schedu
     trained, revivals = -1, 0
     while True:
         there = (config.run_dir / "store").is_dir()
-        steps = steps_of(config.run_dir) if there else 0
-        if there and steps >= config.steps:
+        steps, ended = stored(config.run_dir) if there else (0, False)
+        if ended and steps >= config.steps:
             return "done", ""
         if stop := (await find(client, submission.id))["stop"]:
             return "stopped", stop
@@ -113,9 +113,10 @@ def _take_folder(config: RunConfig, submission: Submission) -> None:
         raise StoreError(f"{config.run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
 
 
-def steps_of(run_dir: Path) -> int:
-    """Training steps that a stored run has committed."""
-    return sum(r.kind == "step" for r in VersionedStore.open(run_dir / "store").steps())
+def stored(run_dir: Path) -> tuple[int, bool]:
+    """Training steps that a stored run has committed, and whether it came to an end after them."""
+    records = VersionedStore.open(run_dir / "store").steps()
+    return sum(r.kind == "step" for r in records), bool(records) and records[-1].kind == "end"
 
 
 def at_home(submission: Submission, scheduler: str) -> RunConfig:

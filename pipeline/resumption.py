@@ -54,15 +54,17 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
 
 def reached(config: RunConfig) -> PolicyVersion:
     """The version a run can go on from: of its newest resume point that the store has reached, 0 for one that has
-    stored nothing. Raises ConfigError if there is none, or nothing left to do."""
+    stored nothing. Raises ConfigError if there is none, or nothing left to do: a run that was killed after its last
+    step still has its evaluation before it."""
     from stores.versioned import VersionedStore
 
     run_dir = config.run_dir
     if not (run_dir / "store").is_dir():
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
-    trained = sum(r.kind == "step" for r in store.steps())
-    if trained >= config.steps:
+    records = store.steps()
+    trained = sum(r.kind == "step" for r in records)
+    if trained > config.steps or (trained == config.steps and records[-1].kind == "end"):
         raise ConfigError(f"{run_dir}: all {trained} steps are trained; --set steps=N with a larger N trains further")
     points = [v for v in ResumePoints(run_dir / "resume").versions() if v <= trained]
     if trained and not points:

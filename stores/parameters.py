@@ -154,12 +154,16 @@ class ParameterFolder:
 
 
 def checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a model and tokenizer that `from_pretrained` can read, made visible by rename."""
-    part = folder.with_name(f".{folder.name}.part")
+    """Save a model and tokenizer that `from_pretrained` can read, made visible by rename. One that is there, of a step
+    that a resumed run has trained again, is replaced."""
+    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
     try:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
+        if folder.exists():
+            folder.rename(old)
         part.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise StoreError(f"{folder}: the checkpoint cannot be written: {error}; free space or move runs_dir") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pipeline import resumption
 from stores.errors import ConfigError
 from stores.resume_points import KEPT, ResumePoints
 from stores.trajectory import AbortReason, Fate, PolicyVersion
-from stores.versioned import VersionedStore
+from stores.versioned import VersionedStore, repository_at
 from tests.test_run import ENVIRONMENT, check, run, staleflow
 
 
@@ -86,6 +87,23 @@ def test_a_stopped_run_loses_nothing_and_one_without_its_latest_points_undoes_st
     end = staleflow("resume", folder, "--set", f"steps={trained + 1}")
     assert end.returncode == 0, end.stderr
     check(folder, trained + 1)
+
+
+def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(job: Path) -> None:
+    end = run(job, "steps=2")
+    repository = repository_at(end.run_dir / "store")
+    (last_step,) = (
+        s.id for s in repository.ancestry(branch="main") if s.metadata == {**s.metadata, "kind": "step", "step": 1}
+    )
+    repository.reset_branch("main", last_step)
+    (end.run_dir / "summary.json").unlink()
+    (end.run_dir / "evaluations.json").write_text(json.dumps(end.summary["evaluations"][:1]))  # type: ignore[index]
+    resumed = staleflow("resume", end.run_dir)
+    assert resumed.returncode == 0, resumed.stderr
+    check(end.run_dir, 2)
+    assert VersionedStore.open(end.run_dir / "store").steps()[-1].kind == "end"
+    summary = json.loads((end.run_dir / "summary.json").read_text())
+    assert [e["version"] for e in summary["evaluations"]] == [0, 2]
 
 
 def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -> None:
