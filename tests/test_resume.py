@@ -67,6 +67,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
     assert f"all {trained + 3} steps are trained; --set steps=N" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_run_loses_nothing_and_one_without_its_latest_points_undoes_steps(job: Path) -> None:
     folder = job.parent / "runs" / "job"
     with start(job, "steps=400") as process:
