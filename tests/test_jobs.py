@@ -180,12 +180,10 @@ def test_wrong_input_to_each_command_is_one_line(job: Path, cluster: Cluster, tm
         assert (answer.returncode, answer.stdout) == (2, "")
         assert answer.stderr == "staleflow: 'no-such-job' is no job of this cluster; `staleflow jobs` lists them\n"
     assert "no jobs" in cluster("jobs").stdout
-    begin = time.monotonic()
     nowhere = staleflow("submit", job, "--scheduler", "tcp://127.0.0.1:9")
     assert nowhere.returncode == 2
     assert nowhere.stderr.startswith("staleflow: no scheduler at tcp://127.0.0.1:9: ")
     assert nowhere.stderr.count("\n") == 1
-    assert time.monotonic() - begin < PATIENCE_S
     assert "which cluster?" in staleflow("jobs").stderr
     assert "no such file" in staleflow("jobs", "--scheduler-file", tmp_path / "none.json").stderr
     assert "with TLS all three" in staleflow("jobs", "--scheduler", "tls://127.0.0.1:9", "--tls-cert", "x").stderr
