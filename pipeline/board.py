@@ -29,7 +29,7 @@ OPERATION = "staleflow"
 JOBS_KEPT = 200
 """Beyond that the oldest of those that have ended are forgotten."""
 LINES_KEPT = 10_000
-"""Of a job's log; the whole of it is in its run's folder."""
+"""Lines of a job's log: the latest."""
 ENDED = ("done", "stopped", "failed")
 RESTART_S = 30.0
 """Longest a worker may take to end before it is given up."""

@@ -33,7 +33,9 @@ class Evaluation:
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
     """Keep them in the run's folder: a resumed run has those of the time before."""
-    (run_dir / "evaluations.json").write_text(json.dumps([asdict(e) for e in evaluations]) + "\n")
+    part = run_dir / ".evaluations.part"
+    part.write_text(json.dumps([asdict(e) for e in evaluations]) + "\n")
+    part.rename(run_dir / "evaluations.json")  # whole or not at all: whoever resumes reads it
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:

@@ -87,7 +87,9 @@ def prepare(config: RunConfig) -> Resumption:
         VersionedStore.rewind(run_dir / "store", version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
         _set_aside(run_dir)
-        (run_dir / "config.toml").write_text(knobs.to_toml(config))
+        part = run_dir / ".config.part"
+        part.write_text(knobs.to_toml(config))
+        part.rename(run_dir / "config.toml")  # a kill in between must not leave half a job
     except OSError as error:
         raise StoreError(f"{run_dir}: cannot be written: {error}") from error
     return Resumption(

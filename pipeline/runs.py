@@ -58,7 +58,11 @@ def prepare_run_dir(config: RunConfig) -> Path:
 def only_here(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder. ConfigError, naming the holder, if another process runs there. The lock ends with this
     process, however that ends."""
-    with (run_dir / ".running").open("a+") as file:
+    try:
+        lock = (run_dir / ".running").open("a+")
+    except OSError as error:
+        raise StoreError(f"{run_dir}: cannot be written: {error}; a run's folder is locked while it is used") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
