@@ -16,7 +16,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
-os.environ.setdefault("ICECHUNK_LOG", "error")
 
 from pipeline import config as configuration
 from pipeline.runs import execute

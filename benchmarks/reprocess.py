@@ -16,7 +16,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("ICECHUNK_LOG", "error")
 os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 import numpy as np

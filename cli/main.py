@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 import click
@@ -54,8 +53,6 @@ def main() -> None:
     """Entry point: wrong input is one line and exit code 2, a fault of ours a story and exit code 1."""
     from stores.errors import ConfigError, StaleflowError
 
-    # Icechunk warns that several committers on a local disk lose commits; a run has one, by design.
-    os.environ.setdefault("ICECHUNK_LOG", "error")
     try:
         cli()
     except ConfigError as error:

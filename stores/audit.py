@@ -53,7 +53,9 @@ def audit(store: VersionedStore) -> Audit:
         lengths = store.array_lengths()
         rows = list(store.ended())
     except StoreError as error:
-        findings += [*_array_findings(store), Finding(check="arrays", where="store", what=str(error))]
+        findings += [*_damage(store), *_array_findings(store)]
+        if not findings:
+            findings.append(Finding(check="arrays", where="store", what=str(error)))
         return Audit(
             num_steps=0,
             num_trajectories=0,
@@ -77,6 +79,25 @@ def audit(store: VersionedStore) -> Audit:
     )
 
 
+def _damage(store: VersionedStore) -> Iterable[Finding]:
+    """Each corrupt chunk, and how many trajectories are lost with it. All others can still be read."""
+    damage = list(store.damage())
+    try:
+        table = store.table()
+    except StoreError:
+        table = {}
+    for chunk in damage:
+        what = chunk.what
+        if table and (chunk.array == "text" or chunk.array.startswith("tokens/")):
+            begins, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
+            if chunk.array == "text":
+                begins, sizes = table["text_offset"], table["text_bytes"]
+            first = chunk.number * chunk.elements
+            held = int(((begins < first + chunk.elements) & (begins + sizes > first)).sum())
+            what += f"; it holds some of {held} of {len(begins)} trajectories, the others can be read"
+        yield Finding(check="arrays", where=chunk.array, what=what)
+
+
 def _array_findings(store: VersionedStore) -> Iterable[Finding]:
     """Arrays that belong together have the lengths that the step records add up to."""
     lengths = store.array_lengths()
@@ -92,7 +113,10 @@ def _array_findings(store: VersionedStore) -> Iterable[Finding]:
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
     if len(token_lengths) > 1:
         yield Finding(check="arrays", where="tokens", what=f"arrays of different lengths {sorted(token_lengths)}")
-    table = store.table()
+    try:
+        table = store.table()
+    except StoreError:
+        return  # its chunk is named already
     if len(table["offset"]):
         need = int((table["offset"] + table["prompt_tokens"] + table["response_tokens"]).max())
         for name in (n for n in lengths if n.startswith("tokens/")):

@@ -18,8 +18,9 @@ speed: docs/store.md). There is one committer, which also is what keeps Icechunk
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ from stores.trajectory import (
     TrajectoryId,
 )
 
+if "ICECHUNK_LOG" not in os.environ:
+    # It warns at each opening that several committers on a local disk lose commits; a run has one, by design.
+    icechunk.set_logs_filter("error")
+
 FORMAT = 1
 """Raised when a reader of the old layout would misread the new one."""
 
@@ -62,6 +67,24 @@ FLOAT_COLUMNS = ("reward", "advantage", "arrived_s", "routed_s", "sampled_s", "r
 _FINISHES, _FATES, _REASONS = tuple(FinishReason), tuple(Fate), tuple(AbortReason)
 _TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
 _INT = {name: i for i, name in enumerate(INT_COLUMNS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damaged:
+    """A stored trajectory that cannot be read any more, and why."""
+
+    trajectory: TrajectoryId
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamagedChunk:
+    """A chunk that cannot be read. elements: of a chunk of its array."""
+
+    array: str
+    number: int
+    elements: int
+    what: str
 
 
 class VersionedStore:
@@ -84,7 +107,8 @@ class VersionedStore:
         self._num_tokens = int(root["tokens/ids"].shape[0])
         # One byte a trajectory id, set once it is stored: ids are dense, and nothing may be stored twice.
         self._stored = bytearray()
-        self._mark(self._column(root, "rows/int")[:, _INT["trajectory"]].tolist())
+        if self._commits:
+            self._mark(self._column(root, "rows/int")[:, _INT["trajectory"]].tolist())
 
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> VersionedStore:
@@ -147,7 +171,7 @@ class VersionedStore:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
-        if self._branch != MAIN or self._at_snapshot is not None:
+        if not self._commits:
             raise StoreError(f"{self._where}: {self._branch} is read only here")
         ids = [e.trajectory.id for e in ended]
         twice = [i for i in ids if i < len(self._stored) and self._stored[i]]
@@ -168,6 +192,10 @@ class VersionedStore:
         self._num_tokens = end
         self._mark(ids)
         return snapshot
+
+    @property
+    def _commits(self) -> bool:
+        return self._branch == MAIN and self._at_snapshot is None
 
     def _mark(self, ids: Sequence[int]) -> None:
         self._stored.extend(bytes(max(0, max(ids, default=-1) + 1 - len(self._stored))))
@@ -244,6 +272,37 @@ class VersionedStore:
         ints = self._slice(root, "rows/int", first, last)
         return list(self._block(root, ints, self._slice(root, "rows/float", first, last)))
 
+    def readable(self, first: int, last: int) -> Iterator[Ended | Damaged]:
+        """As `rows`, with those that a corrupt chunk holds named instead of raised."""
+        root = self._read_root()
+        ints, floats = self._slice(root, "rows/int", first, last), self._slice(root, "rows/float", first, last)
+        try:
+            yield from list(self._block(root, ints, floats))
+            return
+        except StoreError:
+            pass
+        for i in range(len(ints)):
+            try:
+                yield from self._block(root, ints[i : i + 1], floats[i : i + 1])
+            except StoreError as error:
+                yield Damaged(trajectory=TrajectoryId(int(ints[i, _INT["trajectory"]])), what=str(error))
+
+    def damage(self) -> Iterator[DamagedChunk]:
+        """Every chunk that cannot be read. Reads all of them."""
+        root = self._read_root()
+        for name in self.array_lengths():
+            length, size = root[name].shape[0], root[name].chunks[0]
+            for number in range(-(-length // size)):
+                try:
+                    self._slice(root, name, number * size, min(length, (number + 1) * size))
+                except StoreError as error:
+                    yield DamagedChunk(array=name, number=number, elements=size, what=str(error))
+
+    @property
+    def path(self) -> Path:
+        """Where it is, seen from anywhere on this machine."""
+        return Path(self._where).resolve()
+
     @property
     def snapshot(self) -> str:
         """Of what is read now."""
@@ -263,6 +322,25 @@ class VersionedStore:
         ints, floats = self._column(root, "rows/int"), self._column(root, "rows/float")
         columns: dict[str, npt.NDArray[Any]] = {name: ints[:, i] for i, name in enumerate(INT_COLUMNS)}
         return columns | {name: floats[:, i] for i, name in enumerate(FLOAT_COLUMNS)}
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """As `table`, for people: fate, reason and finish in words, and nothing of the layout."""
+        table = self.table()
+        for name, members in (("fate", _FATES), ("reason", _REASONS), ("finish", _FINISHES)):
+            table[name] = np.asarray([m.value for m in members])[table[name]]
+        return {name: column for name, column in table.items() if name not in ("offset", "text_offset", "text_bytes")}
+
+    def to_dask(self, block_rows: int = 512) -> Any:
+        """A dask.dataframe with a row a trajectory, tokens included, read block by block where it is computed."""
+        from stores import frames
+
+        return frames.to_dask(self, block_rows)
+
+    def to_xarray(self) -> Any:
+        """An xarray.Dataset over dimensions `trajectory` and `token`; token arrays stay on disk until computed."""
+        from stores import frames
+
+        return frames.to_xarray(self, self._read_root())
 
     def array_lengths(self) -> dict[str, int]:
         """Length of each array: what an audit compares with the records."""
@@ -294,10 +372,14 @@ class VersionedStore:
         try:
             return np.asarray(array[first:last])
         except Exception as error:  # zarr, numcodecs and icechunk each raise their own for a damaged chunk
-            chunk = first // array.chunks[0]
-            raise StoreError(
-                f"{self._where}: {name}, chunk {chunk} or after, cannot be read: {_line(error)}"
-            ) from error
+            size = array.chunks[0]
+            for number in range(first // size, -(-last // size)):  # which of them?
+                try:
+                    array[number * size : min(last, (number + 1) * size)]
+                except Exception as found:  # noqa: BLE001  the same
+                    what = f"{self._where}: {name}, chunk {number}, is corrupt: {_line(found)}"
+                    raise StoreError(what) from error
+            raise StoreError(f"{self._where}: {name} cannot be read: {_line(error)}") from error
 
     def _column(self, root: Any, name: str) -> npt.NDArray[Any]:
         return self._slice(root, name, 0, root[name].shape[0])

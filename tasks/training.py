@@ -25,6 +25,7 @@ from stores.parameters import ParameterFolder
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
+from tasks.logprobs import Reader
 from tasks.loss import LossSettings, token_loss
 from tasks.packing import MicroBatch, PackedRows, Row, microbatches, minibatches, token_weights
 from tasks.remote import call
@@ -129,6 +130,13 @@ class PolicyTrainer:
             betas=settings.betas,
             weight_decay=settings.weight_decay,
         )
+        self.reader = Reader(
+            model=self.model,
+            device=self.device,
+            half=settings.dtype == "bfloat16",
+            temperature=settings.temperature,
+            token_budget=settings.microbatch_tokens,
+        )
         self._rng = np.random.default_rng(settings.seed)
 
     def learning_rate(self, step: int) -> float:
@@ -210,32 +218,14 @@ class PolicyTrainer:
         except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
             raise StoreError(f"{path}: no resume point of this job: {error}; remove it to use an older one") from error
 
-    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """[N, T] log-probabilities of the targets at the sampling temperature, nats, float32."""
-        ids = torch.from_numpy(batch.input_ids).to(self.device)
-        attention = torch.from_numpy(batch.attention_mask).to(self.device)
-        keep = torch.arange(batch.start, ids.shape[1] - 1, device=self.device)
-        half = self.settings.dtype == "bfloat16"
-        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=half):
-            logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False, logits_to_keep=keep).logits
-        targets = torch.from_numpy(np.ascontiguousarray(batch.targets)).to(self.device)
-        scaled = logits.float() / self.settings.temperature
-        flat = torch.nn.functional.cross_entropy(scaled.flatten(0, 1), targets.flatten(), reduction="none")
-        return -flat.view(targets.shape)
-
     def _before(self, rows: Sequence[Row]) -> tuple[list[np.ndarray[Any, Any]], Mismatch]:
         """Each row's response logprobs before the step: the proximal policy, and a check of the stored ones. Losses
         that do not need the proximal policy only check the fresh rows, which are the ones that must agree."""
         everything = self.settings.loss.needs_proximal
         chosen = [i for i, r in enumerate(rows) if r.staleness == 0 or (everything and r.has_gradient)]
         proximal: list[np.ndarray[Any, Any]] = [r.behaviour for r in rows]
-        ones = np.ones(len(chosen), np.float32)
-        with torch.no_grad():
-            for batch in microbatches(rows, chosen, ones, self.settings.microbatch_tokens):
-                logprobs = self.logprobs(batch).cpu().numpy()
-                for k, i in enumerate(batch.rows):
-                    begin = len(rows[i].prompt) - 1 - batch.start
-                    proximal[i] = logprobs[k, begin : begin + len(rows[i].response)]
+        for i, logprobs in self.reader.rows(rows, chosen).items():
+            proximal[i] = logprobs
         fresh = [i for i in chosen if rows[i].staleness == 0 and len(rows[i].response)]
         if not fresh:
             return proximal, Mismatch(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
@@ -259,7 +249,7 @@ class PolicyTrainer:
         mask = torch.from_numpy(np.ascontiguousarray(batch.mask)).to(device)
         behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device)
         old_t = torch.from_numpy(old).to(device)
-        logprobs = self.logprobs(batch)
+        logprobs = self.reader.batch(batch)
         result = token_loss(
             self.settings.loss, logprobs, old_t, behaviour, torch.from_numpy(batch.advantage).to(device)
         )

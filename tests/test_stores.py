@@ -22,7 +22,7 @@ from stores.base import LedgerState, RunHeader, StepRecord, TrajectoryStore, bat
 from stores.errors import ConfigError, StoreError
 from stores.memory import MemoryStore
 from stores.trajectory import Ended, Fate, TrajectoryId
-from stores.versioned import INT_COLUMNS, TOKEN_CHUNK, VersionedStore
+from stores.versioned import INT_COLUMNS, TOKEN_CHUNK, Damaged, VersionedStore
 from tests.store_conformance import HEADER, TrajectoryStoreTests, ended, record
 
 
@@ -234,15 +234,41 @@ def test_a_planted_fault_is_found(tmp_path: Path, fault: str) -> None:
     assert audit(VersionedStore.open(tmp_path / "s")).clean
 
 
+def corrupt_tokens(store: VersionedStore) -> None:
+    """Overwrite the end of a chunk of tokens on disk."""
+    for chunk in sorted((store.path / "chunks").iterdir(), key=lambda p: p.stat().st_size, reverse=True):
+        data = chunk.read_bytes()
+        chunk.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+        if [d.array for d in VersionedStore.open(store.path).damage() if d.array.startswith("tokens/")]:
+            return
+        chunk.write_bytes(data)
+    raise AssertionError("no chunk of tokens is large enough to be damaged")
+
+
 def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
     store = sound_store(tmp_path / "s")
-    largest = max((tmp_path / "s" / "chunks").iterdir(), key=lambda p: p.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
-    largest.write_bytes(bytes(data))
-    found = audit(VersionedStore.open(tmp_path / "s")).findings
-    assert found
+    damaged = VersionedStore.open(tmp_path / "s")
+    corrupt_tokens(damaged)
+    (chunk,) = damaged.damage()
+    (finding, *_) = audit(damaged).findings
+    assert (finding.check, finding.where) == ("arrays", chunk.array)
+    assert f"{chunk.array}, chunk {chunk.number}, is corrupt" in finding.what
+    assert "of 18 trajectories, the others can be read" in finding.what
     assert store.get(TrajectoryId(10**6)) is None
+
+    # What lies elsewhere is read as before, wherever a reader begins.
+    rows = list(damaged.readable(0, 18))
+    lost = {r.trajectory: r.what for r in rows if isinstance(r, Damaged)}
+    assert 0 < len(lost) < 18
+    assert all(f"{chunk.array}, chunk {chunk.number}, is corrupt" in what for what in lost.values())
+    kept = [r for r in rows if isinstance(r, Ended)]
+    assert sorted([*lost, *(r.trajectory.id for r in kept)]) == list(range(18))
+    for row in kept:
+        again = damaged.get(row.trajectory.id)
+        assert again is not None
+        np.testing.assert_array_equal(again.trajectory.response_tokens, row.trajectory.response_tokens)
+    with pytest.raises(StoreError, match=f"chunk {chunk.number}, is corrupt"):
+        damaged.get(next(iter(lost)))
 
 
 def test_ended_knows_staleness_only_of_what_was_consumed() -> None:

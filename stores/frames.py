@@ -1,0 +1,149 @@
+"""A store as the data libraries know tables: for dask.dataframe, pandas, xarray and pyarrow.
+
+No run needs anything of this; the libraries are those of `pip install 'staleflow[offline]'`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stores.errors import ConfigError, StoreError
+from stores.trajectory import Ended
+
+if TYPE_CHECKING:
+    from stores.versioned import VersionedStore
+
+TOKEN_CHUNKS = 16
+"""Chunks of the store that make one of dask's: a task a MiB of tokens costs less than a task each."""
+
+COLUMNS = {
+    "trajectory": "int64", "group": "int64", "step": "int64", "fate": "str", "reason": "str", "finish": "str",
+    "v_traj": "int64", "staleness": "int64", "reward": "float32", "advantage": "float32", "loss_mask": "bool",
+    "error": "str", "prompt_tokens": "int64", "response_tokens": "int64",
+}  # fmt: skip
+"""A row's small values; the counts are of tokens."""
+ARRAYS = {"prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int32"}
+"""A row's tokens: logprobs (behaviour, nats) and versions belong to the response."""
+
+
+def require(module: str) -> Any:
+    """A module of the offline extra. Raises ConfigError that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"this needs {module.partition('.')[0]} ({error}); pip install 'staleflow[offline]'"
+        ) from error
+
+
+def record(row: Ended) -> dict[str, Any]:
+    """A row as plain values and numpy arrays, by the names of COLUMNS and ARRAYS."""
+    t = row.trajectory
+    return {
+        "trajectory": int(t.id),
+        "group": int(t.group),
+        "step": row.step,
+        "fate": row.fate.value,
+        "reason": row.reason.value,
+        "finish": t.finish.value,
+        "v_traj": int(t.v_traj),
+        "staleness": row.staleness,
+        "reward": np.float32(t.reward),
+        "advantage": np.float32(row.advantage),
+        "loss_mask": row.loss_mask,
+        "error": t.error,
+        "prompt_tokens": len(t.prompt_tokens),
+        "response_tokens": t.num_tokens,
+        "prompt_ids": t.prompt_tokens,
+        "response_ids": t.response_tokens,
+        "logprobs": t.logprobs,
+        "versions": t.versions,
+    }
+
+
+def to_pandas(rows: Iterable[Ended]) -> Any:
+    """A pandas.DataFrame with a row a trajectory; token columns hold numpy arrays."""
+    pandas = require("pandas")
+    records = [record(row) for row in rows]
+    columns: dict[str, Any] = {
+        name: pandas.Series([r[name] for r in records], dtype=dtype) for name, dtype in COLUMNS.items()
+    }
+    for name in ARRAYS:
+        columns[name] = pandas.Series([r[name] for r in records], dtype=object)
+    return pandas.DataFrame(columns)
+
+
+def to_dask(store: VersionedStore, block_rows: int) -> Any:
+    """See VersionedStore.to_dask. Raises ConfigError."""
+    require("pandas")
+    dataframe = require("dask.dataframe")
+    dask = require("dask")
+    count = len(store.table()["trajectory"])
+    path, snapshot = str(store.path), store.snapshot
+    firsts = range(0, max(count, 1), block_rows)
+    # dask.dataframe would turn the token arrays into strings of their text.
+    with dask.config.set({"dataframe.convert-string": False}):
+        return dataframe.from_map(
+            _block,
+            list(firsts),
+            [min(first + block_rows, count) for first in firsts],
+            path=path,
+            snapshot=snapshot,
+            meta=to_pandas([]),
+            label="trajectories",
+        )
+
+
+def _block(first: int, last: int, path: str, snapshot: str) -> Any:
+    """One partition, read where it is needed."""
+    from pathlib import Path
+
+    from stores.versioned import VersionedStore
+
+    return to_pandas(VersionedStore.at(Path(path), snapshot).rows(first, last))
+
+
+def to_xarray(store: VersionedStore, root: Any) -> Any:
+    """See VersionedStore.to_xarray. `offset` and the two counts say where in `token` a trajectory's tokens are. Raises
+    ConfigError."""
+    xarray, array = require("xarray"), require("dask.array")
+    table = store.columns()
+    variables: dict[str, Any] = {name: ("trajectory", column) for name, column in table.items() if name != "trajectory"}
+    variables["offset"] = ("trajectory", store.table()["offset"])
+    for name in ("ids", "logprobs", "versions", "mask"):
+        source = root[f"tokens/{name}"]
+        chunks = source.chunks[0] * TOKEN_CHUNKS
+        variables[name] = ("token", array.from_array(source, chunks=chunks, name=False))
+    attributes = {"run": store.header.run, "eta": store.header.eta, "snapshot": store.snapshot}
+    return xarray.Dataset(variables, coords={"trajectory": table["trajectory"]}, attrs=attributes)
+
+
+def arrow_schema(texts: dict[str, str]) -> Any:
+    """The pyarrow schema of `arrow_table`. texts: names of the two text columns."""
+    arrow = require("pyarrow")
+    fields = [(name, arrow.type_for_alias("string" if dtype == "str" else dtype)) for name, dtype in COLUMNS.items()]
+    lists = [(name, arrow.list_(arrow.type_for_alias(dtype))) for name, dtype in ARRAYS.items()]
+    parts = ("reward_parts", arrow.map_(arrow.string(), arrow.float64()))
+    return arrow.schema([*fields, *((name, arrow.string()) for name in texts.values()), *lists, parts])
+
+
+def arrow_table(rows: list[Ended], texts: dict[str, str], prompts: list[str], responses: list[str]) -> Any:
+    """A pyarrow.Table of rows and their texts. texts: names of the columns for `prompt` and `response`."""
+    arrow = require("pyarrow")
+    records = [
+        {
+            **record(row),
+            texts["prompt"]: p,
+            texts["response"]: r,
+            "reward_parts": list(row.trajectory.reward_parts.items()),
+        }
+        for row, p, r in zip(rows, prompts, responses, strict=True)
+    ]
+    schema = arrow_schema(texts)
+    if len(schema) != len({*COLUMNS, *ARRAYS, *texts.values(), "reward_parts"}):
+        raise StoreError(f"text columns cannot be called {', '.join(texts.values())}")
+    return arrow.Table.from_pydict({name: [r[name] for r in records] for name in schema.names}, schema=schema)

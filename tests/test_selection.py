@@ -1,0 +1,72 @@
+"""Expressions over a store's columns: what they choose, and what is answered to those that say nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stores.errors import ConfigError
+from stores.selection import Selection
+
+COLUMNS: dict[str, Any] = {
+    "reward": np.array([0.0, 1.0, 0.5, 1.0]),
+    "staleness": np.array([0, 1, 2, -1]),
+    "response_tokens": np.array([10, 20, 30, 40]),
+    "fate": np.array(["consumed", "consumed", "consumed", "aborted"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ("", [0, 1, 2, 3]),
+        ("staleness <= 1 and reward > 0", [1, 3]),
+        ("0 <= staleness < 2", [0, 1]),
+        ("not fate == 'aborted'", [0, 1, 2]),
+        ("fate in ('aborted', 'filtered') or reward == 0.5", [2, 3]),
+        ("staleness not in [0, -1]", [1, 2]),
+        ("reward * response_tokens - 5 > 10", [1, 3]),
+        ("response_tokens / staleness >= 20", [0, 1]),
+        ("response_tokens % 20 == 0", [1, 3]),
+    ],
+)
+def test_it_chooses(text: str, chosen: list[int]) -> None:
+    assert np.flatnonzero(Selection(text).mask(COLUMNS)).tolist() == chosen
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rewrd > 0", "no column 'rewrd'; did you mean 'reward'"),
+        ("zzz > 0", "there are reward, staleness"),
+        ("reward", "neither yes nor no"),
+        ("1 < 2", "neither yes nor no"),
+        ("reward and staleness", "'reward' is neither true nor false"),
+        ("fate == 1", "words are quoted"),
+        ("reward == 'x'", "words are quoted"),
+        ("reward >", "cannot be read"),
+        ("reward.x > 1", "not understood"),
+        ("__import__('os').system('true')", "not understood"),
+        ("(lambda: 1)() > 0", "not understood"),
+        ("staleness in reward", "cannot be compared"),
+        ("reward is 1", "cannot be compared"),
+        ("fate + 1 > 2", "is no number"),
+    ],
+)
+def test_what_it_does_not_understand_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="--where") as caught:
+        Selection(text).mask(COLUMNS)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.integers(-2, 3), st.floats(-1, 2), st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), st.booleans())
+def test_it_means_what_python_means(lag: int, reward: float, sign: str, both: bool) -> None:
+    text = f"staleness {sign} {lag} {'and' if both else 'or'} reward {sign} {reward!r}"
+    rows = zip(COLUMNS["staleness"].tolist(), COLUMNS["reward"].tolist(), strict=True)
+    expected = [bool(eval(text, {}, {"staleness": s, "reward": r})) for s, r in rows]
+    assert Selection(text).mask(COLUMNS).tolist() == expected
