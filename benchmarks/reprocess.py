@@ -20,10 +20,11 @@ os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 import numpy as np
 
-from pipeline import build, knobs, reprocessing
+from pipeline import build, knobs
 from pipeline import config as configuration
 from pipeline.config import RunConfig
-from pipeline.jobs import Where
+from pipeline.offline import reprocessing
+from pipeline.offline.pool import local_pool
 from stores.base import LedgerState, StepRecord
 from stores.trajectory import (
     Ended,
@@ -104,13 +105,13 @@ def main() -> None:
         print(f"made in {time.perf_counter() - begin:.0f} s, {size_mib:.0f} MiB", flush=True)
         alone_s = plain_loop(config)
         print(f"plain loop: {alone_s:.1f} s, {args.count / alone_s:,.0f} trajectories/s", flush=True)
-        with Where().workers(args.workers) as client:
-            pids = list(client.run(os.getpid).values())
+        with local_pool(args.workers) as pool:
+            pids = list(pool.client.run(os.getpid).values())
             stop, largest = threading.Event(), [0.0]
             watch = threading.Thread(target=largest_worker_mib, args=(stop, pids, largest))
             watch.start()
             begin = time.perf_counter()
-            result = reprocessing.reprocess(config.run_dir, "task", "again", client)
+            result = reprocessing.reprocess(config.run_dir, "task", "again", pool)
             seconds = time.perf_counter() - begin
             stop.set()
             watch.join()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 import click
+
+from cli.lazy import LazyGroup
 
 COMMANDS = {
     "run": ("cli.run", "run a job from start to end, with live progress"),
@@ -15,6 +16,7 @@ COMMANDS = {
     "status": ("cli.jobs:status", "how a job stands, and what it waits for"),
     "logs": ("cli.jobs:logs", "what a job has said"),
     "cancel": ("cli.jobs:cancel", "ask a job to stop at its next step"),
+    "train-offline": ("cli.train_offline", "train on stored trajectories, without any rollout"),
     "simulate": ("cli.simulate", "the same job in virtual time: what a run would take, and why"),
     "profile": ("cli.profile", "measure an engine's decode steps and fit the cost model"),
     "config": ("cli.config", "what a job file means"),
@@ -24,26 +26,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
-    """Knows its commands by name and one line; loads a module only to run its command."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), attribute or "command")
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, doc) for name, (_, doc) in COMMANDS.items()])
-
-
-@click.command(cls=LazyGroup)
+@click.group(cls=LazyGroup, commands_at=COMMANDS)
 @click.version_option(package_name="staleflow", message="%(prog)s %(version)s")
 def cli() -> None:
     """Asynchronous RL post-training of language models on Dask, under a proved staleness bound."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.output import claim_folder
+from cli.stored import open_store
 
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
@@ -36,7 +37,10 @@ class Row:
 
 
 @click.command("simulate")
-@click.argument("config_path", metavar="CONFIG", type=click.Path())
+@click.argument("config_path", metavar="[CONFIG]", type=click.Path(), default="")
+@click.option(
+    "--from", "run", default="", metavar="RUN", help="In place of CONFIG: a stored run's job, with what it saw."
+)
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
 @click.option(
     "--sweep", "sweeps", metavar="KEY=V1,V2", multiple=True, help="One row a value; several: all combinations."
@@ -47,6 +51,7 @@ class Row:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and no table.")
 def command(
     config_path: str,
+    run: str,
     overrides: tuple[str, ...],
     sweeps: tuple[str, ...],
     baselines: bool,
@@ -54,10 +59,20 @@ def command(
     out: str | None,
     as_json: bool,
 ) -> None:
-    """The same job in virtual time: what a run would take, before anyone spends a GPU."""
+    """The same job in virtual time: what a run would take, before anyone spends a GPU.
+
+    With --from: what if a stored run had been another? The responses are those it stored, decode steps and latencies
+    those it measured; `simulate --from RUN --set staleness.eta=2`.
+    """
     from pipeline import config as configuration
     from pipeline.simulator.measure import explanation
+    from stores.errors import ConfigError
 
+    if bool(config_path) == bool(run):
+        raise ConfigError("simulate what? a job file, or --from RUN")
+    if run:
+        config_path = str(Path(run) / "config.toml")
+        overrides = (*recorded(Path(run), quiet=as_json), *overrides)
     rows = swept(sweeps)
     job = configuration.load(config_path, overrides)
     if baselines:
@@ -78,6 +93,33 @@ def command(
             click.echo("\n".join(f"  {line}" for line in explanation(config, measures)))
     if out is not None:
         click.echo(f"\n{out}: simulate.json and {len(jobs)} pictures")
+
+
+def recorded(run: Path, *, quiet: bool) -> tuple[str, ...]:
+    """What a stored run saw, as overrides of its job file."""
+    from dataclasses import asdict
+
+    from pipeline.profiling import profile_run
+    from stores.errors import ConfigError
+
+    open_store(run)
+    found = ["workload.kind=recorded", f"workload.run={json.dumps(str(run))}"]
+    try:
+        profile = profile_run(run)
+    except ConfigError as error:
+        click.echo(f"{error}; going by the job's own [rollout.cost] and [simulation]", err=True)
+        return tuple(found)
+    found += [f"rollout.cost.{name}={value!r}" for name, value in asdict(profile.fit.model).items()]
+    found += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
+    if not quiet:
+        summary = json.loads((run / "summary.json").read_text())
+        histogram = summary["staleness_histogram"]
+        shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())
+        click.echo(
+            f"the run itself: {summary['tokens_per_s']:,.0f} tokens/s, {summary['seconds']['wall_s']:.1f} s for "
+            f"{summary['steps']} steps, staleness {', '.join(histogram)}: {shares}"
+        )
+    return tuple(found)
 
 
 def swept(sweeps: tuple[str, ...]) -> list[Row]:
@@ -107,6 +149,7 @@ def simulate_one(config: RunConfig) -> tuple[Measures, Trace]:
 
 def simulated(jobs: list[tuple[Row, RunConfig]], *, quiet: bool) -> list[tuple[Measures, Trace]]:
     """All variants, a process a core, with a progress bar."""
+    import multiprocessing
     import os
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
@@ -117,7 +160,8 @@ def simulated(jobs: list[tuple[Row, RunConfig]], *, quiet: bool) -> list[tuple[M
         return [simulate_one(jobs[0][1])]
     from rich.progress import track
 
-    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+    # Not forked: a store that was opened here has threads, whose locks a fork would find held for ever.
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         done = pool.map(simulate_one, [config for _, config in jobs])
         try:
             return list(track(done, description="simulating", total=len(jobs), transient=True, disable=quiet))

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Security, fire_and_forget
 
@@ -21,6 +21,9 @@ from pipeline import board, knobs
 from pipeline import config as configuration
 from pipeline.config import RunConfig
 from stores.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.offline.pool import Pool
 
 POLL_S = 0.5
 """How often a followed log is looked at."""
@@ -52,53 +55,52 @@ class Where:
         return bool(self.address or self.scheduler_file)
 
     @contextlib.contextmanager
-    def workers(self, count: int) -> Iterator[Any]:
-        """A client for plain tasks: of the cluster that is named, or of so many local processes. ConfigError if there
-        is none."""
-        from distributed import LocalCluster
-
-        from pipeline.cluster import worker_environment
+    def pool(self, count: int) -> Iterator[Pool]:
+        """Workers for plain tasks: of the cluster that is named, or so many local processes. ConfigError if there are
+        none."""
+        from pipeline.offline.pool import Pool, local_pool
 
         if not self.named:
-            import dask
-
-            environment = {"distributed.nanny.pre-spawn-environ": worker_environment(1)}
-            with (
-                dask.config.set(environment),
-                LocalCluster(
-                    n_workers=count, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0"
-                ) as cluster,
-                Client(cluster) as client,
-            ):
-                yield client
+            with local_pool(count) as pool:
+                yield pool
             return
-        target: dict[str, Any] = {"address": self.address} if self.address else {"scheduler_file": self.scheduler_file}
+        target = {"address": self.address} if self.address else {"scheduler_file": self.scheduler_file}
+        self._check_file()
         try:
             client = Client(**target, timeout=CONNECT_S, security=self.security)
         except (OSError, TimeoutError, ValueError) as error:
-            raise ConfigError(f"no scheduler at {self.address or self.scheduler_file}: {error}") from error
+            raise self._unreachable(error) from error
         with client:
-            yield client
+            client.sync(board.ensure, client)
+            pool = Pool(client, shared=True)
+            pool.free()
+            yield pool
+
+    def _check_file(self) -> None:
+        if self.scheduler_file and not Path(self.scheduler_file).is_file():
+            raise ConfigError(f"--scheduler-file {self.scheduler_file}: no such file; `dask scheduler` writes one")
+
+    def _unreachable(self, error: BaseException) -> ConfigError:
+        target = self.address or self.scheduler_file or "the scheduler Dask is configured for"
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return ConfigError(f"no scheduler at {target}: {reason}")
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[Any]:
         """A client with the board on its scheduler. ConfigError, in one line, if there is none."""
-        target = self.address or self.scheduler_file or "the scheduler Dask is configured for"
         if not self.address and not self.scheduler_file:
             import dask
 
             if not dask.config.get("scheduler-address", None):
                 raise ConfigError("which cluster? name it with --scheduler, --scheduler-file or DASK_SCHEDULER_ADDRESS")
-        if self.scheduler_file and not Path(self.scheduler_file).is_file():
-            raise ConfigError(f"--scheduler-file {self.scheduler_file}: no such file; `dask scheduler` writes one")
+        self._check_file()
         named: dict[str, Any] = {"address": self.address} if self.address else {}
         if self.scheduler_file:
             named = {"scheduler_file": self.scheduler_file}
         try:
             client = await Client(**named, asynchronous=True, timeout=CONNECT_S, security=self.security)
         except (OSError, TimeoutError, ValueError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(f"no scheduler at {target}: {reason}") from error
+            raise self._unreachable(error) from error
         try:
             await board.ensure(client)
             yield client

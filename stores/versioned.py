@@ -55,6 +55,8 @@ FORMAT = 1
 
 MAIN = "main"
 """The branch that a run commits to."""
+UNDER_WAY = "part-"
+"""How branches are called while they are made: nobody is shown them."""
 TOKEN_CHUNK = 65_536
 """Elements a token chunk: one commit of a small job, a quarter of a MiB."""
 
@@ -137,7 +139,7 @@ class VersionedStore:
             raise ConfigError(f"{path}: no store here; `staleflow store ls` lists the runs there are")
         try:
             repository = icechunk.Repository.open(_storage(path), config=_config())
-            if branch not in (branches := repository.list_branches()):
+            if branch not in (branches := branch_names(repository)):
                 raise ConfigError(f"{path}: no branch {branch!r}; there are {', '.join(sorted(branches))}")
             snapshot = None if at_step is None else _snapshot_of(repository, at_step, path)
             return cls(repository, at_snapshot=snapshot, where=str(path), branch=branch)
@@ -272,6 +274,11 @@ class VersionedStore:
         ints = self._slice(root, "rows/int", first, last)
         return list(self._block(root, ints, self._slice(root, "rows/float", first, last)))
 
+    def places(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """[N] where the response tokens begin, of the rows first <= place < last."""
+        ints = self._slice(self._read_root(), "rows/int", first, last)
+        return np.asarray(ints[:, _INT["offset"]] + ints[:, _INT["prompt_tokens"]], np.int64)
+
     def readable(self, first: int, last: int) -> Iterator[Ended | Damaged]:
         """As `rows`, with those that a corrupt chunk holds named instead of raised."""
         root = self._read_root()
@@ -341,6 +348,16 @@ class VersionedStore:
         from stores import frames
 
         return frames.to_xarray(self, self._read_root())
+
+    def rescored(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:
+        """[T] logprobs of a response under another model, on a branch that has them (stores/branches.py), nats."""
+        root = self._read_root()
+        if "tokens/rescored" not in root:
+            return None
+        ints = self._column(root, "rows/int")
+        (at,) = np.nonzero(ints[:, _INT["trajectory"]] == trajectory)
+        begin = int(ints[at[0], _INT["offset"]] + ints[at[0], _INT["prompt_tokens"]])
+        return self._slice(root, "tokens/rescored", begin, begin + int(ints[at[0], _INT["response_tokens"]]))
 
     def array_lengths(self) -> dict[str, int]:
         """Length of each array: what an audit compares with the records."""
@@ -453,6 +470,11 @@ def repository_at(path: Path) -> Any:
         return icechunk.Repository.open(_storage(path), config=_config())
     except (icechunk.IcechunkError, OSError) as error:
         raise StoreError(f"{path}: the store cannot be opened: {_line(error)}") from error
+
+
+def branch_names(repository: Any) -> set[str]:
+    """The branches that are whole."""
+    return {name for name in repository.list_branches() if not name.startswith(UNDER_WAY)}
 
 
 def _storage(path: Path) -> Any:

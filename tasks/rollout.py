@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from stores.errors import ProtocolViolation
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from tasks.answering import answers
 from tasks.engines.base import Engine, EngineLoad, EngineSettings, Failed, Loaded, Request, Sampled
 from tasks.remote import call
 
@@ -125,30 +125,12 @@ class RolloutInstance:
 
     async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
         """Sample one response to each prompt with the present weights. Only while nothing else runs here."""
-        requests = [
-            Request(
-                trajectory=TrajectoryId(-1 - i),
-                epoch=0,
-                tokens=prompt,
-                max_new_tokens=self._max_new_tokens,
-                greedy=greedy,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
 
         def run() -> list[Evaluated]:
-            self._engine.submit(requests)
-            done: dict[int, Evaluated] = {}
-            deadline = time.monotonic() + deadline_s
-            while len(done) < len(requests):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"evaluation: {len(done)} of {len(requests)} responses after {deadline_s:g} s")
-                for event in self._engine.events(0.5):
-                    tokens: tuple[int, ...] = ()
-                    if isinstance(event, Sampled):
-                        tokens = tuple(int(t) for s in event.segments for t in s.tokens)
-                    done[-1 - event.trajectory] = Evaluated(tokens=tokens)
-            return [done[i] for i in range(len(requests))]
+            found = answers(
+                self._engine, prompts, max_new_tokens=self._max_new_tokens, greedy=greedy, deadline_s=deadline_s
+            )
+            return [Evaluated(tokens=tokens) for tokens in found]
 
         result: list[Evaluated] = await asyncio.get_running_loop().run_in_executor(self._waiting, run)
         return result

@@ -97,3 +97,25 @@ def job(tiny_model: Path, tmp_path: Path) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(runs=tmp_path / "runs", steps=5, model=tiny_model))
     return path
+
+
+REWARDS = """
+def length(answer, record):
+    return float(len(answer) % 3), {"letters": float(len(answer))}
+
+def picky(answer, record):
+    if len(answer) % 3 == 1:
+        raise ValueError("not this one")
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A small finished run's folder; two folders above it a file of rewards. Tests may add branches of their own."""
+    from tests.test_run import run
+
+    folder = tmp_path_factory.mktemp("stored")
+    (folder / "job.toml").write_text(JOB.format(runs=folder / "runs", steps=3, model=tiny_model))
+    (folder / "mine.py").write_text(REWARDS)
+    return run(folder / "job.toml", "task.eval_prompts=0", "batch.extra_members=1").run_dir

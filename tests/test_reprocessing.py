@@ -8,34 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline import reprocessing
-from pipeline.jobs import Where
+from pipeline.offline import reprocessing
+from pipeline.offline.differences import difference
+from pipeline.offline.pool import local_pool
 from stores import branches
 from stores.errors import ConfigError, StoreError
 from stores.trajectory import Fate
 from stores.versioned import VersionedStore
-from tests.test_run import check, run, staleflow
-
-REWARDS = """
-def length(answer, record):
-    return float(len(answer) % 3), {"letters": float(len(answer))}
-
-def picky(answer, record):
-    if len(answer) % 3 == 1:
-        raise ValueError("not this one")
-    return 1.0
-"""
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A small run's folder, with a reward file beside it."""
-    from tests.conftest import JOB
-
-    folder = tmp_path_factory.mktemp("stored")
-    (folder / "job.toml").write_text(JOB.format(runs=folder / "runs", steps=3, model=tiny_model))
-    (folder / "mine.py").write_text(REWARDS)
-    return run(folder / "job.toml", "task.eval_prompts=0", "batch.extra_members=1").run_dir
+from tests.commands import command
+from tests.test_run import check, staleflow
 
 
 def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path) -> None:
@@ -74,10 +55,10 @@ def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path)
     assert len(branch.lineage["code"]) == 64
     assert result["rows"] == len(rows)
 
-    shown = staleflow("store", "diff", stored, "main", "by-length")
+    shown = command("store", "diff", stored, "main", "by-length")
     assert shown.returncode == 0, shown.stderr
     assert "trajectories trained on" in shown.stdout
-    again = staleflow("store", "reprocess", stored, "--reward", "task", "--branch", "by-length")
+    again = command("store", "reprocess", stored, "--reward", "task", "--branch", "by-length")
     assert again.returncode == 2
     assert "nothing stored is overwritten" in again.stderr
     with pytest.raises(StoreError, match="read only"):
@@ -85,8 +66,8 @@ def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path)
 
 
 def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_done(stored: Path) -> None:
-    with Where().workers(2) as client:
-        result = reprocessing.reprocess(stored, f"{stored.parent.parent}/mine.py:picky", "picky", client)
+    with local_pool(2) as pool:
+        result = reprocessing.reprocess(stored, f"{stored.parent.parent}/mine.py:picky", "picky", pool)
     assert 0 < len(result.errors) < result.scored
     rows = list(VersionedStore.open(stored / "store", branch="picky").ended())
     failed = {r.trajectory.id: r for r in rows if r.trajectory.error}
@@ -97,14 +78,14 @@ def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_done(stored:
 
 
 def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> None:
-    with Where().workers(1) as client:
-        reprocessing.reprocess(stored, "task", "again", client)
+    with local_pool(1) as pool:
+        reprocessing.reprocess(stored, "task", "again", pool)
     one, two = (VersionedStore.open(stored / "store", branch=name).table() for name in ("main", "again"))
     consumed = one["staleness"] >= 0
     np.testing.assert_array_equal(one["reward"][consumed], two["reward"][consumed])
     np.testing.assert_allclose(one["advantage"], two["advantage"], atol=1e-6)
-    difference = reprocessing.difference(stored, "main", "again")
-    assert (difference.changed, difference.flipped, difference.gained, difference.lost) == (0, (), (), ())
+    found = difference(stored, "main", "again")
+    assert (found.changed, found.flipped, found.gained, found.lost) == (0, (), (), ())
 
 
 def test_what_cannot_be_done_leaves_no_branch(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +105,7 @@ def test_what_cannot_be_done_leaves_no_branch(stored: Path, monkeypatch: pytest.
         (["--reward", "none.py:f", "--branch", "b"], "no such file"),
         (["--reward", "task", "--branch", "main"], "cannot be called 'main'"),
     ):
-        wrong = staleflow("store", "reprocess", stored, *arguments)
+        wrong = command("store", "reprocess", stored, *arguments)
         assert (wrong.returncode, wrong.stdout) == (2, "")
         assert message in wrong.stderr
         assert wrong.stderr.count("\n") == 1

@@ -83,7 +83,7 @@ def test_a_run_trains_stores_and_explains_itself(job: Path) -> None:
     assert len(set(fingerprints)) >= 3  # the policy moved wherever a batch had signal
 
     shown = staleflow("store", "show", end.run_dir, "--trajectory", 3, "--json")
-    assert json.loads(shown.stdout)["fate"] == "consumed"
+    assert json.loads(shown.stdout)[0]["fate"] == "consumed"
     assert staleflow("store", "audit", end.run_dir).returncode == 0
     assert "the same commands" in staleflow("replay", end.run_dir, "--story", 3).stdout
     listed = json.loads(staleflow("store", "ls", end.run_dir.parent, "--json").stdout)

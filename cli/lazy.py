@@ -1,0 +1,32 @@
+"""Groups of commands that are imported when they are called, so that --help is instant."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name and one line; loads a module only to run its command."""
+
+    def __init__(self, *args: Any, commands_at: dict[str, tuple[str, str]] | None = None, **kwargs: Any) -> None:
+        """commands_at: by name, (module, or module:attribute; one line of help)."""
+        super().__init__(*args, **kwargs)
+        self._commands_at = commands_at or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._commands_at)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._commands_at:
+            return None
+        module, _, attribute = self._commands_at[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute or "command")
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, doc) for name, (_, doc) in self._commands_at.items()])

@@ -1,0 +1,160 @@
+"""staleflow store reprocess | diff | rescore-logprobs | export: work on a stored run, with Dask."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from cli.jobs import cluster_options
+from cli.stored import open_store, progress_bar, quietly, say_errors
+
+if TYPE_CHECKING:
+    from pipeline.jobs import Where
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def worked_on(function: Command) -> Command:
+    """What every command has that puts workers to work on a run."""
+    for option in (
+        cluster_options,
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option(
+            "--workers",
+            type=click.IntRange(1, 1024),
+            default=2,
+            show_default=True,
+            help="Local processes, unless a cluster is named.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command("reprocess")
+@click.argument("run", type=click.Path())
+@click.option("--reward", required=True, help="task, math_verify, path/to/file.py:name, or module:name.")
+@click.option("--branch", required=True, help="Name of the branch that gets the new rewards.")
+@worked_on
+def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, where: Where) -> None:
+    """Score the stored responses again, with Dask, onto a branch. Exit code 1 if the reward function failed on some."""
+    quietly()
+    from pipeline.offline import reprocessing
+    from pipeline.runs import only_here
+
+    open_store(Path(run))
+    with only_here(Path(run)), where.pool(workers) as pool, progress_bar("scored", quiet=as_json) as progress:
+        result = reprocessing.reprocess(Path(run), reward, branch, pool, progress)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    else:
+        click.echo(
+            f"branch {branch}: {result.scored} responses of {result.rows} trajectories scored, mean reward of what was "
+            f"trained on {result.mean_before:.3f} -> {result.mean_after:.3f}"
+        )
+        say_errors(result.errors, "could not be scored; the rest is stored")
+        click.echo(f"look: staleflow store diff {run} main {branch}")
+    if result.errors:
+        sys.exit(1)
+
+
+@click.command("diff")
+@click.argument("run", type=click.Path())
+@click.argument("first")
+@click.argument("second")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def diff(run: str, first: str, second: str, as_json: bool) -> None:
+    """What two branches' rewards have made of the same trajectories."""
+    from pipeline.offline.differences import difference
+
+    open_store(Path(run))
+    result = difference(Path(run), first, second)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        return
+    click.echo(
+        f"{result.trajectories} trajectories trained on: {result.changed} rewards differ, mean {result.mean[0]:.3f} in "
+        f"{first}, {result.mean[1]:.3f} in {second}"
+    )
+    widest = max((max(m, n) for _, m, n in result.histogram), default=1)
+    for edge, m, n in result.histogram:
+        click.echo(
+            f"  from {edge:7.3f}  {m:7} {'#' * round(20 * m / widest):<20}  {n:7} {'#' * round(20 * n / widest)}"
+        )
+    for what, groups in (
+        ("order of members flipped", result.flipped),
+        (f"signal in {second} only", result.gained),
+        (f"signal in {first} only", result.lost),
+    ):
+        some = ", ".join(map(str, groups[:8])) + (", ..." if len(groups) > 8 else "")
+        click.echo(f"  {len(groups):6} of {result.groups} groups: {what}{f' ({some})' if groups else ''}")
+
+
+@click.command("rescore-logprobs")
+@click.argument("run", type=click.Path())
+@click.option("--model", required=True, help="Folder of a checkpoint, or a hub name.")
+@click.option("--branch", default="", help="Keep the logprobs on a new branch; `store show --branch` colours by them.")
+@click.option("--where", "selection", default="", metavar="EXPR", help='Such as "staleness <= 1 and reward > 0".')
+@worked_on
+def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
+    """Read the stored responses under any checkpoint: how far it is from what sampled them, by staleness."""
+    quietly()
+    from pipeline.offline import rescoring
+    from pipeline.runs import only_here
+
+    open_store(Path(run))
+    with only_here(Path(run)), where.pool(workers) as pool, progress_bar("read", quiet=as_json) as progress:
+        result = rescoring.rescore(Path(run), model, pool, branch=branch, where=selection, progress=progress)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    else:
+        click.echo(f"{result.rows} responses of {run} under {model}")
+        click.echo(
+            f"{'staleness':>14} {'trajectories':>12} {'tokens':>9} {'KL, nats':>10} {'ESS tokens':>10} "
+            f"{'responses':>9} {'clipped':>8} {'mean |log r|':>12} {'largest':>8}"
+        )
+        for row in result.by_staleness:
+            lag = "not trained on" if row.staleness < 0 else str(row.staleness)
+            click.echo(
+                f"{lag:>14} {row.trajectories:12} {row.tokens:9} {row.kl:10.3g} {row.ess_tokens:10.1%} "
+                f"{row.ess_sequences:9.1%} {row.clipped:8.1%} {row.distance:12.3g} {row.farthest:8.3g}"
+            )
+        say_errors(result.errors, "could not be read; the rest is counted")
+        if branch:
+            click.echo(f"look: staleflow store show {run} --branch {branch} --worst 3")
+    if result.errors:
+        sys.exit(1)
+
+
+@click.command("export")
+@click.argument("run", type=click.Path())
+@click.option(
+    "--to", required=True, type=click.Choice(["parquet", "jsonl", "hf"]), help="hf: for load_dataset(FOLDER)."
+)
+@click.option("--out", default="", help="Folder to make (a file for jsonl); NAME.parquet and so on by default.")
+@click.option("--branch", default="main", show_default=True, help="With the rewards of this branch.")
+@click.option("--where", "selection", default="", metavar="EXPR", help='Such as "staleness <= 1 and reward > 0".')
+@worked_on
+def export(run: str, to: str, out: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
+    """Write the trajectories, texts and tokens, for others to read."""
+    quietly()
+    from pipeline.offline import exporting
+
+    open_store(Path(run), branch=branch)
+    path = Path(out or f"{Path(run).resolve().name}.{to}")
+    with where.pool(workers) as pool, progress_bar("written", quiet=as_json) as progress:
+        result = exporting.export(Path(run), to, path, pool, branch=branch, where=selection, progress=progress)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    else:
+        files = f"{result.files} file{'s' if result.files != 1 else ''}"
+        click.echo(f"{result.path}: {result.rows} trajectories, {result.bytes / 2**20:.1f} MiB in {files}")
+        say_errors(result.errors, "could not be read and are left out")
+    if result.errors:
+        sys.exit(1)

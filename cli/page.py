@@ -1,0 +1,85 @@
+"""Trajectories as one page of HTML: no script, nothing fetched, so it can be kept and sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.offline.views import TokenView, TrajectoryView
+
+HUES = (200, 30, 130, 290, 60, 350)
+"""Of the versions in a trajectory, oldest first."""
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+article { border-top: 1px solid #8886; padding: 1rem 0; }
+h2 { font-size: 1rem; margin: 0 0 .4rem; }
+dl { display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; margin: 0 0 .6rem; font-size: .85rem; }
+dt { opacity: .6; } dl div { display: flex; gap: .35rem; } dd { margin: 0; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; padding: .6rem .8rem; border-radius: .4rem;
+  background: #8881; font: 14px/1.7 ui-monospace, monospace; }
+.error { color: #c22; } .legend { font-size: .85rem; opacity: .8; }
+span[title] { border-radius: .2rem; }
+"""
+
+
+def page(run: str, shown: Sequence[TrajectoryView], what: str) -> str:
+    """The whole page. what: the branch or model that was asked for."""
+    body = "\n".join(_article(one) for one in shown)
+    title = escape(f"{run}: {len(shown)} trajectories ({what})")
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
+        f"<h1>{title}</h1>\n<p class=legend>Point at a token for its version, instance, logprob and ratio.</p>\n"
+        f"{body}\n</html>\n"
+    )
+
+
+def _article(one: TrajectoryView) -> str:
+    facts = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(_short(value))}</dd></div>"
+        for name, value in [*one.facts.items(), *one.reward_parts.items()]
+        if name != "trajectory"
+    )
+    error = f'<p class="error">{escape(one.error)}</p>' if one.error else ""
+    versions = sorted({t.version for t in one.tokens})
+    tokens = "".join(_token(t, versions) for t in one.tokens)
+    return (
+        f'<article id="t{one.id}"><h2>trajectory {one.id}</h2><dl>{facts}</dl>{error}'
+        f"<pre>{escape(one.prompt)}</pre><pre>{tokens}</pre>{_legend(one, versions)}</article>"
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _token(token: TokenView, versions: list[int]) -> str:
+    told = f"version {token.version} on {token.instance}, logprob {token.logprob:.4f}, id {token.id}"
+    if token.ratio is not None:
+        told += f", ratio {token.ratio:.4f}"
+    return f'<span title="{escape(told)}" style="background:{_colour(token, versions)}">{escape(token.text)}</span>'
+
+
+def _colour(token: TokenView, versions: list[int]) -> str:
+    if token.ratio is None:
+        return _of_version(versions.index(token.version))
+    # Red above 1, blue below, full at a factor of e.
+    strength = min(1.0, abs(math.log(max(token.ratio, 1e-30))))
+    return f"hsl({0 if token.ratio > 1 else 220} 90% 55% / {0.75 * strength:.2f})"
+
+
+def _of_version(place: int) -> str:
+    return f"hsl({HUES[place % len(HUES)]} 80% 55% / .3)"
+
+
+def _legend(one: TrajectoryView, versions: list[int]) -> str:
+    if one.tokens and one.tokens[0].ratio is not None:
+        return "<p class=legend>Red: likelier under the model than when it was sampled; blue: less likely.</p>"
+    marks = " ".join(
+        f'<span style="background:{_of_version(i)}">&nbsp;version {version}&nbsp;</span>'
+        for i, version in enumerate(versions)
+    )
+    return f"<p class=legend>{marks}</p>"

@@ -1,0 +1,259 @@
+"""staleflow store show RUN: its steps, a step's batch, or trajectories for people to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cli.stored import open_store, quietly
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from pipeline.offline.views import TrajectoryView
+    from stores.trajectory import TrajectoryId
+    from stores.versioned import VersionedStore
+
+VERSION_STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
+"""Of the versions in a trajectory, oldest first; then again from the start."""
+RATIO_STYLES = (
+    (0.5, "bold blue"), (0.8, "blue"), (0.95, "bright_blue"), (1.05, ""), (1.25, "bright_red"), (2.0, "red"),
+    (float("inf"), "bold red"),
+)  # fmt: skip
+"""Below which importance ratio a token has which colour."""
+
+
+@click.command("show")
+@click.argument("run", type=click.Path())
+@click.option("--trajectory", type=int, help="The trajectory with this id.")
+@click.option("--worst", type=click.IntRange(1), metavar="N", help="Those with the lowest reward.")
+@click.option("--best", type=click.IntRange(1), metavar="N", help="Those with the highest reward.")
+@click.option("--longest", type=click.IntRange(1), metavar="N", help="Those with the most response tokens.")
+@click.option("--where", "selection", default="", metavar="EXPR", help='Among those, such as "staleness == 1".')
+@click.option("--at-step", type=int, help="The batch of this training step, in the store as it was then.")
+@click.option("--branch", default="main", show_default=True, help="With the rewards or logprobs of this branch.")
+@click.option("--model", default="", help="Colour tokens by importance ratio under these weights; else by version.")
+@click.option("--html", type=click.Path(), help="Write the trajectories to this page.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    run: str,
+    trajectory: int | None,
+    worst: int | None,
+    best: int | None,
+    longest: int | None,
+    selection: str,
+    at_step: int | None,
+    branch: str,
+    model: str,
+    html: str | None,
+    as_json: bool,
+) -> None:
+    """A run's steps; with --at-step the batch of one; or trajectories, readable, their tokens coloured by the policy
+    version that sampled them or by importance ratio."""
+    from stores.errors import ConfigError
+    from stores.trajectory import TrajectoryId
+
+    orders = {name: n for name, n in (("worst", worst), ("best", best), ("longest", longest)) if n is not None}
+    if len(orders) + (trajectory is not None) > 1:
+        raise ConfigError("one of --trajectory, --worst, --best and --longest at a time")
+    if at_step is not None and branch != "main":
+        raise ConfigError("--at-step looks at what the run stored; leave --branch out")
+    store = open_store(Path(run), at_step, branch)
+    if orders or trajectory is not None:
+        chosen = [] if trajectory is None else [TrajectoryId(trajectory)]
+        for order, count in orders.items():
+            chosen = in_order(store, order, count, selection, at_step)
+        show_trajectories(Path(run), store, chosen, model, branch, html, as_json)
+    elif selection or model or html:
+        raise ConfigError("which trajectories? name --trajectory, --worst, --best or --longest")
+    elif at_step is None:
+        show_steps(store, as_json)
+    elif not show_batch(store, at_step, as_json):
+        sys.exit(1)
+
+
+def in_order(store: VersionedStore, order: str, count: int, selection: str, at_step: int | None) -> list[TrajectoryId]:
+    """The first of an order, of one step's batch if one is named."""
+    from pipeline.offline.views import ranked
+
+    if at_step is not None:
+        selection = f"({selection}) and step == {at_step}" if selection else f"step == {at_step}"
+    return ranked(store, order, count, selection)
+
+
+def show_trajectories(
+    run: Path,
+    store: VersionedStore,
+    chosen: list[TrajectoryId],
+    model: str,
+    branch: str,
+    html: str | None,
+    as_json: bool,
+) -> None:
+    """On the terminal, as a page, or as JSON."""
+    quietly()
+    from pipeline.offline.views import view
+
+    shown = view(run, store, chosen, model)
+    if html is not None:
+        write_page(Path(html), str(run), shown, model or branch)
+    elif as_json:
+        click.echo(json.dumps([_plain(one) for one in shown], indent=2))
+    elif not shown:
+        click.echo("no trajectory is like that")
+    for one in shown if html is None and not as_json else ():
+        print_trajectory(one)
+
+
+def _plain(one: TrajectoryView) -> dict[str, Any]:
+    value = dataclasses.asdict(one)
+    return {**value.pop("facts"), **value}
+
+
+def show_steps(store: VersionedStore, as_json: bool) -> None:
+    """A line a commit."""
+    from stores.base import record_to_json
+
+    records = store.steps()
+    if as_json:
+        click.echo(json.dumps([record_to_json(r) for r in records], indent=2))
+        return
+    header = store.header
+    click.echo(
+        f"{header.run}: {header.groups_per_step} groups of {header.group_size} a step, staleness bound {header.eta}"
+    )
+    for record in records:
+        m = record.metrics
+        ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in record.ledger.num_ended.items())
+        figures = ""
+        if record.kind == "step":
+            figures = (
+                f"reward {m['reward']:.3f}  length {m['response_mean']:.1f}  staleness {m['staleness_mean']:.2f}  "
+                f"loss {m['loss']:+.4f}  "
+            )
+        click.echo(f"{record.kind:<4} {record.step:>4}  {figures}{ended}, {record.ledger.num_live} in flight")
+
+
+def show_batch(store: VersionedStore, step: int, as_json: bool) -> bool:
+    """What a step trained on, in its order, and whether it reads back as the trainer received it."""
+    from stores.base import batch_fingerprint
+
+    rows = list(store.ended(step=step))
+    (record,) = (r for r in store.steps() if r.kind == "step" and r.step == step)
+    found = batch_fingerprint((r.trajectory, r.advantage) for r in rows)
+    same = found == record.batch_fingerprint
+    if as_json:
+        value = {
+            "step": step,
+            "recorded_fingerprint": record.batch_fingerprint,
+            "fingerprint": found,
+            "metrics": record.metrics,
+            "trajectories": [_summary(r) for r in rows],
+        }
+        click.echo(json.dumps(value, indent=2))
+        return same
+    click.echo(
+        f"step {step}: {len(rows)} trajectories; "
+        + (
+            f"as the trainer received them, bit for bit ({found})"
+            if same
+            else f"NOT what the trainer received: {found}"
+        )
+    )
+    click.echo(f"{'trajectory':>10} {'group':>7} {'v_traj':>6} {'staleness':>9} {'tokens':>6} {'reward':>8} advantage")
+    for value in map(_summary, rows):
+        click.echo(
+            f"{value['trajectory']:10} {value['group']:7} {value['v_traj']:6} {value['staleness']:9} "
+            f"{value['response_tokens']:6} {value['reward']:8.3f} {value['advantage']:+9.3f}"
+            + (f"  {value['error']}" if value["error"] else "")
+        )
+    return same
+
+
+def _summary(row: Any) -> dict[str, Any]:
+    t = row.trajectory
+    return {
+        "trajectory": int(t.id),
+        "group": int(t.group),
+        "v_traj": int(t.v_traj),
+        "staleness": row.staleness,
+        "response_tokens": t.num_tokens,
+        "reward": t.reward,
+        "advantage": row.advantage,
+        "error": t.error,
+    }
+
+
+def print_trajectory(one: TrajectoryView) -> None:
+    """Facts on a line, then prompt and response, then what the colours mean."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    facts = "  ".join(f"{name} {_short(value)}" for name, value in one.facts.items())
+    console.print(Text(facts, style="bold"), soft_wrap=True)
+    if one.error:
+        console.print(Text(f"error: {one.error}", style="red"), soft_wrap=True)
+    if one.reward_parts:
+        parts = ", ".join(f"{name} {value:g}" for name, value in one.reward_parts.items())
+        console.print(Text(f"reward parts: {parts}", style="dim"), soft_wrap=True)
+    console.print(Text.assemble(("prompt   ", "dim"), one.prompt), soft_wrap=True)
+    console.print(Text.assemble(("response ", "dim"), coloured(one)), soft_wrap=True)
+    console.print(legend(one), soft_wrap=True)
+    console.print()
+
+
+def _short(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def coloured(one: TrajectoryView) -> Text:
+    """The response, each token in its colour."""
+    from rich.text import Text
+
+    versions = sorted({t.version for t in one.tokens})
+    text = Text()
+    for token in one.tokens:
+        if token.ratio is None:
+            style = VERSION_STYLES[versions.index(token.version) % len(VERSION_STYLES)]
+        else:
+            style = next(style for below, style in RATIO_STYLES if token.ratio < below or below == float("inf"))
+        text.append(token.text, style=style)
+    return text
+
+
+def legend(one: TrajectoryView) -> Text:
+    """Which colour is what, and who sampled what."""
+    from rich.text import Text
+
+    text = Text("         ", style="dim")
+    if one.tokens and one.tokens[0].ratio is not None:
+        text.append("importance ratio: ")
+        for below, style in RATIO_STYLES:
+            text.append(f"< {below:g} " if below != float("inf") else ">= 2 ", style=style)
+        return text
+    versions = sorted({t.version for t in one.tokens})
+    for i, version in enumerate(versions):
+        where = ", ".join(dict.fromkeys(t.instance for t in one.tokens if t.version == version))
+        count = sum(t.version == version for t in one.tokens)
+        text.append(f"v{version}", style=VERSION_STYLES[i % len(VERSION_STYLES)])
+        text.append(f" {count} tokens on {where}  ")
+    return text
+
+
+def write_page(path: Path, run: str, shown: Sequence[TrajectoryView], what: str) -> None:
+    """The trajectories as a page of HTML. Raises StoreError."""
+    from cli.page import page
+    from stores.errors import StoreError
+
+    try:
+        path.write_text(page(run, shown, what), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror}; choose another place with --html") from error
+    click.echo(f"{path}: {len(shown)} trajectories")

@@ -1,0 +1,55 @@
+"""What the commands on stored runs share: opening one, a bar for long work, saying what failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from stores.versioned import VersionedStore
+
+ERRORS_SHOWN = 10
+
+
+def open_store(run: Path, at_step: int | None = None, branch: str = "main") -> VersionedStore:
+    """A run's store, given its folder. Raises ConfigError, StoreError."""
+    from stores.errors import ConfigError
+    from stores.versioned import VersionedStore
+
+    if not (run / "config.toml").is_file():
+        raise ConfigError(f"{run}: no such run; `staleflow store ls` lists the ones there are")
+    return VersionedStore.open(run / "store", at_step, branch)
+
+
+def quietly() -> None:
+    """Before Dask, torch or transformers are imported: their news is not this command's."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def say_errors(errors: Mapping[int, str], what: str) -> None:
+    """The first few of the trajectories that failed, and how many did. what: that happened to them."""
+    for trajectory, error in sorted(errors.items())[:ERRORS_SHOWN]:
+        click.echo(f"  trajectory {trajectory}: {error}")
+    if errors:
+        click.echo(f"  {len(errors)} responses {what}")

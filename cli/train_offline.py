@@ -1,0 +1,93 @@
+"""staleflow train-offline RUN"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cli.jobs import cluster_options
+from cli.stored import open_store, quietly, say_errors
+
+if TYPE_CHECKING:
+    from pipeline.jobs import Where
+
+
+@click.command("train-offline")
+@click.argument("run", type=click.Path())
+@click.option("--branch", default="main", show_default=True, help="With the rewards and advantages of this branch.")
+@click.option("--where", "selection", default="", metavar="EXPR", help='Such as "staleness <= 1 and reward > 0".')
+@click.option("--epochs", type=click.IntRange(1), default=1, show_default=True, help="Times over the stored batches.")
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Of training, model or seed.")
+@click.option("--out", default="", help="Folder to make; RUN-offline by default.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")
+@cluster_options
+def command(
+    run: str,
+    branch: str,
+    selection: str,
+    epochs: int,
+    overrides: tuple[str, ...],
+    out: str,
+    as_json: bool,
+    where: Where,
+) -> None:
+    """Train on what a run has stored: its batches in their order, the same trainer and losses, no rollout.
+
+    Over everything, with nothing changed, that gives the run's own weights again, bit for bit. A training that was
+    killed goes on where it was when it is asked for again.
+    """
+    quietly()
+    from pipeline.offline.training import planned, train_offline
+
+    open_store(Path(run), branch=branch)
+    folder = Path(out or f"{Path(run).resolve()}-offline")
+    planned(Path(run), folder, overrides, branch, selection, epochs)  # said before any worker is started
+    with where.pool(1) as pool, told(quiet=as_json) as report:
+        result = train_offline(
+            Path(run), folder, pool, overrides=overrides, branch=branch, where=selection, epochs=epochs, report=report
+        )
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    else:
+        click.echo(f"{result.checkpoint}: {result.steps} steps on {result.rows} trajectories")
+        if result.before and result.after:
+            click.echo(f"  {result.before.line}\n  {result.after.line}")
+        if result.same_steps is not None:
+            same = f"{result.same_steps} of {result.steps}"
+            click.echo(f"  after {same} steps the weights were, bit for bit, those that the run published")
+        say_errors(result.errors, "could not be read and were left out")
+    if result.errors:
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def told(*, quiet: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A bar on a terminal; in a pipe a line every tenth step."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def report(event: Mapping[str, Any]) -> None:
+            if quiet:
+                return
+            if "say" in event:
+                console.print(event["say"], highlight=False, soft_wrap=True)
+            if "metrics" in event:
+                m, done, total = event["metrics"], event["done"], event["total"]
+                line = f"reward {m['reward']:.3f}  loss {m.get('loss', 0):+.4f}  KL {m.get('kl_rollout', 0):.2g}"
+                bar.update(task, completed=done, total=total, description=line)
+                if not console.is_terminal and (done % 10 == 0 or done == total):
+                    console.print(f"step {done}/{total}  {line}", highlight=False, soft_wrap=True)
+
+        yield report

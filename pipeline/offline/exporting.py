@@ -1,0 +1,187 @@
+"""Stored trajectories in the formats that others read: Parquet, JSON lines, a Hugging Face dataset.
+
+Workers write a file each of at most PART_ROWS trajectories; the whole appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline import config as configuration
+from pipeline.offline.pool import Pool, store_at
+from pipeline.offline.texts import texts_of
+from stores import frames
+from stores.errors import ConfigError, StoreError
+from stores.selection import Selection
+from stores.trajectory import Ended
+from stores.versioned import Damaged, VersionedStore
+
+FORMATS = ("parquet", "jsonl", "hf")
+PART_ROWS = 8192
+"""Trajectories a file: at 500 tokens each some 50 MiB."""
+READ_ROWS = 512
+"""Trajectories read and written at once."""
+TEXTS = {"parquet": {"prompt": "prompt", "response": "response"}, "hf": {"prompt": "prompt", "response": "completion"}}
+"""What the text columns are called: for `datasets`, as the trainers that read those expect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What came of it. errors: of rows that cannot be read; they are left out."""
+
+    path: str
+    rows: int
+    files: int
+    bytes: int
+    errors: dict[int, str]
+
+
+def export(
+    run_dir: Path,
+    to: str,
+    out: Path,
+    pool: Pool,
+    *,
+    branch: str = "main",
+    where: str = "",
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> Exported:
+    """Write a run's trajectories to `out`: a file for jsonl, a folder for the others. It holds all of them or is not
+    there. Raises ConfigError before anything is written."""
+    if to not in FORMATS:
+        raise ConfigError(f"--to {to}: there are {', '.join(FORMATS)}")
+    if out.exists():
+        raise ConfigError(f"{out} is there already; name another place with --out, or remove it")
+    if to != "jsonl":
+        frames.require("pyarrow.parquet")
+    config = configuration.load(run_dir / "config.toml")
+    texts_of(config)
+    store = VersionedStore.open(run_dir / "store", branch=branch)
+    (rows,) = np.nonzero(Selection(where).mask(store.columns()))
+    part = out.with_name(f".{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+    data = part / "data" if to == "hf" else part
+    try:
+        data.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose another place with --out") from error
+    try:
+        places = [rows[i : i + PART_ROWS] for i in range(0, len(rows), PART_ROWS)]
+        errors: dict[int, str] = {}
+        written = 0
+        where_from = (str(run_dir.resolve()), str(store.path), store.snapshot)
+        names = [_name(to, number, len(places)) for number in range(len(places))]
+        calls = ((to, *where_from, chosen, str((data / n).resolve())) for n, chosen in zip(names, places, strict=True))
+        for count, damaged in pool.run(write_part, calls):
+            written += count
+            errors |= damaged
+            progress(written + len(errors), len(rows))
+        if to == "hf":
+            (part / "README.md").write_text(_card(config.name, written, store))
+        size = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
+        if to == "jsonl":
+            _joined([data / n for n in names], part / "whole")
+            (part / "whole").rename(out)
+        else:
+            part.rename(out)
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"{out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return Exported(path=str(out), rows=written, files=1 if to == "jsonl" else len(places), bytes=size, errors=errors)
+
+
+def _name(to: str, number: int, count: int) -> str:
+    if to == "hf":
+        return f"train-{number:05d}-of-{count:05d}.parquet"
+    return f"part-{number:05d}.{to}"
+
+
+def _joined(parts: list[Path], whole: Path) -> None:
+    with whole.open("wb") as file:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, file)
+            part.unlink()
+
+
+def _card(name: str, rows: int, store: VersionedStore) -> str:
+    """A dataset's page as the hub has it; `load_dataset(FOLDER)` finds the files by it."""
+    lineage = "".join(f"- {key}: `{value}`\n" for key, value in store.lineage.items() if value)
+    return (
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*.parquet\n"
+        "tags:\n- reinforcement-learning\n- staleflow\n---\n\n"
+        f"# Trajectories of the run {name}\n\n"
+        f"{rows} responses with their tokens, behaviour logprobs and the policy version of each token. `staleness` is "
+        f"the training step's version less the trajectory's oldest (bound {store.header.eta}), -1 for what was not "
+        f"trained on; `fate` and `reason` say what became of it.\n\nSnapshot `{store.snapshot}`.\n{lineage}"
+    )
+
+
+# -- on the workers --------------------------------------------------------------------------------------------------
+
+
+def write_part(
+    to: str, run_dir: str, path: str, snapshot: str, rows: npt.NDArray[np.int64], file: str
+) -> tuple[int, dict[int, str]]:
+    """Write these rows of a snapshot into a file of its own; returns how many, and the errors of those left out. A
+    task; done again, it writes the same file."""
+    store = store_at(path, snapshot)
+    texts = _texts(run_dir)
+    errors: dict[int, str] = {}
+
+    def read() -> Iterator[tuple[list[Ended], list[str], list[str]]]:
+        for chosen in (rows[i : i + READ_ROWS] for i in range(0, len(rows), READ_ROWS)):
+            first, last = int(chosen[0]), int(chosen[-1]) + 1
+            # Rows that were not chosen lie between those that were: read in runs, not one by one.
+            found = list(store.readable(first, last)) if last - first <= 2 * READ_ROWS else []
+            picked = (
+                [found[i - first] for i in chosen.tolist()]
+                if found
+                else [row for i in chosen.tolist() for row in store.readable(i, i + 1)]
+            )
+            errors.update({int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)})
+            kept = [row for row in picked if isinstance(row, Ended)]
+            prompts = [texts.text(row.trajectory.prompt_tokens.tolist(), special=True) for row in kept]
+            yield kept, prompts, [texts.text(row.trajectory.response_tokens.tolist()) for row in kept]
+
+    return (_write_lines if to == "jsonl" else _write_parquet)(to, Path(file), read()), errors
+
+
+def _write_lines(to: str, file: Path, read: Iterator[tuple[list[Ended], list[str], list[str]]]) -> int:
+    written = 0
+    with file.open("w") as out:
+        for rows, prompts, responses in read:
+            for row, prompt, response in zip(rows, prompts, responses, strict=True):
+                record = frames.record(row)
+                line = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in record.items()}
+                line |= {"prompt": prompt, "response": response, "reward_parts": row.trajectory.reward_parts}
+                out.write(json.dumps(line, separators=(",", ":")) + "\n")
+            written += len(rows)
+    return written
+
+
+def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[Ended], list[str], list[str]]]) -> int:
+    parquet = frames.require("pyarrow.parquet")
+    written = 0
+    with parquet.ParquetWriter(file, frames.arrow_schema(TEXTS[to]), compression="zstd") as out:
+        for rows, prompts, responses in read:
+            out.write_table(frames.arrow_table(rows, TEXTS[to], prompts, responses))
+            written += len(rows)
+    return written
+
+
+@functools.lru_cache(maxsize=2)
+def _texts(run_dir: str) -> Any:
+    return texts_of(configuration.load(Path(run_dir) / "config.toml"))

@@ -1,0 +1,104 @@
+"""Dask workers for plain tasks over blocks of a store, in parallel and out of core.
+
+Workers read, compute and answer with little; so memory is bounded by a block each, whatever the store holds. The blocks
+of a worker that dies are computed again by another. On a cluster that runs jobs their workers are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import board
+from stores.errors import ConfigError
+from stores.versioned import VersionedStore
+
+BLOCK_ROWS = 512
+"""Trajectories a task works on: about a MiB of tokens at 500 a trajectory, tenths of a second of work."""
+CALLS_A_WORKER = 3
+"""Tasks that are under way for each worker: enough that none waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """client: a synchronous Dask client. shared: whether others may use the cluster too."""
+
+    client: Any
+    shared: bool
+
+    def run(self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Results of function(*call), as they come; never more under way than the workers can use. What a call raises
+        is raised here, and the others are dropped. Raises ConfigError if jobs have all workers."""
+        from distributed import as_completed
+
+        calls = iter(calls)
+        free = self.free()
+        where = {"workers": free, "allow_other_workers": True} if self.shared else {}
+
+        def submit(call: tuple[Any, ...]) -> Any:
+            return self.client.submit(function, *call, pure=False, **where)
+
+        under_way = len(free) * CALLS_A_WORKER
+        futures = as_completed([submit(call) for call, _ in zip(calls, range(under_way), strict=False)])
+        for future in futures:
+            result = future.result()
+            future.release()
+            for following in calls:
+                futures.add(submit(following))
+                break
+            yield result
+
+    def free(self) -> list[str]:
+        """Addresses of the workers that no job has. Raises ConfigError if there are none."""
+        workers = list(self.client.scheduler_info(n_workers=-1)["workers"])
+        if not self.shared:
+            return workers
+        taken = self.client.sync(board.ask, self.client, "taken", owner="")
+        free = [address for address in workers if address not in taken]
+        if not free:
+            raise ConfigError(
+                f"cluster: none of its {len(workers)} workers is free, jobs have {len(taken)}; start one more, or wait "
+                "for a job to end (`staleflow jobs`)"
+            )
+        return free
+
+
+@contextlib.contextmanager
+def local_pool(count: int) -> Iterator[Pool]:
+    """So many processes of this machine's."""
+    import dask
+    from distributed import Client, LocalCluster
+
+    from pipeline.cluster import worker_environment
+
+    environment = {"distributed.nanny.pre-spawn-environ": worker_environment(1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
+        with (
+            dask.config.set(environment),
+            LocalCluster(
+                n_workers=count, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0"
+            ) as cluster,
+            Client(cluster) as client,
+        ):
+            yield Pool(client, shared=False)
+
+
+def blocks(count: int, rows: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
+    """(first, last) of blocks that cover so many rows.
+
+    >>> list(blocks(5, 2))
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return ((first, min(first + rows, count)) for first in range(0, count, rows))
+
+
+@functools.lru_cache(maxsize=2)
+def store_at(path: str, snapshot: str) -> VersionedStore:
+    """A store as tasks read it; opened once a process."""
+    return VersionedStore.at(Path(path), snapshot)

@@ -1,0 +1,176 @@
+"""Scoring stored trajectories again, onto a branch of their own.
+
+Blocks of rows are read, decoded and scored where the workers are; what comes back is a number a row. The branch becomes
+visible at the end, all at once: killed before it, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import hashlib
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline import build
+from pipeline import config as configuration
+from pipeline.config import RunConfig, TrackingConfig
+from pipeline.jobs import with_code
+from pipeline.offline.pool import Pool, blocks, store_at
+from stores import branches
+from stores.errors import ConfigError
+from stores.trajectory import Fate, Trajectory
+from stores.versioned import MAIN, Damaged, VersionedStore
+from tasks.advantage import advantages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reprocessed:
+    """What came of it. scored: rows that had a response. errors: of the reward function, by trajectory."""
+
+    branch: str
+    snapshot: str
+    rows: int
+    scored: int
+    errors: dict[int, str]
+    mean_before: float
+    """Mean reward over the trajectories that were trained on."""
+    mean_after: float
+
+
+def reprocess(
+    run_dir: Path, reward: str, branch: str, pool: Pool, progress: Callable[[int, int], None] = lambda *_: None
+) -> Reprocessed:
+    """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name). progress: (rows
+    done, rows in all). Raises ConfigError before anything is computed."""
+    config = _with_reward(configuration.load(run_dir / "config.toml"), reward)
+    path = (run_dir / "store").resolve()
+    store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
+    branches.refuse(path, branch)
+    table = store.table()
+    count = len(table["trajectory"])
+    rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
+    errors: dict[int, str] = {}
+    done = 0
+    config, code = with_code(dataclasses.replace(config, tracking=TrackingConfig()))
+    settings = pickle.dumps((build.server_settings(config, path, context=2**31), code))
+    calls = ((settings, str(path), store.snapshot, first, last) for first, last in blocks(count))
+    for first, block in pool.run(score_rows, calls):
+        last = first + len(block.rewards)
+        rewards[first:last], valid[first:last] = block.rewards, block.valid
+        errors |= block.errors
+        done += len(block.rewards)
+        progress(done, count)
+    consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
+    estimate = _advantages(config, table, consumed, rewards, valid)
+    lineage = {
+        "reward": reward,
+        "code": "".join(hashlib.sha256(text.encode()).hexdigest() for text in code.values()),
+        "advantage": config.training.advantage,
+        "answer_pattern": config.task.answer_pattern,
+        "branch": MAIN,
+    }
+    new = branches.Rewards(rewards=rewards, advantages=estimate, loss_mask=valid & consumed, errors=errors)
+    snapshot = branches.derive(store, path, branch, new, lineage)
+    return Reprocessed(
+        branch=branch,
+        snapshot=snapshot,
+        rows=count,
+        scored=int((table["response_tokens"] > 0).sum()),
+        errors=errors,
+        mean_before=float(table["reward"][consumed].mean()) if consumed.any() else 0.0,
+        mean_after=float(rewards[consumed & valid].mean()) if (consumed & valid).any() else 0.0,
+    )
+
+
+def _with_reward(config: RunConfig, reward: str) -> RunConfig:
+    """The stored job with another reward. Raises ConfigError if it cannot be loaded."""
+    from tasks.environments import make_reward, make_source
+
+    if config.emulated:
+        raise ConfigError(f"{config.run_dir}: an emulated run has no texts to score")
+    file, _, name = reward.rpartition(":")
+    if file.endswith(".py"):
+        reward = f"{Path(file).resolve()}:{name}"
+    config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward))
+    settings = build.scoring_settings(config)
+    make_reward(reward, make_source(settings.source, settings.options, settings.seed))
+    return config
+
+
+def _advantages(
+    config: RunConfig,
+    table: dict[str, npt.NDArray[Any]],
+    consumed: npt.NDArray[np.bool_],
+    rewards: npt.NDArray[np.float32],
+    valid: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.float32]:
+    """[R] the job's advantage estimate over the groups that were trained on; 0 elsewhere."""
+    estimate = np.zeros(len(rewards), np.float32)
+    (at,) = np.nonzero(consumed)
+    at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
+    size = config.batch.group_size
+    grouped = rewards[at].astype(np.float64).reshape(-1, size)
+    estimate[at] = advantages(config.training.advantage, grouped, valid[at].reshape(-1, size)).reshape(-1)
+    return estimate
+
+
+# -- on the workers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Scores of some rows, in their order. errors: by trajectory."""
+
+    rewards: npt.NDArray[np.float32]
+    valid: npt.NDArray[np.bool_]
+    errors: dict[int, str]
+
+
+def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int) -> tuple[int, Block]:
+    """Score rows first <= row < last of a snapshot. A task; what is slow to make is kept in its process. Each row that
+    cannot be read is an error."""
+    prompts, scorer = _tools(settings)
+    rows = list(store_at(path, snapshot).readable(first, last))
+    rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
+    errors = {int(row.trajectory): row.what for row in rows if isinstance(row, Damaged)}
+    answered: list[tuple[int, Trajectory]] = []
+    for i, row in enumerate(rows):
+        if isinstance(row, Damaged):
+            valid[i] = False
+        elif row.trajectory.num_tokens:
+            answered.append((i, row.trajectory))
+    texts = prompts.texts([t.response_tokens.tolist() for _, t in answered])
+    records = [prompts.task(int(t.group)).record for _, t in answered]
+    scores = scorer.score(list(zip(texts, records, strict=True)))
+    for (i, trajectory), score in zip(answered, scores, strict=True):
+        rewards[i] = score.reward
+        if score.error:
+            valid[i] = False
+            errors[int(trajectory.id)] = score.error
+    return first, Block(rewards=rewards, valid=valid, errors=errors)
+
+
+@functools.lru_cache(maxsize=1)
+def _tools(settings: bytes) -> tuple[Any, Any]:
+    from tasks.scoring import Scorer
+    from tasks.server import TokenizedPrompts
+
+    loaded, code = pickle.loads(settings)
+    scoring = loaded.scoring
+    file, colon, name = scoring.function.rpartition(":")
+    if file in code:  # the user's own, from where the command was given
+        folder = Path(tempfile.mkdtemp(prefix="staleflow-reward-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        (folder / file).write_text(code[file])
+        scoring = dataclasses.replace(scoring, function=f"{folder / file}{colon}{name}")
+    return TokenizedPrompts(loaded), Scorer(scoring)

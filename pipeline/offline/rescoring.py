@@ -1,0 +1,279 @@
+"""Reading stored responses under other weights: how far a checkpoint has moved from what sampled them.
+
+Workers load the model once and answer with a few sums a trajectory; the logprobs themselves travel only if a branch is
+to keep them, and then wait in a file, not in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline import config as configuration
+from pipeline.config import RunConfig
+from pipeline.model_files import inspect_model
+from pipeline.offline.pool import Pool, blocks, store_at
+from stores import branches
+from stores.errors import ConfigError
+from stores.selection import Selection
+from stores.trajectory import Ended
+from stores.versioned import Damaged, VersionedStore
+
+MODEL_ROWS = 64
+"""Trajectories a task reads: a forward pass costs more than its bookkeeping."""
+TOKEN_BUDGET = 16_384
+"""Padded tokens a forward pass."""
+SAFE = 300.0
+"""Largest log ratio that is exponentiated: its square still is a number."""
+SUMS = (
+    "tokens", "log_ratio", "distance", "farthest", "kl", "ratio", "ratio_squared", "clipped",
+)  # fmt: skip
+"""What a worker tells of a trajectory: sums over its tokens, but `farthest`, a maximum."""
+_SUM = {name: i for i, name in enumerate(SUMS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a worker reads with. clip_low, clip_high: the ratios [1 - low, 1 + high] that a loss would not clip."""
+
+    model: str
+    dtype: str
+    device: str
+    temperature: float
+    clip_low: float
+    clip_high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtStaleness:
+    """How the model stands to the trajectories of one staleness. ratio = pi_model / pi_rollout of a token.
+
+    kl: KL(rollout || model), nats a token, by the k3 estimate mean(ratio - 1 - log ratio). ess_tokens: effective sample
+    size over tokens, (sum r)^2 / (n sum r^2), a share of 1. ess_sequences: the same over whole responses, whose weights
+    are the products of their tokens' ratios. clipped: share of tokens outside the job's clip range. distance, farthest:
+    mean and largest |log ratio|, nats."""
+
+    staleness: int
+    trajectories: int
+    tokens: int
+    kl: float
+    ess_tokens: float
+    ess_sequences: float
+    clipped: float
+    ratio: float
+    distance: float
+    farthest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """What came of it; staleness -1 stands for what was never trained on. errors: of rows that cannot be read."""
+
+    model: str
+    rows: int
+    by_staleness: tuple[AtStaleness, ...]
+    errors: dict[int, str]
+    branch: str = ""
+    snapshot: str = ""
+
+
+def rescore(
+    run_dir: Path,
+    model: str,
+    pool: Pool,
+    *,
+    branch: str = "",
+    where: str = "",
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> Rescored:
+    """Read a run's responses under the model of a folder or hub name. branch: one to keep the logprobs on, for which
+    all responses are read. Raises ConfigError before anything is computed."""
+    config = configuration.load(run_dir / "config.toml")
+    if branch and where:
+        raise ConfigError("--branch keeps the logprobs of all trajectories; leave --where out")
+    reading = reading_of(config, model)
+    path = (run_dir / "store").resolve()
+    store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
+    if branch:
+        branches.refuse(path, branch)
+    columns = store.columns()
+    chosen = Selection(where).mask(columns) & (columns["response_tokens"] > 0)
+    count = len(chosen)
+    sums = np.zeros((count, len(SUMS)))
+    errors: dict[int, str] = {}
+    done = 0
+    with tempfile.TemporaryFile() as file:  # without a name: whatever happens, nothing is left
+        kept = _mapped(file, store.array_lengths()["tokens/logprobs"]) if branch else None
+        calls = (
+            (reading, str(path), store.snapshot, first, last, chosen[first:last], kept is not None)
+            for first, last in blocks(count, MODEL_ROWS)
+        )
+        for part in pool.run(read_rows, calls):
+            sums[part.first : part.first + len(part.sums)] = part.sums
+            errors |= part.errors
+            for offset, logprobs in part.logprobs:
+                assert kept is not None
+                kept[offset : offset + len(logprobs)] = logprobs
+            done += len(part.sums)
+            progress(done, count)
+        snapshot = ""
+        if kept is not None:
+            lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": reading.temperature}
+            snapshot = branches.derive_logprobs(store, path, branch, kept, lineage)
+    return Rescored(
+        model=model,
+        rows=int(chosen.sum()) - len(errors),
+        by_staleness=tuple(_by_staleness(columns["staleness"], sums)),
+        errors=errors,
+        branch=branch,
+        snapshot=snapshot,
+    )
+
+
+def reading_of(config: RunConfig, model: str) -> Reading:
+    """How the responses of a job are read under a model. Raises ConfigError if it cannot be loaded."""
+    if config.emulated:
+        raise ConfigError(f"{config.run_dir}: an emulated run has no texts that a model could read")
+    inspect_model(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)))
+    return Reading(
+        model=str(Path(model).resolve()) if Path(model).is_dir() else model,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        temperature=config.rollout.temperature,
+        clip_low=config.training.loss.clip_low,
+        clip_high=config.training.loss.clip_high,
+    )
+
+
+def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) -> Iterable[AtStaleness]:
+    for lag in np.unique(staleness):
+        of = sums[(staleness == lag) & (sums[:, _SUM["tokens"]] > 0)]
+        if not len(of):
+            continue
+        total = dict(zip(SUMS, of.sum(axis=0).tolist(), strict=True))
+        tokens = total["tokens"]
+        # Weights of whole responses span hundreds of orders of magnitude: only their proportion counts.
+        weights = np.exp(of[:, _SUM["log_ratio"]] - of[:, _SUM["log_ratio"]].max())
+        yield AtStaleness(
+            staleness=int(lag),
+            trajectories=len(of),
+            tokens=int(tokens),
+            kl=total["kl"] / tokens,
+            ess_tokens=total["ratio"] ** 2 / (tokens * total["ratio_squared"]),
+            ess_sequences=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
+            clipped=total["clipped"] / tokens,
+            ratio=total["ratio"] / tokens,
+            distance=total["distance"] / tokens,
+            farthest=float(of[:, _SUM["farthest"]].max()),
+        )
+
+
+def _mapped(file: Any, count: int) -> npt.NDArray[np.float32]:
+    """[count] zeros in a file."""
+    file.truncate(max(1, count) * 4)
+    return np.memmap(file, np.float32, mode="r+", shape=(max(1, count),))[:count]
+
+
+def _digest(folder: Path) -> str:
+    """Of the weights' files, in the order of their names; empty for a model of the hub."""
+    digest = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    for path in files:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 22):
+                digest.update(piece)
+    return digest.hexdigest() if files else ""
+
+
+# -- on the workers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A block of rows, read. sums: [N, len(SUMS)]. logprobs: (place among the store's tokens, [T]) of each response, if
+    they are to be kept."""
+
+    first: int
+    sums: npt.NDArray[np.float64]
+    errors: dict[int, str]
+    logprobs: list[tuple[int, npt.NDArray[np.float32]]]
+
+
+def read_rows(
+    reading: Reading, path: str, snapshot: str, first: int, last: int, chosen: npt.NDArray[np.bool_], keep: bool
+) -> Part:
+    """Read the chosen of rows first <= row < last of a snapshot. A task; the model stays in its process."""
+    rows = list(store_at(path, snapshot).readable(first, last))
+    errors = {int(r.trajectory): r.what for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, Damaged)}
+    at = [i for i, (row, c) in enumerate(zip(rows, chosen, strict=True)) if c and not isinstance(row, Damaged)]
+    read = response_logprobs(reading, [row for i in at if isinstance(row := rows[i], Ended)])
+    sums = np.zeros((len(rows), len(SUMS)))
+    logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
+    table = store_at(path, snapshot).places(first, last) if keep else None
+    for i, new in zip(at, read, strict=True):
+        row = rows[i]
+        assert isinstance(row, Ended)
+        sums[i] = _sums(row.trajectory.logprobs, new, reading)
+        if table is not None:
+            logprobs.append((int(table[i]), new))
+    return Part(first=first, sums=sums, errors=errors, logprobs=logprobs)
+
+
+def response_logprobs(reading: Reading, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
+    """[T] logprobs of each response under the model, nats."""
+    from tasks.packing import Row
+
+    packed = [
+        Row(
+            prompt=row.trajectory.prompt_tokens,
+            response=row.trajectory.response_tokens,
+            behaviour=row.trajectory.logprobs,
+            advantage=0.0,
+            staleness=0,
+        )
+        for row in rows
+    ]
+    found = _reader(reading).rows(packed, range(len(packed)))
+    return [found[i] for i in range(len(packed))]
+
+
+def _sums(old: npt.NDArray[np.float32], new: npt.NDArray[np.float32], reading: Reading) -> npt.NDArray[np.float64]:
+    log_ratio = np.clip(new.astype(np.float64) - old, -SAFE, SAFE)
+    ratio = np.exp(log_ratio)
+    clipped = (ratio < 1 - reading.clip_low) | (ratio > 1 + reading.clip_high)
+    distance = np.abs(log_ratio)
+    values = {
+        "tokens": len(ratio),
+        "log_ratio": log_ratio.sum(),
+        "distance": distance.sum(),
+        "farthest": distance.max(initial=0.0),
+        "kl": (ratio - 1 - log_ratio).sum(),
+        "ratio": ratio.sum(),
+        "ratio_squared": (ratio**2).sum(),
+        "clipped": clipped.sum(),
+    }
+    return np.asarray([values[name] for name in SUMS], np.float64)
+
+
+@functools.lru_cache(maxsize=1)
+def _reader(reading: Reading) -> Any:
+    from tasks.engines.transformers import load_model, resolve_device
+    from tasks.logprobs import Reader
+
+    device = resolve_device(reading.device)
+    return Reader(
+        model=load_model(reading.model, "float32", device, attention="sdpa"),
+        device=device,
+        half=reading.dtype == "bfloat16",
+        temperature=reading.temperature,
+        token_budget=TOKEN_BUDGET,
+    )

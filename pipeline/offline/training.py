@@ -1,0 +1,327 @@
+"""Training on stored trajectories: the run's trainer and losses on its batches, in their order, without any rollout.
+
+Over everything a run consumed, with nothing changed, this gives the very weights that the run published, step by step,
+which the fingerprints in the store prove. With other rewards (a branch), a choice of rows or other settings it gives
+another policy; behaviour logprobs are always the stored ones, so the losses correct for the distance.
+
+The training is one task on a Dask worker. Killed, it goes on from its newest resume point when it is asked for again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pickle
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline import build, knobs
+from pipeline import config as configuration
+from pipeline.config import RunConfig
+from pipeline.evaluation import Evaluation
+from pipeline.model_files import inspect_model
+from pipeline.offline.pool import Pool, store_at
+from stores.errors import ConfigError, StoreError
+from stores.resume_points import ResumePoints
+from stores.selection import Selection
+from stores.trajectory import Ended, InstanceId, PolicyVersion
+from stores.versioned import Damaged, VersionedStore
+
+MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
+"""What --set may change: how it learns, not what it learns from."""
+POINT_S = 30.0
+"""Seconds of work that a kill may lose."""
+LIMIT_S = 3600.0
+"""Longest an evaluation may take."""
+
+Report = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that the outcome depends on. out: the folder to make. exact: nothing differs from what the run did."""
+
+    config: RunConfig
+    path: str
+    snapshot: str
+    branch: str
+    where: str
+    epochs: int
+    out: str
+    exact: bool
+
+    @property
+    def digest(self) -> str:
+        """Tells one plan from another."""
+        told = (knobs.to_toml(self.config), self.snapshot, self.where, self.epochs)
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What came of it. same_steps: leading steps after which the weights were, bit for bit, those the run published;
+    None where they are not meant to be. errors: of rows that cannot be read; they are left out."""
+
+    out: str
+    checkpoint: str
+    steps: int
+    rows: int
+    before: Evaluation | None
+    after: Evaluation | None
+    same_steps: int | None
+    errors: dict[int, str]
+
+
+def train_offline(
+    run_dir: Path,
+    out: Path,
+    pool: Pool,
+    *,
+    overrides: tuple[str, ...] = (),
+    branch: str = "main",
+    where: str = "",
+    epochs: int = 1,
+    report: Report = lambda _: None,
+) -> Trained:
+    """Train on what a run consumed, into the folder `out`, which appears when all is done. report: hears of every
+    step. Raises ConfigError before anything is trained."""
+    plan = planned(run_dir, out, overrides, branch, where, epochs)
+    topic = f"staleflow-offline-{secrets.token_hex(4)}"
+    pool.client.subscribe_topic(topic, lambda event: report(event[1]))
+    try:
+        (result,) = pool.run(_task, [(pickle.dumps(plan), topic)])
+    finally:
+        pool.client.unsubscribe_topic(topic)
+    trained: Trained = pickle.loads(result)
+    return trained
+
+
+def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, where: str, epochs: int) -> Plan:
+    """Everything checked. Raises ConfigError."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not key.startswith(MAY_CHANGE):
+            raise ConfigError(f"--set {override}: offline these can change: {', '.join(MAY_CHANGE)}")
+    if out.exists():
+        raise ConfigError(f"{out} is there already; name another with --out, or remove it")
+    config = configuration.load(run_dir / "config.toml", overrides)
+    if config.emulated:
+        raise ConfigError(f"{run_dir}: an emulated run has nothing that a model could learn")
+    inspect_model(config)
+    store = VersionedStore.open(run_dir / "store", branch=branch)
+    if not chosen_rows(store, where):
+        raise ConfigError(f"{run_dir}: no trajectory that was trained on is left by --where {where!r}")
+    same = [o for o in overrides if not o.startswith("task.eval_prompts")]
+    return Plan(
+        config=dataclasses.replace(
+            config, model=dataclasses.replace(config.model, path=_absolute(config.model.path)), runs_dir=str(out.parent)
+        ),
+        path=str(store.path),
+        snapshot=store.snapshot,
+        branch=branch,
+        where=where,
+        epochs=epochs,
+        out=str(out.resolve()),
+        exact=branch == "main" and not where and epochs == 1 and not same,
+    )
+
+
+def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:
+    """By training step, in the order they came: the places of the rows it consumed that `where` chooses."""
+    columns = store.columns()
+    mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
+    (at,) = np.nonzero(mask)
+    steps = columns["step"][at]
+    return {int(step): at[steps == step] for step in np.unique(steps)}
+
+
+def _absolute(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+# -- on the worker ---------------------------------------------------------------------------------------------------
+
+
+def _task(plan: bytes, topic: str) -> bytes:
+    """The training as a task. Values go as bytes: the scheduler has no use for what is in them."""
+    from distributed import get_worker
+
+    worker = get_worker()
+    return pickle.dumps(train(pickle.loads(plan), lambda event: worker.log_event(topic, dict(event))))
+
+
+def train(plan: Plan, report: Report) -> Trained:
+    """Carry out a plan, in this process."""
+    out = Path(plan.out)
+    part = out.with_name(f".{out.name}.part")
+    _prepare(part, plan)
+    context = inspect_model(plan.config).context
+    before = _evaluated(plan.config, plan.config.model.path, 0, context, report)
+    training = _Training(plan, part)
+    steps = list(training.steps())
+    report({"total": len(steps)})
+    if training.version:
+        report({"say": f"going on after {training.version} of {len(steps)} steps"})
+    for number in range(training.version, len(steps)):
+        report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
+    checkpoint = part / "checkpoints" / f"step-{len(steps):06d}"
+    training.policy.save(checkpoint)
+    after = _evaluated(plan.config, str(checkpoint), len(steps), context, report)
+    result = Trained(
+        out=plan.out,
+        checkpoint=str(out / "checkpoints" / checkpoint.name),
+        steps=len(steps),
+        rows=sum(len(rows) for _, rows in steps) - len(training.errors) * plan.epochs,
+        before=before,
+        after=after,
+        same_steps=training.same_steps(),
+        errors=training.errors,
+    )
+    shutil.rmtree(part / "resume", ignore_errors=True)
+    lineage = {"store": plan.path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
+    story = {**dataclasses.asdict(result), **lineage, "epochs": plan.epochs, "metrics": training.history}
+    (part / "offline.json").write_text(json.dumps(story, indent=2) + "\n")
+    part.rename(out)
+    return result
+
+
+def _prepare(part: Path, plan: Plan) -> None:
+    """The folder to work in, with what an earlier attempt at the same plan has left there. Raises StoreError."""
+    try:
+        if not (part / "plan").is_file() or (part / "plan").read_text() != plan.digest:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            (part / "job.toml").write_text(knobs.to_toml(plan.config))
+            (part / "plan").write_text(plan.digest)
+    except OSError as error:
+        raise StoreError(f"{part}: cannot be written: {error}; choose another place with --out") from error
+
+
+class _Training:
+    """The trainer, and how far it is."""
+
+    def __init__(self, plan: Plan, part: Path) -> None:
+        from tasks.training import PolicyTrainer, TrainerSettings
+
+        self._plan, self._part = plan, part
+        self._store = store_at(plan.path, plan.snapshot)
+        settings = build.trainer_settings(plan.config)
+        assert isinstance(settings, TrainerSettings)
+        steps = plan.config.steps * plan.epochs
+        self.policy = PolicyTrainer(dataclasses.replace(settings, num_steps=steps))
+        self.errors: dict[int, str] = {}
+        self.history: list[dict[str, float]] = []
+        self._published = {r.step: r.weight_fingerprint for r in self._store.steps() if r.kind == "step"}
+        self._prints: list[bool] = []
+        self._points = ResumePoints(part / "resume")
+        self._saved_at = time.monotonic()
+        self.version = max(self._points.versions(), default=PolicyVersion(0))
+        if self.version:
+            self.policy.load_state(self._points.path(self.version))
+            lines = (part / "history.jsonl").read_text().splitlines()[: self.version]
+            self.history = [json.loads(line) for line in lines]
+            self._prints = [bool(h.pop("same", False)) for h in self.history]
+            (part / "history.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    def steps(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """(number for the learning rate's schedule, places of the rows), of all epochs."""
+        chosen = chosen_rows(self._store, self._plan.where)
+        for epoch in range(self._plan.epochs):
+            for step, rows in chosen.items():
+                yield epoch * self._plan.config.steps + step, rows
+
+    def step(self, number: int, schedule: int, places: npt.NDArray[np.int64]) -> dict[str, float]:
+        """Train step `number` on some rows; returns its metrics."""
+        from stores import parameters
+        from tasks.packing import Row
+
+        first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so near each other
+        found = list(self._store.readable(first, last))
+        picked = [found[i - first] for i in places.tolist()]
+        self.errors |= {int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)}
+        ended = [row for row in picked if isinstance(row, Ended)]
+        rows = [
+            Row(
+                prompt=row.trajectory.prompt_tokens,
+                response=row.trajectory.response_tokens,
+                behaviour=row.trajectory.logprobs,
+                advantage=row.advantage,
+                staleness=row.staleness,
+                trained=row.loss_mask,
+            )
+            for row in ended
+        ]
+        begin = time.monotonic()
+        metrics = self.policy.step(schedule, rows) if rows else {}
+        metrics |= {
+            "step": float(number),
+            "reward": float(np.mean([row.trajectory.reward for row in ended])) if ended else 0.0,
+            "rows": float(len(rows)),
+            "train_s": time.monotonic() - begin,
+        }
+        same = self._plan.exact and parameters.fingerprint(self.policy.published()) == self._published.get(schedule)
+        self._prints.append(same)
+        self.history.append(metrics)
+        with (self._part / "history.jsonl").open("a") as file:
+            file.write(json.dumps({**metrics, "same": same}) + "\n")
+        if time.monotonic() - self._saved_at > POINT_S:
+            self._points.write(PolicyVersion(number + 1), self.policy.save_state)
+            self._saved_at = time.monotonic()
+        return metrics
+
+    def same_steps(self) -> int | None:
+        """See Trained."""
+        if not self._plan.exact:
+            return None
+        return next((i for i, same in enumerate(self._prints) if not same), len(self._prints))
+
+
+def _evaluated(config: RunConfig, model: str, version: int, context: int, report: Report) -> Evaluation | None:
+    """Mean reward on the job's held-out prompts under a model; None if the job has none."""
+    from tasks.answering import answers
+    from tasks.scoring import Scorer
+    from tasks.server import TokenizedPrompts
+
+    count = config.task.eval_prompts
+    if not count:
+        return None
+    report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
+    settings = build.server_settings(config, Path(), context)
+    prompts, scorer = TokenizedPrompts(settings), Scorer(settings.scoring)
+    tasks = [prompts.task(i, held_out=True) for i in range(count)]
+    # The embedded engine, wherever the job sampled: it is there wherever the trainer is.
+    sampling = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=model),
+        rollout=dataclasses.replace(
+            config.rollout, engine=dataclasses.replace(config.rollout.engine, name="transformers")
+        ),
+    )
+    engine = build.engine_settings(sampling, 0, inspect_model(sampling).eos).build(
+        InstanceId("evaluation"), config.cluster.threads
+    )
+    means = {}
+    try:
+        encoded = [prompts.encode(t) for t in tasks]
+        for greedy in (False, True):
+            tokens = answers(
+                engine, encoded, max_new_tokens=config.rollout.max_new_tokens, greedy=greedy, deadline_s=LIMIT_S
+            )
+            texts = prompts.texts([list(t) for t in tokens])
+            scores = scorer.score([(text, task.record) for text, task in zip(texts, tasks, strict=True)])
+            means[greedy] = sum(s.reward for s in scores) / count
+    finally:
+        scorer.close()
+        engine.close()
+    found = Evaluation(version=version, num_prompts=count, sampled=means[False], greedy=means[True])
+    report({"say": found.line})
+    return found

@@ -1,0 +1,126 @@
+"""A stored trajectory as people read it: its text, and for each token what sampled it and how likely it was.
+
+Values only; the terminal and the page render them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline import config as configuration
+from pipeline.offline.rescoring import reading_of, response_logprobs
+from pipeline.offline.texts import NumberTexts, Texts, pieces, texts_of
+from stores.errors import ConfigError
+from stores.selection import Selection
+from stores.trajectory import TrajectoryId
+from stores.versioned import VersionedStore
+
+ORDERS = {"worst": ("reward", 1), "best": ("reward", -1), "longest": ("response_tokens", -1)}
+"""By which column, and in which direction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenView:
+    """A sampled token. ratio: pi_model / pi_rollout under the model one asked for, None if none was."""
+
+    id: int
+    text: str
+    version: int
+    instance: str
+    logprob: float
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryView:
+    """A trajectory, with `facts` by name in the order to show them."""
+
+    id: int
+    facts: dict[str, object]
+    prompt: str
+    response: str
+    tokens: tuple[TokenView, ...]
+    error: str = ""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+def ranked(store: VersionedStore, order: str, count: int, where: str) -> list[TrajectoryId]:
+    """The first `count` trajectories by an order of ORDERS that `where` chooses; of equals the earlier one. Those that
+    were never scored are neither best nor worst. Raises ConfigError."""
+    columns = store.columns()
+    chosen = Selection(where).mask(columns)
+    name, sign = ORDERS[order]
+    if name == "reward":
+        chosen &= (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
+    (at,) = np.nonzero(chosen)
+    at = at[np.lexsort((columns["trajectory"][at], sign * columns[name][at]))]
+    return [TrajectoryId(int(i)) for i in columns["trajectory"][at[:count]]]
+
+
+def view(
+    run_dir: Path, store: VersionedStore, trajectories: Sequence[TrajectoryId], model: str = ""
+) -> list[TrajectoryView]:
+    """The trajectories with these ids. model: a folder or hub name to take importance ratios under; without one those a
+    branch keeps, if it does. Raises ConfigError for an unknown id, StoreError for a damaged one."""
+    config = configuration.load(run_dir / "config.toml")
+    texts: Texts
+    try:
+        texts = texts_of(config)
+    except ConfigError:
+        texts = NumberTexts()  # the tokens are there, whatever became of the tokenizer
+    rows = []
+    for id in trajectories:
+        row = store.get(id)
+        if row is None:
+            raise ConfigError(f"{run_dir}: no stored trajectory {id}; it was never started or is still in flight")
+        rows.append(row)
+    read: list[npt.NDArray[np.float32] | None]
+    if model:
+        read = [*response_logprobs(reading_of(config, model), rows)]
+    else:
+        read = [store.rescored(row.trajectory.id) for row in rows]
+    views = []
+    for row, new in zip(rows, read, strict=True):
+        t = row.trajectory
+        ids, logprobs = t.response_tokens.tolist(), t.logprobs
+        ratios = [None] * len(ids) if new is None else np.exp(np.asarray(new, np.float64) - logprobs).tolist()
+        instances = [str(s.instance) for s in t.segments for _ in s.tokens]
+        tokens = tuple(
+            TokenView(id=i, text=text, version=int(v), instance=where, logprob=float(p), ratio=r)
+            for i, text, v, where, p, r in zip(
+                ids, pieces(texts, ids), t.versions, instances, logprobs, ratios, strict=True
+            )
+        )
+        facts: dict[str, object] = {
+            "trajectory": int(t.id),
+            "group": int(t.group),
+            "fate": row.fate.value,
+            "reason": row.reason.value,
+            "step": row.step,
+            "v_traj": int(t.v_traj),
+            "staleness": row.staleness,
+            "finish": t.finish.value,
+            "reward": t.reward,
+            "advantage": row.advantage,
+        }
+        views.append(
+            TrajectoryView(
+                id=int(t.id),
+                facts=facts,
+                prompt=texts.text(t.prompt_tokens.tolist(), special=True),
+                response=texts.text(ids, special=True),
+                tokens=tokens,
+                error=t.error,
+                reward_parts=t.reward_parts,
+                timings={
+                    name: getattr(t.timings, name) for name in ("arrived_s", "routed_s", "sampled_s", "rewarded_s")
+                },
+            )
+        )
+    return views

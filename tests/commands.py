@@ -1,0 +1,26 @@
+"""Commands as a user gives them, in this process: no import of a second torch, so a test can try twenty."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+from cli.main import main
+
+
+def command(*args: str | int | Path) -> subprocess.CompletedProcess[str]:
+    """What `staleflow ARGS` answers. Not for commands that run a cluster."""
+    out, err = io.StringIO(), io.StringIO()
+    before, sys.argv = sys.argv, ["staleflow", *map(str, args)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main()
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    finally:
+        sys.argv = before
+    return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
