@@ -53,7 +53,7 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
 
 
 def reached(config: RunConfig) -> PolicyVersion:
-    """The version a run can go on from: of its newest resume point that the store has reached, 0 for one that has
+    """The version a run can go on from: of its newest whole resume point that the store has reached, 0 for one that has
     stored nothing. Raises ConfigError if there is none, or nothing left to do: a run that was killed after its last
     step still has its evaluation before it."""
     from stores.versioned import VersionedStore
@@ -66,10 +66,10 @@ def reached(config: RunConfig) -> PolicyVersion:
     trained = sum(r.kind == "step" for r in records)
     if trained > config.steps or (trained == config.steps and records[-1].kind == "end"):
         raise ConfigError(f"{run_dir}: all {trained} steps are trained; --set steps=N with a larger N trains further")
-    points = [v for v in ResumePoints(run_dir / "resume").versions() if v <= trained]
+    points = [v for v in ResumePoints(run_dir / "resume").whole() if v <= trained]
     if trained and not points:
         raise ConfigError(
-            f"{run_dir}: {trained} steps are stored and no resume point; training.resume_every was "
+            f"{run_dir}: {trained} steps are stored and no whole resume point; training.resume_every was "
             f"{config.training.resume_every}"
         )
     return points[-1] if points else PolicyVersion(0)

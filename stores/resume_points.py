@@ -5,6 +5,7 @@ A file is made visible by rename, so whoever resumes sees all of it or nothing.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,11 @@ class ResumePoints:
     def versions(self) -> list[PolicyVersion]:
         """What can be resumed from, oldest first."""
         return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.pt"))
+
+    def whole(self) -> list[PolicyVersion]:
+        """Those whose file has its end: a torch file is a zip archive, whose directory comes last. A few bytes are
+        read of each."""
+        return [version for version in self.versions() if zipfile.is_zipfile(self.path(version))]
 
     def write(self, version: PolicyVersion, write: Callable[[Path], None]) -> None:
         """Have `write` fill a file for `version`; the oldest beyond those kept are removed. Raises StoreError."""

@@ -416,7 +416,7 @@ def _ended(
     middle = begin + row["prompt_tokens"]
     end = middle + row["response_tokens"]
     extra = json.loads(text[row["text_offset"] - text_at :][: row["text_bytes"]])
-    segments, at = [], middle
+    segments, at, agree = [], middle, True
     for instance, version, size in extra["segments"]:
         segments.append(
             Segment(
@@ -426,8 +426,9 @@ def _ended(
                 logprobs=tokens["logprobs"][at : at + size],
             )
         )
+        agree &= bool((tokens["versions"][at : at + size] == version).all())
         at += size
-    if at != end or any((tokens["versions"][middle:end] != _versions(segments)).tolist()):
+    if at != end or not agree:
         raise StoreError(f"trajectory {row['trajectory']}: its segments do not match its token versions")
     reward, advantage, arrived_s, routed_s, sampled_s, rewarded_s = values
     return Ended(
@@ -449,10 +450,6 @@ def _ended(
         advantage=advantage,
         loss_mask=bool(row["loss_mask"]),
     )
-
-
-def _versions(segments: Sequence[Segment]) -> npt.NDArray[Any]:
-    return np.concatenate([np.full(len(s.tokens), s.version, np.int32) for s in segments] or [np.zeros(0, np.int32)])
 
 
 def _extra(trajectory: Trajectory) -> dict[str, Any]:

@@ -101,7 +101,10 @@ class Scorer:
     def _ensure_process(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tasks.scoring"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                # -P: whatever is called `tasks` in the current folder is not ours.
+                [sys.executable, "-P", "-m", "tasks.scoring"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
             assert self._process.stdin is not None and self._process.stdout is not None
             _write(self._process.stdin, self._settings)

@@ -139,11 +139,8 @@ class TokenizedPrompts:
         return self._source.task(index, held_out=held_out)
 
     def text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    def texts(self, responses: list[list[int]]) -> list[str]:
-        """Many at once: the tokenizer is faster that way."""
-        return [str(text) for text in self._tokenizer.batch_decode(responses, skip_special_tokens=True)]
+        # An array: transformers looks at each element of a list, which takes longer than decoding.
+        return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=True))
 
 
 class TrajectoryServer:

@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from stores.selection import Selection
 from stores.trajectory import Ended, TrajectoryId
 from stores.versioned import VersionedStore
 from tests.commands import command
-from tests.test_run import staleflow
+from tests.test_run import ENVIRONMENT, staleflow
 from tests.test_stores import change_a_logprob, corrupt_tokens, edit
 
 
@@ -320,3 +322,16 @@ def test_what_if_a_stored_run_had_been_another(stored: Path) -> None:
     assert [row["row"] for row in rows] == ["eta=0", "eta=2"]
     assert set(rows[0]["staleness"]) == {"0"}
     assert rows[1]["tokens_per_s"] > rows[0]["tokens_per_s"]
+
+
+def test_the_example_goes_through(stored: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stored, run)
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "examples/offline.py"], cwd=root, env={**ENVIRONMENT, "RUN": str(run)}, capture_output=True,
+        text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "audit clean: True" in done.stdout
+    assert (tmp_path / "run-offline-example" / "policy" / "checkpoints").is_dir()

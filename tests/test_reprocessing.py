@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +20,9 @@ from pipeline.offline.pool import local_pool
 from stores import branches
 from stores.errors import ConfigError, StoreError
 from stores.trajectory import Fate
-from stores.versioned import VersionedStore
+from stores.versioned import VersionedStore, repository_at
 from tests.commands import command
-from tests.test_run import check, staleflow
+from tests.test_run import ENVIRONMENT, check, staleflow
 
 
 def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path) -> None:
@@ -86,6 +92,35 @@ def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> 
     np.testing.assert_allclose(one["advantage"], two["advantage"], atol=1e-6)
     found = difference(stored, "main", "again")
     assert (found.changed, found.flipped, found.gained, found.lost) == (0, (), (), ())
+
+
+def test_killed_in_the_middle_it_leaves_no_trace(stored: Path, tmp_path: Path) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(stored, run)
+    before = repository_at(run / "store").list_branches()
+    called = tmp_path / "called"
+    reward = tmp_path / "slow.py"
+    reward.write_text(
+        f"import time, pathlib\ndef score(answer, record):\n    pathlib.Path({str(called)!r}).touch()\n"
+        "    time.sleep(0.3)\n    return 1.0\n"
+    )
+    words = ["store", "reprocess", str(run), "--reward", f"{reward}:score", "--branch", "killed", "--workers", "1"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "cli.main", *words], env=ENVIRONMENT, start_new_session=True, stderr=subprocess.DEVNULL
+    ) as process:
+        while not called.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert repository_at(run / "store").list_branches() == before
+    # Killed in the milliseconds between making the branch and giving it its name: nobody sees it, the next removes it.
+    repository_at(run / "store").create_branch("part-0123", VersionedStore.open(run / "store").snapshot)
+    with pytest.raises(ConfigError, match="no branch 'part-0123'"):
+        VersionedStore.open(run / "store", branch="part-0123")
+    check(run, 3)
+    with local_pool(1) as pool:
+        reprocessing.reprocess(run, "task", "killed", pool)
+    assert repository_at(run / "store").list_branches() == {*before, "killed"}
 
 
 def test_what_cannot_be_done_leaves_no_branch(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:

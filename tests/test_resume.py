@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import config as configuration
 from pipeline import resumption
 from stores.errors import ConfigError
 from stores.resume_points import KEPT, ResumePoints
@@ -107,11 +110,26 @@ def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(jo
     assert [e["version"] for e in summary["evaluations"]] == [0, 2]
 
 
+def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(stored, folder)
+    config = dataclasses.replace(
+        configuration.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5
+    )
+    points = ResumePoints(folder / "resume")
+    assert resumption.reached(config) == 3
+    newest = points.path(PolicyVersion(3))
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    assert resumption.reached(config) == 2
+    assert resumption.prepare(config).version == 2
+    assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
+
+
 def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -> None:
     end = run(job, "task.eval_prompts=0", "steps=2", "training.resume_every=0")
     for overrides, message in (
         ((), "all 2 steps are trained"),
-        (("steps=4",), "2 steps are stored and no resume point; training.resume_every was 0"),
+        (("steps=4",), "2 steps are stored and no whole resume point; training.resume_every was 0"),
         (("staleness.eta=3",), "a run keeps what it was started with"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:

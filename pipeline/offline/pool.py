@@ -18,8 +18,12 @@ from pipeline import board
 from stores.errors import ConfigError
 from stores.versioned import VersionedStore
 
-BLOCK_ROWS = 512
-"""Trajectories a task works on: about a MiB of tokens at 500 a trajectory, tenths of a second of work."""
+BLOCK_ROWS = 2048
+"""Trajectories a task works on, at most: some 10 MiB of tokens at 500 a trajectory, tenths of a second of work."""
+LEAST_ROWS = 128
+"""Below this a task's own cost counts."""
+BLOCKS_A_WORKER = 8
+"""At least, if there are rows enough: workers then end at about the same time."""
 CALLS_A_WORKER = 3
 """Tasks that are under way for each worker: enough that none waits."""
 
@@ -52,6 +56,11 @@ class Pool:
                 futures.add(submit(following))
                 break
             yield result
+
+    def blocks(self, count: int, most: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
+        """(first, last) of blocks that cover so many rows, of a size that gives all workers work."""
+        rows = min(most, max(LEAST_ROWS, count // (len(self.free()) * BLOCKS_A_WORKER)))
+        return blocks(count, rows)
 
     def free(self) -> list[str]:
         """Addresses of the workers that no job has. Raises ConfigError if there are none."""
@@ -89,7 +98,7 @@ def local_pool(count: int) -> Iterator[Pool]:
             yield Pool(client, shared=False)
 
 
-def blocks(count: int, rows: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
+def blocks(count: int, rows: int) -> Iterator[tuple[int, int]]:
     """(first, last) of blocks that cover so many rows.
 
     >>> list(blocks(5, 2))

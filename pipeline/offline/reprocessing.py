@@ -25,7 +25,7 @@ from pipeline import build
 from pipeline import config as configuration
 from pipeline.config import RunConfig, TrackingConfig
 from pipeline.jobs import with_code
-from pipeline.offline.pool import Pool, blocks, store_at
+from pipeline.offline.pool import Pool, store_at
 from stores import branches
 from stores.errors import ConfigError
 from stores.trajectory import Fate, Trajectory
@@ -63,7 +63,7 @@ def reprocess(
     done = 0
     config, code = with_code(dataclasses.replace(config, tracking=TrackingConfig()))
     settings = pickle.dumps((build.server_settings(config, path, context=2**31), code))
-    calls = ((settings, str(path), store.snapshot, first, last) for first, last in blocks(count))
+    calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
     for first, block in pool.run(score_rows, calls):
         last = first + len(block.rewards)
         rewards[first:last], valid[first:last] = block.rewards, block.valid
@@ -149,7 +149,7 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
             valid[i] = False
         elif row.trajectory.num_tokens:
             answered.append((i, row.trajectory))
-    texts = prompts.texts([t.response_tokens.tolist() for _, t in answered])
+    texts = [prompts.text(t.response_tokens) for _, t in answered]
     records = [prompts.task(int(t.group)).record for _, t in answered]
     scores = scorer.score(list(zip(texts, records, strict=True)))
     for (i, trajectory), score in zip(answered, scores, strict=True):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pipeline import config as configuration
 from pipeline.config import RunConfig
 from pipeline.model_files import inspect_model
-from pipeline.offline.pool import Pool, blocks, store_at
+from pipeline.offline.pool import Pool, store_at
 from stores import branches
 from stores.errors import ConfigError
 from stores.selection import Selection
@@ -115,7 +115,7 @@ def rescore(
         kept = _mapped(file, store.array_lengths()["tokens/logprobs"]) if branch else None
         calls = (
             (reading, str(path), store.snapshot, first, last, chosen[first:last], kept is not None)
-            for first, last in blocks(count, MODEL_ROWS)
+            for first, last in pool.blocks(count, MODEL_ROWS)
         )
         for part in pool.run(read_rows, calls):
             sums[part.first : part.first + len(part.sums)] = part.sums

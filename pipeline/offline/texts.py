@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from pipeline.config import RunConfig
 from stores.errors import ConfigError
 
@@ -27,7 +29,7 @@ class TokenizerTexts:
         self._tokenizer = tokenizer
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
+        return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
 
 
 class NumberTexts:

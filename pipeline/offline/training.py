@@ -316,7 +316,7 @@ def _evaluated(config: RunConfig, model: str, version: int, context: int, report
             tokens = answers(
                 engine, encoded, max_new_tokens=config.rollout.max_new_tokens, greedy=greedy, deadline_s=LIMIT_S
             )
-            texts = prompts.texts([list(t) for t in tokens])
+            texts = [prompts.text(t) for t in tokens]
             scores = scorer.score([(text, task.record) for text, task in zip(texts, tasks, strict=True)])
             means[greedy] = sum(s.reward for s in scores) / count
     finally:

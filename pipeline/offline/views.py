@@ -5,6 +5,7 @@ Values only; the terminal and the page render them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,15 +52,22 @@ class TrajectoryView:
 
 
 def ranked(store: VersionedStore, order: str, count: int, where: str) -> list[TrajectoryId]:
-    """The first `count` trajectories by an order of ORDERS that `where` chooses; of equals the earlier one. Those that
-    were never scored are neither best nor worst. Raises ConfigError."""
+    """The first `count` trajectories by an order of ORDERS that `where` chooses; of equals one of each group first.
+    Those that were never scored are neither best nor worst. Raises ConfigError."""
     columns = store.columns()
     chosen = Selection(where).mask(columns)
     name, sign = ORDERS[order]
     if name == "reward":
         chosen &= (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
     (at,) = np.nonzero(chosen)
-    at = at[np.lexsort((columns["trajectory"][at], sign * columns[name][at]))]
+    at = at[np.argsort(columns["trajectory"][at])]
+    # Of equals one of each group first: siblings are too much alike to read one after another.
+    seen: Counter[int] = Counter()
+    turns = np.zeros(len(at), np.int64)
+    for i, group in enumerate(columns["group"][at].tolist()):
+        turns[i] = seen[group]
+        seen[group] += 1
+    at = at[np.lexsort((columns["trajectory"][at], turns, sign * columns[name][at]))]
     return [TrajectoryId(int(i)) for i in columns["trajectory"][at[:count]]]
 
 

@@ -1,0 +1,120 @@
+# %% [markdown]
+# # A stored run, months later
+#
+# Every trajectory of a run is in its store: tokens, behaviour logprobs, the policy version of each token, rewards, and
+# what became of it. This walks through what can be done with them: cell by cell in an editor or notebook that knows
+# `# %%`, or all at once, `RUN=runs/demo python examples/offline.py`. Each step also is a command; the titles name them.
+
+# %%
+import os
+import shutil
+from pathlib import Path
+
+from distributed import Client
+
+from pipeline.offline import differences, exporting, reprocessing, rescoring, training, views
+from pipeline.offline.pool import Pool
+from stores.audit import audit
+from stores.base import batch_fingerprint
+from stores.versioned import VersionedStore
+
+run = Path(os.environ.get("RUN", "runs/demo"))
+results = Path(f"{run}-offline-example")
+shutil.rmtree(results, ignore_errors=True)
+results.mkdir()
+
+# %% [markdown]
+# ## What is there, and is it sound? (`store show`, `store audit`)
+
+# %%
+store = VersionedStore.open(run / "store")
+steps = [record for record in store.steps() if record.kind == "step"]
+print(f"{run}: {len(steps)} steps, bound eta = {store.header.eta}; audit clean: {audit(store).clean}")
+
+# %% [markdown]
+# Any step's batch, as it was then: bit for bit what the trainer received. (`store show --at-step K`)
+
+# %%
+last = steps[-1]
+then = VersionedStore.open(run / "store", at_step=last.step)
+batch = list(then.ended(step=last.step))
+assert batch_fingerprint((row.trajectory, row.advantage) for row in batch) == last.batch_fingerprint
+print(f"step {last.step} consumed {len(batch)} trajectories, fingerprint {last.batch_fingerprint}")
+
+# %% [markdown]
+# ## As a table
+#
+# A row a trajectory, read block by block where it is computed: the store may be larger than memory. Without a client
+# Dask computes in this process; with `Client("tcp://head:8786")` on a cluster.
+
+# %%
+frame = store.to_dask()
+trained = frame[frame.fate == "consumed"]
+print(trained.groupby("staleness")[["reward", "response_tokens"]].mean().compute())
+
+# %% [markdown]
+# ## As arrays
+#
+# Tokens lie side by side over a dimension of their own; `mask` is 1 where the loss was taken.
+
+# %%
+data = store.to_xarray()
+surprise = -data.logprobs.where(data.mask == 1).mean().compute()
+print(f"mean surprise of a trained token when it was sampled: {float(surprise):.3f} nats")
+
+# %% [markdown]
+# ## The ones to read (`store show --worst 2`)
+
+# %%
+for seen in views.view(run, store, views.ranked(store, "worst", 2, f"step == {last.step}")):
+    print(f"trajectory {seen.id}, reward {seen.facts['reward']:.2f}: {seen.prompt!r} -> {seen.response!r}")
+
+# %% [markdown]
+# ## Another reward, on a branch (`store reprocess`, `store diff`)
+#
+# Nothing stored is overwritten. The branch says which function made it, with the hash of its file.
+
+# %%
+client = Client(processes=False, dashboard_address=None)  # this process; on a cluster its address
+pool = Pool(client, shared=False)
+branch = f"strict-{len(store.steps())}-{os.getpid()}"
+made = reprocessing.reprocess(run, "examples/strict_reward.py:score", branch, pool)
+print(f"mean reward {made.mean_before:.3f} -> {made.mean_after:.3f}")
+changed = differences.difference(run, "main", branch)
+print(f"{changed.changed} of {changed.trajectories} rewards differ, {len(changed.flipped)} groups rank otherwise")
+
+# %% [markdown]
+# ## How far has the policy moved? (`store rescore-logprobs`)
+#
+# The last checkpoint reads what older versions sampled.
+
+# %%
+checkpoint = max((run / "checkpoints").iterdir())
+for at in rescoring.rescore(run, str(checkpoint), pool, where=f"step >= {last.step - 1}").by_staleness:
+    print(f"staleness {at.staleness}: KL {at.kl:.2g} nats, effective sample size {at.ess_tokens:.0%} of the tokens")
+
+# %% [markdown]
+# ## For others to read (`store export`)
+
+# %%
+written = exporting.export(run, "hf", results / "dataset", pool, where="reward > 0")
+print(f"{written.rows} trajectories for datasets.load_dataset({written.path!r})")
+
+# %% [markdown]
+# ## Training without sampling (`train-offline`)
+#
+# Over everything, with nothing changed, this gives the run's own weights again, bit for bit. Here it is with the other
+# reward, and only on what was nearly fresh.
+
+# %%
+end = training.train_offline(run, results / "policy", pool, branch=branch, where="staleness <= 1")
+print(f"{end.checkpoint}: {end.steps} steps on {end.rows} trajectories")
+for evaluation in (end.before, end.after):
+    if evaluation is not None:
+        print(evaluation.line)
+client.close()
+
+# %% [markdown]
+# ## What if? (`staleflow simulate --from RUN --sweep staleness.eta=0,1,2`)
+#
+# The stored lengths and the measured latencies under another bound, in virtual time, from the command line.
