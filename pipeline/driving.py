@@ -21,7 +21,7 @@ from distributed.core import Status
 from pipeline import board, reporting
 from pipeline import config as configuration
 from pipeline.config import RunConfig
-from pipeline.jobs import CODE, Submission, Where, find
+from pipeline.jobs import CODE, Submission, Where, client_security, find
 from pipeline.runs import Seat, SeatTaken, execute, refuse_taken
 from stores.errors import InstanceLost, StaleflowError, StoreError
 from stores.versioned import VersionedStore
@@ -34,7 +34,7 @@ def drive(submission: Submission) -> str:
     """The driver's task; returns how the job ended. It runs again when its worker dies, or the one that holds what it
     returned."""
     worker = get_worker()
-    seat = Seat(address=worker.address, security=worker.security)
+    seat = Seat(address=worker.address, security=client_security(worker.security))
     secede()  # it computes little and lasts long: the worker's thread is for others
     return asyncio.run(
         _drive(submission, seat, worker.scheduler.address, alive=lambda: worker.status is Status.running)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 """How often a followed log is looked at."""
+UNREACHABLE = (OSError, TimeoutError, ValueError, RuntimeError)
+"""What a client raises that finds no scheduler; RuntimeError where it has TLS and the scheduler has none."""
 CONNECT_S = 5.0
 """Longest to wait for a scheduler."""
 
@@ -65,10 +68,10 @@ class Where:
                 yield pool
             return
         target = {"address": self.address} if self.address else {"scheduler_file": self.scheduler_file}
-        self._check_file()
+        self._check()
         try:
             client = Client(**target, timeout=CONNECT_S, security=self.security)
-        except (OSError, TimeoutError, ValueError) as error:
+        except UNREACHABLE as error:
             raise self._unreachable(error) from error
         with client:
             client.sync(board.ensure, client)
@@ -76,9 +79,26 @@ class Where:
             pool.free()
             yield pool
 
-    def _check_file(self) -> None:
-        if self.scheduler_file and not Path(self.scheduler_file).is_file():
-            raise ConfigError(f"--scheduler-file {self.scheduler_file}: no such file; `dask scheduler` writes one")
+    def _check(self) -> None:
+        """What a client would only find out in a traceback. Raises ConfigError."""
+        import dask
+
+        address = self.address
+        if self.scheduler_file:
+            try:
+                address = str(json.loads(Path(self.scheduler_file).read_text())["address"])
+            except OSError as error:
+                raise ConfigError(
+                    f"--scheduler-file {self.scheduler_file}: no such file; `dask scheduler` writes one"
+                ) from error
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"--scheduler-file {self.scheduler_file}: not written by a scheduler") from error
+        if (
+            address.startswith("tls://")
+            and self.security is None
+            and not dask.config.get("distributed.comm.tls.ca-file")
+        ):
+            raise ConfigError(f"{address} wants TLS; name the files with --tls-ca-file, --tls-cert and --tls-key")
 
     def _unreachable(self, error: BaseException) -> ConfigError:
         target = self.address or self.scheduler_file or "the scheduler Dask is configured for"
@@ -93,13 +113,13 @@ class Where:
 
             if not dask.config.get("scheduler-address", None):
                 raise ConfigError("which cluster? name it with --scheduler, --scheduler-file or DASK_SCHEDULER_ADDRESS")
-        self._check_file()
+        self._check()
         named: dict[str, Any] = {"address": self.address} if self.address else {}
         if self.scheduler_file:
             named = {"scheduler_file": self.scheduler_file}
         try:
             client = await Client(**named, asynchronous=True, timeout=CONNECT_S, security=self.security)
-        except (OSError, TimeoutError, ValueError) as error:
+        except UNREACHABLE as error:
             raise self._unreachable(error) from error
         try:
             await board.ensure(client)
@@ -179,3 +199,15 @@ def security_of(ca_file: str, cert: str, key: str) -> Any:
         if not Path(path).is_file():
             raise ConfigError(f"{option} {path}: no such file; with TLS all three are needed")
     return Security(tls_ca_file=ca_file, tls_client_cert=cert, tls_client_key=key, require_encryption=True)
+
+
+def client_security(security: Any) -> Any:
+    """Of a worker, as a client of the same cluster needs it: started with --tls-cert, it has one for workers only."""
+    if security is None or not security.tls_worker_cert or security.tls_client_cert:
+        return security
+    return Security(
+        tls_ca_file=security.tls_ca_file,
+        tls_client_cert=security.tls_worker_cert,
+        tls_client_key=security.tls_worker_key,
+        require_encryption=security.require_encryption,
+    )

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import zarr
 
 from stores.errors import ConfigError, StoreError
-from stores.versioned import FLOAT_COLUMNS, INT_COLUMNS, MAIN, UNDER_WAY, VersionedStore, branch_names, repository_at
+from stores.layout import FLOAT_COLUMNS, INT_COLUMNS
+from stores.versioned import MAIN, UNDER_WAY, VersionedStore, branch_names, repository_at
 
 RESCORED = "tokens/rescored"
 """float32 [T]: what another model makes of each response token, nats; 0 elsewhere."""

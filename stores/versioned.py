@@ -30,21 +30,11 @@ import numpy.typing as npt
 import zarr
 from zarr.codecs import BloscCodec
 
+from stores import layout
 from stores.base import RunHeader, StepRecord, record_from_json, record_to_json
 from stores.errors import ConfigError, StoreError
-from stores.trajectory import (
-    AbortReason,
-    Ended,
-    Fate,
-    FinishReason,
-    GroupId,
-    InstanceId,
-    PolicyVersion,
-    Segment,
-    Timings,
-    Trajectory,
-    TrajectoryId,
-)
+from stores.layout import AT, FATES, FINISHES, FLOAT_COLUMNS, INT_COLUMNS, REASONS, TOKEN_ARRAYS
+from stores.trajectory import Ended, Fate, TrajectoryId
 
 if "ICECHUNK_LOG" not in os.environ:
     # It warns at each opening that several committers on a local disk lose commits; a run has one, by design.
@@ -59,16 +49,6 @@ UNDER_WAY = "part-"
 """How branches are called while they are made: nobody is shown them."""
 TOKEN_CHUNK = 65_536
 """Elements a token chunk: one commit of a small job, a quarter of a MiB."""
-
-INT_COLUMNS = (
-    "trajectory", "group", "v_traj", "v_min", "v_max", "offset", "prompt_tokens", "response_tokens",
-    "finish", "fate", "reason", "step", "staleness", "text_offset", "text_bytes", "loss_mask",
-)  # fmt: skip
-FLOAT_COLUMNS = ("reward", "advantage", "arrived_s", "routed_s", "sampled_s", "rewarded_s")
-
-_FINISHES, _FATES, _REASONS = tuple(FinishReason), tuple(Fate), tuple(AbortReason)
-_TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
-_INT = {name: i for i, name in enumerate(INT_COLUMNS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +90,7 @@ class VersionedStore:
         # One byte a trajectory id, set once it is stored: ids are dense, and nothing may be stored twice.
         self._stored = bytearray()
         if self._commits:
-            self._mark(self._column(root, "rows/int")[:, _INT["trajectory"]].tolist())
+            self._mark(self._column(root, "rows/int")[:, AT["trajectory"]].tolist())
 
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> VersionedStore:
@@ -120,7 +100,7 @@ class VersionedStore:
             session = repository.writable_session("main")
             root = zarr.open_group(session.store, mode="w", zarr_format=3)
             root.attrs.update({"format": FORMAT, "header": asdict(header)})
-            for name, dtype in _TOKEN_ARRAYS.items():
+            for name, dtype in TOKEN_ARRAYS.items():
                 _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype)
             _array(root, "rows/int", (0, len(INT_COLUMNS)), (1024, len(INT_COLUMNS)), "int64")
             _array(root, "rows/float", (0, len(FLOAT_COLUMNS)), (1024, len(FLOAT_COLUMNS)), "float32")
@@ -206,43 +186,22 @@ class VersionedStore:
 
     def _append(self, root: Any, record: StepRecord, ended: Sequence[Ended]) -> tuple[int, int]:
         begin = -(-self._num_tokens // TOKEN_CHUNK) * TOKEN_CHUNK
-        columns: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _TOKEN_ARRAYS}
-        ints = np.zeros((len(ended), len(INT_COLUMNS)), np.int64)
-        floats = np.zeros((len(ended), len(FLOAT_COLUMNS)), np.float32)
-        text = bytearray()
         text_begin = int(root["text"].shape[0])
-        offset = begin
-        for i, row in enumerate(ended):
-            t = row.trajectory
-            response, versions = t.response_tokens, t.versions
-            prompt = len(t.prompt_tokens)
-            columns["ids"] += [t.prompt_tokens, response]
-            columns["logprobs"] += [np.zeros(prompt, np.float32), t.logprobs]
-            columns["versions"] += [np.full(prompt, -1, np.int32), versions]
-            columns["mask"] += [np.zeros(prompt, np.uint8), np.full(len(response), row.loss_mask, np.uint8)]
-            extra = json.dumps(_extra(t), separators=(",", ":")).encode()
-            ints[i] = (
-                t.id, t.group, t.v_traj, versions.min(initial=2**31 - 1), versions.max(initial=-1), offset, prompt,
-                len(response), _FINISHES.index(t.finish), _FATES.index(row.fate), _REASONS.index(row.reason), row.step,
-                row.staleness, text_begin + len(text), len(extra), row.loss_mask,
-            )  # fmt: skip
-            timings = (t.timings.arrived_s, t.timings.routed_s, t.timings.sampled_s, t.timings.rewarded_s)
-            floats[i] = (t.reward, row.advantage, *timings)
-            text += extra
-            offset += prompt + len(response)
-        num_tokens = offset - begin
+        packed = layout.pack(ended, begin, text_begin)
+        offset = begin + packed.num_tokens
+        num_tokens = packed.num_tokens
         if num_tokens:
-            for name, parts in columns.items():
+            for name, values in packed.tokens.items():
                 array = root[f"tokens/{name}"]
                 array.resize((offset,))
-                array[begin:offset] = np.concatenate(parts)
+                array[begin:offset] = values
         if len(ended):
-            root["rows/int"].append(ints)
-            root["rows/float"].append(floats)
+            root["rows/int"].append(packed.ints)
+            root["rows/float"].append(packed.floats)
         filled = replace(record, num_rows=len(ended), num_tokens=num_tokens)
         document = json.dumps(record_to_json(filled), separators=(",", ":")).encode()
-        place = np.asarray([[record.step, text_begin + len(text), len(document)]], np.int64)
-        root["text"].append(np.frombuffer(bytes(text) + document, np.uint8))
+        place = np.asarray([[record.step, text_begin + len(packed.text), len(document)]], np.int64)
+        root["text"].append(np.frombuffer(packed.text + document, np.uint8))
         root["steps"].append(place)
         return num_tokens, (offset if num_tokens else self._num_tokens)
 
@@ -261,8 +220,8 @@ class VersionedStore:
         ints = self._column(root, "rows/int")
         at = np.arange(len(ints))
         if step is not None:
-            consumed = ints[:, _INT["fate"]] == _FATES.index(Fate.CONSUMED)
-            at = at[consumed & (ints[:, _INT["step"]] == step)]
+            consumed = ints[:, AT["fate"]] == FATES.index(Fate.CONSUMED)
+            at = at[consumed & (ints[:, AT["step"]] == step)]
         floats = self._column(root, "rows/float")
         # Block by block: rows of one block stand side by side in the token arrays.
         for block in (at[i : i + 4096] for i in range(0, len(at), 4096)):
@@ -277,7 +236,7 @@ class VersionedStore:
     def places(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """[N] where the response tokens begin, of the rows first <= place < last."""
         ints = self._slice(self._read_root(), "rows/int", first, last)
-        return np.asarray(ints[:, _INT["offset"]] + ints[:, _INT["prompt_tokens"]], np.int64)
+        return np.asarray(ints[:, AT["offset"]] + ints[:, AT["prompt_tokens"]], np.int64)
 
     def readable(self, first: int, last: int) -> Iterator[Ended | Damaged]:
         """As `rows`, with those that a corrupt chunk holds named instead of raised."""
@@ -292,7 +251,7 @@ class VersionedStore:
             try:
                 yield from self._block(root, ints[i : i + 1], floats[i : i + 1])
             except StoreError as error:
-                yield Damaged(trajectory=TrajectoryId(int(ints[i, _INT["trajectory"]])), what=str(error))
+                yield Damaged(trajectory=TrajectoryId(int(ints[i, AT["trajectory"]])), what=str(error))
 
     def damage(self) -> Iterator[DamagedChunk]:
         """Every chunk that cannot be read. Reads all of them."""
@@ -318,7 +277,7 @@ class VersionedStore:
     def get(self, trajectory: TrajectoryId) -> Ended | None:
         root = self._read_root()
         ints = self._column(root, "rows/int")
-        (at,) = np.nonzero(ints[:, _INT["trajectory"]] == trajectory)
+        (at,) = np.nonzero(ints[:, AT["trajectory"]] == trajectory)
         if not len(at):
             return None
         return next(iter(self._block(root, ints[at[:1]], self._column(root, "rows/float")[at[:1]])))
@@ -333,7 +292,7 @@ class VersionedStore:
     def columns(self) -> dict[str, npt.NDArray[Any]]:
         """As `table`, for people: fate, reason and finish in words, and nothing of the layout."""
         table = self.table()
-        for name, members in (("fate", _FATES), ("reason", _REASONS), ("finish", _FINISHES)):
+        for name, members in (("fate", FATES), ("reason", REASONS), ("finish", FINISHES)):
             table[name] = np.asarray([m.value for m in members])[table[name]]
         return {name: column for name, column in table.items() if name not in ("offset", "text_offset", "text_bytes")}
 
@@ -355,28 +314,28 @@ class VersionedStore:
         if "tokens/rescored" not in root:
             return None
         ints = self._column(root, "rows/int")
-        (at,) = np.nonzero(ints[:, _INT["trajectory"]] == trajectory)
-        begin = int(ints[at[0], _INT["offset"]] + ints[at[0], _INT["prompt_tokens"]])
-        return self._slice(root, "tokens/rescored", begin, begin + int(ints[at[0], _INT["response_tokens"]]))
+        (at,) = np.nonzero(ints[:, AT["trajectory"]] == trajectory)
+        begin = int(ints[at[0], AT["offset"]] + ints[at[0], AT["prompt_tokens"]])
+        return self._slice(root, "tokens/rescored", begin, begin + int(ints[at[0], AT["response_tokens"]]))
 
     def array_lengths(self) -> dict[str, int]:
         """Length of each array: what an audit compares with the records."""
         root = self._read_root()
-        names = [*(f"tokens/{n}" for n in _TOKEN_ARRAYS), "rows/int", "rows/float", "text", "steps"]
+        names = [*(f"tokens/{n}" for n in TOKEN_ARRAYS), "rows/int", "rows/float", "text", "steps"]
         return {name: int(root[name].shape[0]) for name in names}
 
     def _block(self, root: Any, ints: npt.NDArray[Any], floats: npt.NDArray[Any]) -> Iterable[Ended]:
         if not len(ints):
             return
-        first = int(ints[:, _INT["offset"]].min())
-        sizes = ints[:, _INT["prompt_tokens"]] + ints[:, _INT["response_tokens"]]
-        last = int((ints[:, _INT["offset"]] + sizes).max())
+        first = int(ints[:, AT["offset"]].min())
+        sizes = ints[:, AT["prompt_tokens"]] + ints[:, AT["response_tokens"]]
+        last = int((ints[:, AT["offset"]] + sizes).max())
         tokens = {name: self._slice(root, f"tokens/{name}", first, last) for name in ("ids", "logprobs", "versions")}
-        text_first = int(ints[:, _INT["text_offset"]].min())
-        text_last = int((ints[:, _INT["text_offset"]] + ints[:, _INT["text_bytes"]]).max())
+        text_first = int(ints[:, AT["text_offset"]].min())
+        text_last = int((ints[:, AT["text_offset"]] + ints[:, AT["text_bytes"]]).max())
         text = self._slice(root, "text", text_first, text_last).tobytes()
         for row, values in zip(ints.tolist(), floats.tolist(), strict=True):
-            ended = _ended(dict(zip(INT_COLUMNS, row, strict=True)), values, tokens, first, text, text_first)
+            ended = layout.unpack(row, values, tokens, first, text, text_first)
             if self._errors is not None:
                 error = self._errors.get(str(ended.trajectory.id), "")
                 ended = replace(ended, trajectory=replace(ended.trajectory, error=error, reward_parts={}))
@@ -407,58 +366,6 @@ class VersionedStore:
         else:
             session = self._repository.readonly_session(snapshot_id=self._at_snapshot)
         return zarr.open_group(session.store, mode="r")
-
-
-def _ended(
-    row: dict[str, int], values: list[float], tokens: dict[str, npt.NDArray[Any]], first: int, text: bytes, text_at: int
-) -> Ended:
-    begin = row["offset"] - first
-    middle = begin + row["prompt_tokens"]
-    end = middle + row["response_tokens"]
-    extra = json.loads(text[row["text_offset"] - text_at :][: row["text_bytes"]])
-    segments, at, agree = [], middle, True
-    for instance, version, size in extra["segments"]:
-        segments.append(
-            Segment(
-                version=PolicyVersion(version),
-                instance=InstanceId(instance),
-                tokens=tokens["ids"][at : at + size],
-                logprobs=tokens["logprobs"][at : at + size],
-            )
-        )
-        agree &= bool((tokens["versions"][at : at + size] == version).all())
-        at += size
-    if at != end or not agree:
-        raise StoreError(f"trajectory {row['trajectory']}: its segments do not match its token versions")
-    reward, advantage, arrived_s, routed_s, sampled_s, rewarded_s = values
-    return Ended(
-        trajectory=Trajectory(
-            id=TrajectoryId(row["trajectory"]),
-            group=GroupId(row["group"]),
-            prompt_tokens=tokens["ids"][begin:middle],
-            v_traj=PolicyVersion(row["v_traj"]),
-            segments=tuple(segments),
-            finish=_FINISHES[row["finish"]],
-            reward=reward,
-            reward_parts=extra.get("parts", {}),
-            error=extra.get("error", ""),
-            timings=Timings(arrived_s=arrived_s, routed_s=routed_s, sampled_s=sampled_s, rewarded_s=rewarded_s),
-        ),
-        fate=_FATES[row["fate"]],
-        reason=_REASONS[row["reason"]],
-        step=row["step"],
-        advantage=advantage,
-        loss_mask=bool(row["loss_mask"]),
-    )
-
-
-def _extra(trajectory: Trajectory) -> dict[str, Any]:
-    extra: dict[str, Any] = {"segments": [[s.instance, s.version, len(s.tokens)] for s in trajectory.segments]}
-    if trajectory.reward_parts:
-        extra["parts"] = trajectory.reward_parts
-    if trajectory.error:
-        extra["error"] = trajectory.error
-    return extra
 
 
 def repository_at(path: Path) -> Any:

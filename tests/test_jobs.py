@@ -19,6 +19,7 @@ import pytest
 from pipeline.jobs import Where
 from stores.trajectory import Fate
 from stores.versioned import VersionedStore
+from tests.commands import command
 from tests.test_run import ENVIRONMENT, check, staleflow
 
 PATIENCE_S = 150.0
@@ -41,8 +42,8 @@ class Cluster:
         for _ in range(count):
             self._dask("worker", "--nthreads", "1", "--local-directory", str(self._folder))
 
-    def __call__(self, command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        return staleflow(command, *arguments, "--scheduler-file", self.file)
+    def __call__(self, verb: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return command(verb, *arguments, "--scheduler-file", self.file)
 
     def job(self, id: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self("status", id, "--json").stdout)
@@ -85,6 +86,10 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     one = Cluster(tmp_path)
+    deadline = time.monotonic() + PATIENCE_S
+    while not one.file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     yield one
     one.close()
 
@@ -115,7 +120,7 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     cluster.add(3)
     (tmp_path / "mine.py").write_text("def reward(answer, record):\n    return float(len(answer) % 2)\n")
     submitted = cluster(
-        "submit", job, "--set", "steps=40", "--set", f"reward.function={tmp_path}/mine.py:reward", "--name", "far",
+        "submit", job, "--set", "steps=20", "--set", f"reward.function={tmp_path}/mine.py:reward", "--name", "far",
         "--set", "task.eval_prompts=0", "--set", "deadlines.call_s=20",
     )  # fmt: skip
     assert submitted.returncode == 0, submitted.stderr
@@ -127,14 +132,32 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     assert "rollout-0" in shown
     assert "tokens/s" in shown
 
+    far = tmp_path / "runs" / "far"
+    export = (
+        "store",
+        "export",
+        far,
+        "--to",
+        "jsonl",
+        "--out",
+        tmp_path / "far.jsonl",
+        "--scheduler-file",
+        cluster.file,
+    )
+    refused = command(*export)
+    assert (refused.returncode, "none of its 3 workers is free, jobs have 3" in refused.stderr) == (2, True)
+
     os.kill(where_is(cluster)[f"staleflow-job-{id}"], signal.SIGKILL)
     job_end = cluster.until(id, "done")
     assert job_end["why"] == ""
-    store = check(tmp_path / "runs" / "far", 40)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 40 * 16
+    store = check(far, 20)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 20 * 16
+    exported = command(*export)  # there is room now
+    assert exported.returncode == 0, exported.stderr
+    assert len((tmp_path / "far.jsonl").read_text().splitlines()) == len(list(store.ended()))
     log = cluster("logs", id)
     assert "going on from version" in log.stdout
-    assert "step 39/40" in log.stdout
+    assert "step 19/20" in log.stdout
     followed = cluster("logs", id[:-2], "-f")  # the beginning of an id will do, and it has ended
     assert followed.stdout == log.stdout
 
@@ -144,7 +167,7 @@ def test_a_cancelled_job_is_gone_on_with_and_two_jobs_share_no_worker(
     job: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.add(5)  # three each are needed: the second job waits for one
-    common = ("--set", "task.eval_prompts=0", "--set", "steps=400")
+    common = ("--set", "task.eval_prompts=0", "--set", "steps=200")
     one = cluster("submit", job, *common, "--name", "one").stdout.strip()
     cluster.until(one, "running", steps=1)
     two = cluster("submit", job, *common, "--name", "two").stdout.strip()
@@ -175,18 +198,18 @@ def test_a_cancelled_job_is_gone_on_with_and_two_jobs_share_no_worker(
 
 
 def test_wrong_input_to_each_command_is_one_line(job: Path, cluster: Cluster, tmp_path: Path) -> None:
-    for command in ("status", "logs", "cancel"):
-        answer = cluster(command, "no-such-job")
+    for verb in ("status", "logs", "cancel"):
+        answer = cluster(verb, "no-such-job")
         assert (answer.returncode, answer.stdout) == (2, "")
         assert answer.stderr == "staleflow: 'no-such-job' is no job of this cluster; `staleflow jobs` lists them\n"
     assert "no jobs" in cluster("jobs").stdout
-    nowhere = staleflow("submit", job, "--scheduler", "tcp://127.0.0.1:9")
+    nowhere = command("submit", job, "--scheduler", "tcp://127.0.0.1:9")
     assert nowhere.returncode == 2
     assert nowhere.stderr.startswith("staleflow: no scheduler at tcp://127.0.0.1:9: ")
     assert nowhere.stderr.count("\n") == 1
-    assert "which cluster?" in staleflow("jobs").stderr
-    assert "no such file" in staleflow("jobs", "--scheduler-file", tmp_path / "none.json").stderr
-    assert "with TLS all three" in staleflow("jobs", "--scheduler", "tls://127.0.0.1:9", "--tls-cert", "x").stderr
+    assert "which cluster?" in command("jobs").stderr
+    assert "no such file" in command("jobs", "--scheduler-file", tmp_path / "none.json").stderr
+    assert "with TLS all three" in command("jobs", "--scheduler", "tls://127.0.0.1:9", "--tls-cert", "x").stderr
     missing = cluster("submit", job, "--set", "reward.function=none.py:f")
     assert (missing.returncode, missing.stdout) == (2, "")
     assert "reward.function = " in missing.stderr

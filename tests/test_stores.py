@@ -20,9 +20,10 @@ import zarr
 from stores.audit import audit
 from stores.base import LedgerState, RunHeader, StepRecord, TrajectoryStore, batch_fingerprint, id_ranges
 from stores.errors import ConfigError, StoreError
+from stores.layout import INT_COLUMNS
 from stores.memory import MemoryStore
 from stores.trajectory import Ended, Fate, TrajectoryId
-from stores.versioned import INT_COLUMNS, TOKEN_CHUNK, Damaged, VersionedStore
+from stores.versioned import TOKEN_CHUNK, Damaged, VersionedStore
 from tests.store_conformance import HEADER, TrajectoryStoreTests, ended, record
 
 

@@ -1,0 +1,145 @@
+"""How trajectories lie in a store's arrays: a row of numbers each, tokens side by side, and JSON for what is irregular.
+
+The arrays themselves are listed in stores/versioned.py. Numpy, pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stores.errors import StoreError
+from stores.trajectory import (
+    AbortReason,
+    Ended,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Timings,
+    Trajectory,
+    TrajectoryId,
+)
+
+INT_COLUMNS = (
+    "trajectory", "group", "v_traj", "v_min", "v_max", "offset", "prompt_tokens", "response_tokens",
+    "finish", "fate", "reason", "step", "staleness", "text_offset", "text_bytes", "loss_mask",
+)  # fmt: skip
+FLOAT_COLUMNS = ("reward", "advantage", "arrived_s", "routed_s", "sampled_s", "rewarded_s")
+
+FINISHES, FATES, REASONS = tuple(FinishReason), tuple(Fate), tuple(AbortReason)
+TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
+AT = {name: i for i, name in enumerate(INT_COLUMNS)}
+"""Place of a name among INT_COLUMNS."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Rows as a commit appends them. tokens: [T] by the names of TOKEN_ARRAYS."""
+
+    tokens: dict[str, npt.NDArray[Any]]
+    ints: npt.NDArray[np.int64]  # [R, len(INT_COLUMNS)]
+    floats: npt.NDArray[np.float32]  # [R, len(FLOAT_COLUMNS)]
+    text: bytes
+    num_tokens: int
+
+
+def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
+    """begin, text_begin: where their tokens and their text will stand."""
+    columns: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
+    ints = np.zeros((len(ended), len(INT_COLUMNS)), np.int64)
+    floats = np.zeros((len(ended), len(FLOAT_COLUMNS)), np.float32)
+    text = bytearray()
+    offset = begin
+    for i, row in enumerate(ended):
+        t = row.trajectory
+        response, versions = t.response_tokens, t.versions
+        prompt = len(t.prompt_tokens)
+        columns["ids"] += [t.prompt_tokens, response]
+        columns["logprobs"] += [np.zeros(prompt, np.float32), t.logprobs]
+        columns["versions"] += [np.full(prompt, -1, np.int32), versions]
+        columns["mask"] += [np.zeros(prompt, np.uint8), np.full(len(response), row.loss_mask, np.uint8)]
+        extra = json.dumps(_extra(t), separators=(",", ":")).encode()
+        ints[i] = (
+            t.id, t.group, t.v_traj, versions.min(initial=2**31 - 1), versions.max(initial=-1), offset, prompt,
+            len(response), FINISHES.index(t.finish), FATES.index(row.fate), REASONS.index(row.reason), row.step,
+            row.staleness, text_begin + len(text), len(extra), row.loss_mask,
+        )  # fmt: skip
+        timings = (t.timings.arrived_s, t.timings.routed_s, t.timings.sampled_s, t.timings.rewarded_s)
+        floats[i] = (t.reward, row.advantage, *timings)
+        text += extra
+        offset += prompt + len(response)
+    return Packed(
+        tokens={name: np.concatenate(parts) for name, parts in columns.items()},
+        ints=ints,
+        floats=floats,
+        text=bytes(text),
+        num_tokens=offset - begin,
+    )
+
+
+def unpack(
+    ints: Sequence[int],
+    floats: Sequence[float],
+    tokens: Mapping[str, npt.NDArray[Any]],
+    first: int,
+    text: bytes,
+    text_first: int,
+) -> Ended:
+    """A row again. tokens, text: slices that hold its own; first, text_first: where they begin. Raises StoreError if
+    they do not belong together."""
+    row = dict(zip(INT_COLUMNS, ints, strict=True))
+    begin = row["offset"] - first
+    middle = begin + row["prompt_tokens"]
+    end = middle + row["response_tokens"]
+    extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
+    segments, at, agree = [], middle, True
+    for instance, version, size in extra["segments"]:
+        segments.append(
+            Segment(
+                version=PolicyVersion(version),
+                instance=InstanceId(instance),
+                tokens=tokens["ids"][at : at + size],
+                logprobs=tokens["logprobs"][at : at + size],
+            )
+        )
+        agree &= bool((tokens["versions"][at : at + size] == version).all())
+        at += size
+    if at != end or not agree:
+        raise StoreError(f"trajectory {row['trajectory']}: its segments do not match its token versions")
+    reward, advantage, arrived_s, routed_s, sampled_s, rewarded_s = floats
+    return Ended(
+        trajectory=Trajectory(
+            id=TrajectoryId(row["trajectory"]),
+            group=GroupId(row["group"]),
+            prompt_tokens=tokens["ids"][begin:middle],
+            v_traj=PolicyVersion(row["v_traj"]),
+            segments=tuple(segments),
+            finish=FINISHES[row["finish"]],
+            reward=reward,
+            reward_parts=extra.get("parts", {}),
+            error=extra.get("error", ""),
+            timings=Timings(arrived_s=arrived_s, routed_s=routed_s, sampled_s=sampled_s, rewarded_s=rewarded_s),
+        ),
+        fate=FATES[row["fate"]],
+        reason=REASONS[row["reason"]],
+        step=row["step"],
+        advantage=advantage,
+        loss_mask=bool(row["loss_mask"]),
+    )
+
+
+def _extra(trajectory: Trajectory) -> dict[str, Any]:
+    extra: dict[str, Any] = {"segments": [[s.instance, s.version, len(s.tokens)] for s in trajectory.segments]}
+    if trajectory.reward_parts:
+        extra["parts"] = trajectory.reward_parts
+    if trajectory.error:
+        extra["error"] = trajectory.error
+    return extra
