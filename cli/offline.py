@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -109,7 +110,9 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
     from pipeline.runs import only_here
 
     open_store(Path(run))
-    with only_here(Path(run)), where.pool(workers) as pool, progress_bar("read", quiet=as_json) as progress:
+    # A branch is a commit, and a run that is under way commits, too; reading disturbs nobody.
+    alone = only_here(Path(run)) if branch else contextlib.nullcontext()
+    with alone, where.pool(workers) as pool, progress_bar("read", quiet=as_json) as progress:
         result = rescoring.rescore(Path(run), model, pool, branch=branch, where=selection, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))

@@ -127,7 +127,8 @@ def arrow_schema(texts: dict[str, str]) -> Any:
     arrow = require("pyarrow")
     fields = [(name, arrow.type_for_alias("string" if dtype == "str" else dtype)) for name, dtype in COLUMNS.items()]
     lists = [(name, arrow.list_(arrow.type_for_alias(dtype))) for name, dtype in ARRAYS.items()]
-    parts = ("reward_parts", arrow.map_(arrow.string(), arrow.float64()))
+    # Not a map: the datasets library knows none.
+    parts = ("reward_parts", arrow.list_(arrow.struct([("name", arrow.string()), ("value", arrow.float64())])))
     return arrow.schema([*fields, *((name, arrow.string()) for name in texts.values()), *lists, parts])
 
 
@@ -139,7 +140,7 @@ def arrow_table(rows: list[Ended], texts: dict[str, str], prompts: list[str], re
             **record(row),
             texts["prompt"]: p,
             texts["response"]: r,
-            "reward_parts": list(row.trajectory.reward_parts.items()),
+            "reward_parts": [{"name": n, "value": v} for n, v in row.trajectory.reward_parts.items()],
         }
         for row, p, r in zip(rows, prompts, responses, strict=True)
     ]

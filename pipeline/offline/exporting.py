@@ -67,6 +67,8 @@ def export(
     texts_of(config)
     store = VersionedStore.open(run_dir / "store", branch=branch)
     (rows,) = np.nonzero(Selection(where).mask(store.columns()))
+    if not len(rows):
+        raise ConfigError(f"{run_dir}: no trajectory is left by --where {where!r}")
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of one that was killed
     data = part / "data" if to == "hf" else part

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import board
-from stores.errors import ConfigError
+from pipeline.cluster import HEAVY_ROLES
+from stores.errors import ConfigError, InstanceLost
 from stores.versioned import VersionedStore
 
 BLOCK_ROWS = 2048
@@ -35,13 +36,17 @@ class Pool:
     client: Any
     shared: bool
 
-    def run(self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    def run(
+        self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, model: bool = False
+    ) -> Iterator[Any]:
         """Results of function(*call), as they come; never more under way than the workers can use. What a call raises
-        is raised here, and the others are dropped. Raises ConfigError if jobs have all workers."""
-        from distributed import as_completed
+        is raised here, and the others are dropped. model: whether the calls need a worker made for models. Raises
+        ConfigError if jobs have all workers, InstanceLost if the workers do not survive it."""
+        from distributed import KilledWorker, as_completed
+        from distributed.client import FutureCancelledError
 
         calls = iter(calls)
-        free = self.free()
+        free = self.free(model=model)
         where = {"workers": free, "allow_other_workers": True} if self.shared else {}
 
         def submit(call: tuple[Any, ...]) -> Any:
@@ -50,7 +55,12 @@ class Pool:
         under_way = len(free) * CALLS_A_WORKER
         futures = as_completed([submit(call) for call, _ in zip(calls, range(under_way), strict=False)])
         for future in futures:
-            result = future.result()
+            try:
+                result = future.result()
+            except KilledWorker as error:
+                raise InstanceLost(f"workers died of the same work several times, for memory? {error}") from error
+            except FutureCancelledError as error:
+                raise InstanceLost("the scheduler is gone; nothing was stored, give the command again") from error
             future.release()
             for following in calls:
                 futures.add(submit(following))
@@ -62,13 +72,16 @@ class Pool:
         rows = min(most, max(LEAST_ROWS, count // (len(self.free()) * BLOCKS_A_WORKER)))
         return blocks(count, rows)
 
-    def free(self) -> list[str]:
-        """Addresses of the workers that no job has. Raises ConfigError if there are none."""
-        workers = list(self.client.scheduler_info(n_workers=-1)["workers"])
+    def free(self, *, model: bool = False) -> list[str]:
+        """Addresses of the workers that no job has; of those with GPUs if some say by their resources which they are.
+        Raises ConfigError if there are none."""
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
         if not self.shared:
-            return workers
+            return list(workers)
         taken = self.client.sync(board.ask, self.client, "taken", owner="")
         free = [address for address in workers if address not in taken]
+        made = [address for address in free if set(workers[address]["resources"]) & set(HEAVY_ROLES)]
+        free = (made or free) if model else free
         if not free:
             raise ConfigError(
                 f"cluster: none of its {len(workers)} workers is free, jobs have {len(taken)}; start one more, or wait "

@@ -26,6 +26,7 @@ from pipeline import config as configuration
 from pipeline.config import RunConfig, TrackingConfig
 from pipeline.jobs import with_code
 from pipeline.offline.pool import Pool, store_at
+from pipeline.offline.texts import texts_of
 from stores import branches
 from stores.errors import ConfigError
 from stores.trajectory import Fate, Trajectory
@@ -102,6 +103,7 @@ def _with_reward(config: RunConfig, reward: str) -> RunConfig:
     if file.endswith(".py"):
         reward = f"{Path(file).resolve()}:{name}"
     config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward))
+    texts_of(config)
     settings = build.scoring_settings(config)
     make_reward(reward, make_source(settings.source, settings.options, settings.seed))
     return config

@@ -117,7 +117,7 @@ def rescore(
             (reading, str(path), store.snapshot, first, last, chosen[first:last], kept is not None)
             for first, last in pool.blocks(count, MODEL_ROWS)
         )
-        for part in pool.run(read_rows, calls):
+        for part in pool.run(read_rows, calls, model=True):
             sums[part.first : part.first + len(part.sums)] = part.sums
             errors |= part.errors
             for offset, logprobs in part.logprobs:

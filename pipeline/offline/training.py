@@ -98,7 +98,7 @@ def train_offline(
     topic = f"staleflow-offline-{secrets.token_hex(4)}"
     pool.client.subscribe_topic(topic, lambda event: report(event[1]))
     try:
-        (result,) = pool.run(_task, [(pickle.dumps(plan), topic)])
+        (result,) = pool.run(_task, [(pickle.dumps(plan), topic)], model=True)
     finally:
         pool.client.unsubscribe_topic(topic)
     trained: Trained = pickle.loads(result)
