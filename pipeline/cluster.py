@@ -267,7 +267,11 @@ async def connect(config: RunConfig, security: Any = None) -> ActorCluster:
             client = await Client(**where, asynchronous=True, direct_to_workers=True, timeout=10, security=security)
         except (OSError, TimeoutError, ValueError) as error:
             raise ConfigError(f"cluster.{cluster.kind}: no scheduler at {target}: {error}") from error
-    await board.ensure(client)
+    try:
+        await board.ensure(client)
+    except BaseException:
+        await client.close()
+        raise
     return ActorCluster(
         client=client,
         local=local,

@@ -17,6 +17,8 @@ speed: docs/store.md). There is one committer, which also is what keeps Icechunk
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -77,7 +79,9 @@ class VersionedStore:
         self._at_snapshot = at_snapshot
         self._branch = branch
         self._where = where
-        root = self._read_root()
+        # What the next commit must find: there is one committer, and it knows what it committed last.
+        self._head = str(repository.lookup_branch(branch)) if at_snapshot is None else at_snapshot
+        root = self._read_root(self._head)
         attributes = dict(root.attrs)
         if attributes.get("format") != FORMAT:
             raise ConfigError(f"{where}: store format {attributes.get('format')!r}, this version reads {FORMAT}")
@@ -139,15 +143,16 @@ class VersionedStore:
         stays readable on a branch that is named after its last commit."""
         repository = icechunk.Repository.open(_storage(path), config=_config())
         undone = 0
-        for snapshot in repository.ancestry(branch="main"):
-            kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
-            if kind == "created" or (kind == "step" and step == num_steps - 1):
-                break
-            undone += kind == "step"
-        if undone:
-            head = repository.lookup_branch("main")
-            repository.create_branch(f"undone-{head}", head)
-            repository.reset_branch("main", snapshot.id)
+        with _locked(path):
+            for snapshot in repository.ancestry(branch="main"):
+                kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
+                if kind == "created" or (kind == "step" and step == num_steps - 1):
+                    break
+                undone += kind == "step"
+            if undone:
+                head = repository.lookup_branch("main")
+                repository.create_branch(f"undone-{head}", head)
+                repository.reset_branch("main", snapshot.id)
         return undone
 
     # -- writing -------------------------------------------------------------------------------------------------
@@ -160,20 +165,37 @@ class VersionedStore:
         if twice or len(set(ids)) < len(ids):
             raise StoreError(f"{self._where}: trajectory {(twice or ids)[0]} would be stored twice")
         try:
-            session = self._repository.writable_session("main")
-            root = zarr.open_group(session.store, mode="r+")
-            num_tokens, end = self._append(root, record, ended)
-            kind = {"kind": record.kind, "step": record.step, "rows": len(ended), "tokens": num_tokens}
-            snapshot: str = session.commit(f"{record.kind} {record.step}", metadata=kind)
+            with self._alone():
+                session = self._repository.writable_session(MAIN)
+                root = zarr.open_group(session.store, mode="r+")
+                num_tokens, end = self._append(root, record, ended)
+                kind = {"kind": record.kind, "step": record.step, "rows": len(ended), "tokens": num_tokens}
+                snapshot: str = session.commit(f"{record.kind} {record.step}", metadata=kind)
+        except StoreError:
+            raise
         except (icechunk.IcechunkError, OSError) as error:
             # The session is dropped: what was written before the failure belongs to no snapshot.
             raise StoreError(
                 f"{self._where}: {record.kind} {record.step} could not be stored: {_line(error)}; "
                 "free space or move runs_dir, everything up to the step before is safe"
             ) from error
+        self._head = snapshot
         self._num_tokens = end
         self._mark(ids)
         return snapshot
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While a commit is made. Raises StoreError if the branch is not where this committer left it: on a local file
+        system Icechunk would lose one of two commits without a word."""
+        with _locked(Path(self._where)):
+            head = str(self._repository.lookup_branch(MAIN))
+            if head != self._head:
+                raise StoreError(
+                    f"{self._where}: another process has committed since ({head}, not {self._head}): the run was "
+                    "resumed elsewhere, and this is no longer its store"
+                )
+            yield
 
     @property
     def _commits(self) -> bool:
@@ -360,11 +382,12 @@ class VersionedStore:
     def _column(self, root: Any, name: str) -> npt.NDArray[Any]:
         return self._slice(root, name, 0, root[name].shape[0])
 
-    def _read_root(self) -> Any:
-        if self._at_snapshot is None:
+    def _read_root(self, snapshot: str | None = None) -> Any:
+        snapshot = snapshot or self._at_snapshot
+        if snapshot is None:
             session = self._repository.readonly_session(self._branch)
         else:
-            session = self._repository.readonly_session(snapshot_id=self._at_snapshot)
+            session = self._repository.readonly_session(snapshot_id=snapshot)
         return zarr.open_group(session.store, mode="r")
 
 
@@ -374,6 +397,14 @@ def repository_at(path: Path) -> Any:
         return icechunk.Repository.open(_storage(path), config=_config())
     except (icechunk.IcechunkError, OSError) as error:
         raise StoreError(f"{path}: the store cannot be opened: {_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Only one process at a time moves the head of a store; for milliseconds, and never beyond its own end."""
+    with path.with_name(f".{path.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def branch_names(repository: Any) -> set[str]:

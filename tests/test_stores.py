@@ -67,6 +67,19 @@ class TestVersionedStore(TrajectoryStoreTests):
         root = zarr.open_group(repository.readonly_session(undone).store, mode="r")
         assert root["rows/int"][:, 0].tolist() == [0, 1, 2, 3]
 
+    def test_a_committer_that_another_has_overtaken_commits_nothing(self, tmp_path: Path, rng: Any) -> None:
+        old = VersionedStore.create(tmp_path / "s", HEADER)
+        old.commit(record(0), [ended(rng, 0, 0)])
+        new = VersionedStore.open(tmp_path / "s")
+        new.commit(record(1), [ended(rng, 1, 1)])
+        with pytest.raises(StoreError, match="another process has committed since"):
+            old.commit(record(1), [ended(rng, 2, 1)])
+        # Nor one whose steps were undone for a resumption.
+        VersionedStore.rewind(tmp_path / "s", 1)
+        with pytest.raises(StoreError, match="another process has committed since"):
+            new.commit(record(2), [ended(rng, 3, 2)])
+        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").ended()] == [0]
+
     def test_each_commit_starts_at_a_chunk_so_none_is_rewritten(self, tmp_path: Path, rng: Any) -> None:
         store = VersionedStore.create(tmp_path / "s", HEADER)
         for step in range(3):
