@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pipeline.config_checks import check_across
 from pipeline.knobs import Explained, apply_override, build, explained, knob, merged
 from pipeline.strategies.admission import ADMISSION_NAMES
 from pipeline.strategies.filtering import FILTERING_NAMES, Straggling
@@ -25,7 +25,6 @@ from tasks.names import (
     ADVANTAGE_NAMES,
     AGGREGATION_NAMES,
     ENGINE_NAMES,
-    ENGINE_OPTIONS_OURS,
     LOSS_NAMES,
     SAMPLING_REFUSED,
     SCHEDULE_NAMES,
@@ -394,7 +393,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
     config: RunConfig = build(RunConfig, _with_profile(tree, where), where)
-    _check_across(config, where)
+    check_across(config, where)
     return config
 
 
@@ -448,63 +447,3 @@ def explain(config: RunConfig) -> list[Explained]:
         doc = (getattr(RunConfig, name).__doc__ or "").strip() or f"{name.replace('_', ' ')}"
         rows.append(Explained(key=name, value=getattr(config, name), default="", limits="derived", doc=doc))
     return rows
-
-
-def _check_across(config: RunConfig, where: str) -> None:
-    """Rules that need more than one key."""
-    if not config.model.path and not config.emulated:
-        raise ConfigError(f"{where}: model.path is missing; name a folder or a hub model")
-    if "{prompt}" not in config.task.template:
-        raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {config.task.template!r}")
-    if not config.name or "/" in config.name or config.name.startswith("."):
-        raise ConfigError(f"{where}: name = {config.name!r} must be a plain folder name")
-    needs_groups = config.training.advantage != "reinforce_plus_plus"
-    if needs_groups and config.batch.group_size < 2:
-        raise ConfigError(
-            f"{where}: batch.group_size = 1 gives {config.training.advantage} nothing to compare with; it must be >= 2"
-        )
-    if config.training.minibatches > config.batch.groups_per_step * config.batch.group_size:
-        raise ConfigError(
-            f"{where}: training.minibatches = {config.training.minibatches} is more than the "
-            f"{config.trajectories_per_step} trajectories of a step"
-        )
-    staleness = config.staleness
-    if staleness.admission == "credits" and math.ceil(staleness.alpha) > staleness.eta:
-        raise ConfigError(
-            f"{where}: staleness.alpha = {staleness.alpha:g} lets trajectories lag {math.ceil(staleness.alpha)} "
-            f"versions, staleness.eta allows {staleness.eta}; lower alpha or raise eta"
-        )
-    for kind, key in (("address", "address"), ("file", "scheduler_file")):
-        if config.cluster.kind == kind and not getattr(config.cluster, key):
-            raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
-    _check_engine(config, where)
-    _check_virtual(config, where)
-
-
-def _check_engine(config: RunConfig, where: str) -> None:
-    """Rules of what the engines can do."""
-    engine = config.rollout.engine
-    if config.rollout.on_pull == "keep" and engine.name == "transformers":
-        raise ConfigError(f'{where}: rollout.on_pull = "keep" is not known to the transformers engine; use "interrupt"')
-    ours = ENGINE_OPTIONS_OURS.get(engine.name)
-    for option in engine.options:
-        if ours is None:
-            raise ConfigError(f"{where}: rollout.engine.options is not known to the {engine.name} engine; remove it")
-        if option in ours:
-            raise ConfigError(f"{where}: rollout.engine.options.{option}: {ours[option]}; remove it")
-    if engine.kv_tokens < config.rollout.max_new_tokens:
-        raise ConfigError(
-            f"{where}: rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "
-            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}"
-        )
-
-
-def _check_virtual(config: RunConfig, where: str) -> None:
-    """Rules of what is simulated or emulated."""
-    cost = config.rollout.cost
-    if cost.k4 + max(cost.k2, cost.b + cost.k3) <= 0:
-        raise ConfigError(f"{where}: rollout.cost: a decode step of one trajectory takes no time; set k2 or k4 above 0")
-    if config.workload.kind == "recorded" and not config.workload.run:
-        raise ConfigError(f'{where}: workload.kind = "recorded" needs workload.run, the folder of a stored run')
-    if config.simulation.colocated and config.staleness.admission != "synchronous":
-        raise ConfigError(f'{where}: simulation.colocated needs staleness.admission = "synchronous"')
