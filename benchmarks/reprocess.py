@@ -7,6 +7,7 @@ twice. The plain loop reads the store row after row and calls the same reward fu
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -68,9 +69,9 @@ def make_store(config: RunConfig, count: int) -> None:
         store.commit(StepRecord(kind="step", step=step, ledger=ledger), rows)
 
 
-def plain_loop(config: RunConfig) -> float:
+def plain_loop(config: RunConfig, function: str) -> float:
     """Seconds to read, decode and score everything on one core."""
-    scoring = build.scoring_settings(config)
+    scoring = dataclasses.replace(build.scoring_settings(config), function=function)
     source = make_source(scoring.source, scoring.options, scoring.seed)
     reward = make_reward(scoring.function, source)
     prompts = TokenizedPrompts(build.server_settings(config, config.run_dir / "store", context=2**31))
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--job", default="examples/demo.toml")
     parser.add_argument("--count", type=int, default=100_096, help="trajectories, whole steps of the job")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--reward", default="task", help="task, math_verify, path/to/file.py:name, or module:name")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = configuration.located(configuration.load(args.job, (f"runs_dir={folder}", "name=large")))
@@ -103,7 +105,7 @@ def main() -> None:
         make_store(config, args.count)
         size_mib = sum(p.stat().st_size for p in config.run_dir.rglob("*") if p.is_file()) / 2**20
         print(f"made in {time.perf_counter() - begin:.0f} s, {size_mib:.0f} MiB", flush=True)
-        alone_s = plain_loop(config)
+        alone_s = plain_loop(config, args.reward)
         print(f"plain loop: {alone_s:.1f} s, {args.count / alone_s:,.0f} trajectories/s", flush=True)
         with local_pool(args.workers) as pool:
             pids = list(pool.client.run(os.getpid).values())
@@ -113,7 +115,7 @@ def main() -> None:
             marks: list[tuple[float, int]] = []
             begin = time.perf_counter()
             result = reprocessing.reprocess(
-                config.run_dir, "task", "again", pool, lambda done, _: marks.append((time.perf_counter(), done))
+                config.run_dir, args.reward, "again", pool, lambda done, _: marks.append((time.perf_counter(), done))
             )
             seconds = time.perf_counter() - begin
             stop.set()

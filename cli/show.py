@@ -128,6 +128,8 @@ def show_steps(store: VersionedStore, as_json: bool) -> None:
     click.echo(
         f"{header.run}: {header.groups_per_step} groups of {header.group_size} a step, staleness bound {header.eta}"
     )
+    if others := sorted(store.branches()):
+        click.echo(f"other branches: {', '.join(others)}")
     for record in records:
         m = record.metrics
         ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in record.ledger.num_ended.items())

@@ -286,6 +286,10 @@ class VersionedStore:
                 except StoreError as error:
                     yield DamagedChunk(array=name, number=number, elements=size, what=str(error))
 
+    def branches(self) -> set[str]:
+        """Those besides the one that the run commits to."""
+        return branch_names(self._repository) - {MAIN}
+
     @property
     def path(self) -> Path:
         """Where it is, seen from anywhere on this machine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 import re
@@ -17,7 +18,9 @@ import pytest
 
 from pipeline import config as configuration
 from pipeline.offline import exporting, rescoring, training, views
+from pipeline.offline import pool as pools
 from pipeline.offline.pool import Pool, local_pool
+from stores import selection
 from stores.base import batch_fingerprint
 from stores.errors import ConfigError
 from stores.selection import Selection
@@ -116,6 +119,13 @@ def test_half_letters_are_told_with_the_token_that_completes_them() -> None:
     told = pieces(Bytes(), tokens)
     assert "".join(told) == "a\u00e9\u4f60b"
     assert told == ["a", "", "\u00e9", "", "", "\u4f60", "b"]
+
+
+def test_the_docstrings_examples_hold() -> None:
+    for module in (exporting, pools, selection):
+        result = doctest.testmod(module)
+        assert result.attempted
+        assert not result.failed
 
 
 # -- exporting ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,7 @@ def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path)
     )  # fmt: skip
     assert answered.returncode == 0, answered.stderr
     result = json.loads(answered.stdout)
+    assert re.search("other branches: .*by-length", command("store", "show", stored).stdout)
     check(stored, 3)
     for name, column in VersionedStore.open(stored / "store").table().items():
         np.testing.assert_array_equal(column, before[name])

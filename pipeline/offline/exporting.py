@@ -30,6 +30,8 @@ PART_ROWS = 8192
 """Trajectories a file: at 500 tokens each some 50 MiB."""
 READ_ROWS = 512
 """Trajectories read and written at once."""
+FEW = 8
+"""Of them: so few are read one by one, more together with those that lie between them."""
 TEXTS = {"parquet": {"prompt": "prompt", "response": "response"}, "hf": {"prompt": "prompt", "response": "completion"}}
 """What the text columns are called: for `datasets`, as the trainers that read those expect."""
 
@@ -144,21 +146,32 @@ def write_part(
     errors: dict[int, str] = {}
 
     def read() -> Iterator[tuple[list[Ended], list[str], list[str]]]:
-        for chosen in (rows[i : i + READ_ROWS] for i in range(0, len(rows), READ_ROWS)):
+        for chosen in windows(rows):
             first, last = int(chosen[0]), int(chosen[-1]) + 1
-            # Rows that were not chosen lie between those that were: read in runs, not one by one.
-            found = list(store.readable(first, last)) if last - first <= 2 * READ_ROWS else []
-            picked = (
-                [found[i - first] for i in chosen.tolist()]
-                if found
-                else [row for i in chosen.tolist() for row in store.readable(i, i + 1)]
-            )
+            if len(chosen) < FEW:
+                picked = [row for i in chosen.tolist() for row in store.readable(i, i + 1)]
+            else:
+                found = list(store.readable(first, last))
+                picked = [found[i - first] for i in chosen.tolist()]
             errors.update({int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)})
             kept = [row for row in picked if isinstance(row, Ended)]
             prompts = [texts.text(row.trajectory.prompt_tokens.tolist(), special=True) for row in kept]
             yield kept, prompts, [texts.text(row.trajectory.response_tokens.tolist()) for row in kept]
 
     return (_write_lines if to == "jsonl" else _write_parquet)(to, Path(file), read()), errors
+
+
+def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """Places in order, cut so that those of a piece lie within READ_ROWS of each other.
+
+    >>> [w.tolist() for w in windows(np.array([0, 3, 511, 512, 2000]))]
+    [[0, 3, 511], [512], [2000]]
+    """
+    begin = 0
+    while begin < len(rows):
+        end = int(np.searchsorted(rows, rows[begin] + READ_ROWS))
+        yield rows[begin:end]
+        begin = end
 
 
 def _write_lines(to: str, file: Path, read: Iterator[tuple[list[Ended], list[str], list[str]]]) -> int:

@@ -116,6 +116,7 @@ def rescore(
         calls = (
             (reading, str(path), store.snapshot, first, last, chosen[first:last], kept is not None)
             for first, last in pool.blocks(count, MODEL_ROWS)
+            if chosen[first:last].any()
         )
         for part in pool.run(read_rows, calls, model=True):
             sums[part.first : part.first + len(part.sums)] = part.sums
@@ -123,8 +124,8 @@ def rescore(
             for offset, logprobs in part.logprobs:
                 assert kept is not None
                 kept[offset : offset + len(logprobs)] = logprobs
-            done += len(part.sums)
-            progress(done, count)
+            done += part.read
+            progress(done, int(chosen.sum()))
         snapshot = ""
         if kept is not None:
             lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": reading.temperature}
@@ -199,10 +200,11 @@ def _digest(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A block of rows, read. sums: [N, len(SUMS)]. logprobs: (place among the store's tokens, [T]) of each response, if
-    they are to be kept."""
+    """A block of rows, of which `read` were chosen. sums: [N, len(SUMS)]. logprobs: (place among the store's tokens,
+    [T]) of each response, if they are to be kept."""
 
     first: int
+    read: int
     sums: npt.NDArray[np.float64]
     errors: dict[int, str]
     logprobs: list[tuple[int, npt.NDArray[np.float32]]]
@@ -225,7 +227,7 @@ def read_rows(
         sums[i] = _sums(row.trajectory.logprobs, new, reading)
         if table is not None:
             logprobs.append((int(table[i]), new))
-    return Part(first=first, sums=sums, errors=errors, logprobs=logprobs)
+    return Part(first=first, read=int(chosen.sum()), sums=sums, errors=errors, logprobs=logprobs)
 
 
 def response_logprobs(reading: Reading, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
