@@ -156,7 +156,8 @@ class Display:
             )
         run_dir = os.path.relpath(end.run_dir)
         console.print(
-            f"look: {run_dir}/summary.png, staleflow store show {run_dir}, staleflow store audit {run_dir}",
+            f"look: {run_dir}/summary.png, staleflow store show {run_dir} --worst 3, staleflow store audit {run_dir}; "
+            f"train on it again: staleflow train-offline {run_dir}",
             highlight=False,
             soft_wrap=True,
         )

@@ -20,6 +20,7 @@ from stores.errors import ConfigError
 from stores.resume_points import KEPT, ResumePoints
 from stores.trajectory import AbortReason, Fate, PolicyVersion
 from stores.versioned import VersionedStore, repository_at
+from tests.commands import command
 from tests.test_run import ENVIRONMENT, check, run, staleflow
 
 
@@ -42,7 +43,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
     folder = job.parent / "runs" / "job"
     with start(job, "steps=400") as process:
         until_step(process, 3)
-        held = staleflow("resume", folder)
+        held = command("resume", folder)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert held.returncode == 2
@@ -62,10 +63,10 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
     assert [r.kind for r in store.steps()].count("resume") <= 1
     lost = [e for e in store.ended() if e.reason is AbortReason.RUN_ENDED]
     assert all(e.fate is Fate.ABORTED and len(e.trajectory.prompt_tokens) for e in lost)
-    shown = staleflow("replay", folder)
+    shown = command("replay", folder)
     assert "the same commands" in shown.stdout
 
-    again = staleflow("resume", folder)
+    again = command("resume", folder)
     assert again.returncode == 2
     assert f"all {trained + 3} steps are trained; --set steps=N" in again.stderr
 

@@ -31,6 +31,7 @@ from stores.trajectory import Fate
 from stores.versioned import VersionedStore
 from tasks.engines.transformers import TransformersEngine
 from tasks.rollout import RolloutInstance
+from tests.commands import command
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -82,13 +83,13 @@ def test_a_run_trains_stores_and_explains_itself(job: Path) -> None:
     fingerprints = [r.weight_fingerprint for r in store.steps() if r.kind == "step"]
     assert len(set(fingerprints)) >= 3  # the policy moved wherever a batch had signal
 
-    shown = staleflow("store", "show", end.run_dir, "--trajectory", 3, "--json")
+    shown = command("store", "show", end.run_dir, "--trajectory", 3, "--json")
     assert json.loads(shown.stdout)[0]["fate"] == "consumed"
-    assert staleflow("store", "audit", end.run_dir).returncode == 0
-    assert "the same commands" in staleflow("replay", end.run_dir, "--story", 3).stdout
-    listed = json.loads(staleflow("store", "ls", end.run_dir.parent, "--json").stdout)
+    assert command("store", "audit", end.run_dir).returncode == 0
+    assert "the same commands" in command("replay", end.run_dir, "--story", 3).stdout
+    listed = json.loads(command("store", "ls", end.run_dir.parent, "--json").stdout)
     assert [(r["steps"], r["state"]) for r in listed] == [(5, "ended")]
-    again = staleflow("run", job)
+    again = command("run", job)
     assert again.returncode == 2
     assert "already holds a run" in again.stderr
 
@@ -334,7 +335,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_input_is_one_line_and_exit_code_2(job: Path, case: str) -> None:
     overrides, message = WRONG[case]
-    result = staleflow("run", job, *(x for o in overrides for x in ("--set", o)))
+    result = command("run", job, *(x for o in overrides for x in ("--set", o)))
     lines = [line for line in result.stderr.splitlines() if line.startswith("staleflow:")]
     assert len(lines) == 1, result.stderr
     assert message in lines[0]
@@ -363,8 +364,8 @@ def test_a_reward_that_sometimes_fails_is_recorded_by_row(job: Path, tmp_path: P
 
 
 def test_doctor_and_explain(job: Path) -> None:
-    found = json.loads(staleflow("doctor", "--json").stdout)
+    found = json.loads(command("doctor", "--json").stdout)
     assert found["problems"] == []
     assert found["engines"]["transformers"].startswith("works")
-    explained = staleflow("config", "explain", job).stdout
+    explained = command("config", "explain", job).stdout
     assert "trajectories_per_step" in explained
