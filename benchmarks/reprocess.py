@@ -69,8 +69,9 @@ def make_store(config: RunConfig, count: int) -> None:
         store.commit(StepRecord(kind="step", step=step, ledger=ledger), rows)
 
 
-def plain_loop(config: RunConfig, function: str) -> float:
-    """Seconds to read, decode and score everything on one core."""
+def plain_loop(config: RunConfig, function: str) -> tuple[float, float]:
+    """Seconds to read, decode and score everything on one core: all in all, and without importing what that needs."""
+    imported = time.perf_counter()
     scoring = dataclasses.replace(build.scoring_settings(config), function=function)
     source = make_source(scoring.source, scoring.options, scoring.seed)
     reward = make_reward(scoring.function, source)
@@ -79,7 +80,8 @@ def plain_loop(config: RunConfig, function: str) -> float:
     for row in VersionedStore.open(config.run_dir / "store").ended():
         text = prompts.text(row.trajectory.response_tokens.tolist())
         reward(extract_answer(scoring.answer_pattern, text), prompts.task(int(row.trajectory.group)).record)
-    return time.perf_counter() - begin
+    end = time.perf_counter()
+    return end - imported, end - begin
 
 
 def largest_worker_mib(stop: threading.Event, pids: list[int], result: list[float]) -> None:
@@ -105,8 +107,9 @@ def main() -> None:
         make_store(config, args.count)
         size_mib = sum(p.stat().st_size for p in config.run_dir.rglob("*") if p.is_file()) / 2**20
         print(f"made in {time.perf_counter() - begin:.0f} s, {size_mib:.0f} MiB", flush=True)
-        alone_s = plain_loop(config, args.reward)
+        alone_s, loop_s = plain_loop(config, args.reward)
         print(f"plain loop: {alone_s:.1f} s, {args.count / alone_s:,.0f} trajectories/s", flush=True)
+        print(f"  once started: {args.count / loop_s:,.0f} trajectories/s", flush=True)
         with local_pool(args.workers) as pool:
             pids = list(pool.client.run(os.getpid).values())
             stop, largest = threading.Event(), [0.0]
@@ -124,10 +127,10 @@ def main() -> None:
             f"{args.workers} workers: {seconds:.1f} s, {result.rows / seconds:,.0f} trajectories/s, "
             f"{alone_s / seconds:.2f} times the plain loop; at most {largest[0]:.0f} MiB a worker"
         )
-        # What a longer job sees: without the seconds in which workers import the tokenizer's library.
+        # What a longer job sees: without the seconds in which the tokenizer's and the task's libraries are imported.
         (first_s, first), (last_s, last) = marks[args.workers], marks[-1]
         rate = (last - first) / (last_s - first_s)
-        print(f"once started: {rate:,.0f} trajectories/s, {rate * alone_s / args.count:.2f} times the plain loop")
+        print(f"  once started: {rate:,.0f} trajectories/s, {rate * loop_s / args.count:.2f} times the plain loop")
         shutil.rmtree(config.run_dir)
 
 
