@@ -61,13 +61,16 @@ class Where:
     def pool(self, count: int) -> Iterator[Pool]:
         """Workers for plain tasks: of the cluster that is named, or so many local processes. ConfigError if there are
         none."""
+        import dask
+
         from pipeline.offline.pool import Pool, local_pool
 
-        if not self.named:
+        if not self.named and not dask.config.get("scheduler-address", None):
             with local_pool(count) as pool:
                 yield pool
             return
-        target = {"address": self.address} if self.address else {"scheduler_file": self.scheduler_file}
+        target = {"scheduler_file": self.scheduler_file} if self.scheduler_file else {}
+        target |= {"address": self.address} if self.address else {}
         self._check()
         try:
             client = Client(**target, timeout=CONNECT_S, security=self.security)

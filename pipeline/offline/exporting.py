@@ -5,6 +5,7 @@ Workers write a file each of at most PART_ROWS trajectories; the whole appears u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -19,8 +20,9 @@ import numpy.typing as npt
 from pipeline import config as configuration
 from pipeline.offline.pool import Pool, store_at
 from pipeline.offline.texts import texts_of
+from pipeline.runs import only_here
 from stores import frames
-from stores.errors import ConfigError, StoreError
+from stores.errors import ConfigError, StaleflowError, StoreError
 from stores.selection import Selection
 from stores.trajectory import Ended
 from stores.versioned import Damaged, VersionedStore
@@ -72,38 +74,59 @@ def export(
     if not len(rows):
         raise ConfigError(f"{run_dir}: no trajectory is left by --where {where!r}")
     part = out.with_name(f".{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of one that was killed
-    data = part / "data" if to == "hf" else part
     try:
-        data.mkdir(parents=True)
+        part.mkdir(parents=True, exist_ok=True)
+        with only_here(part), contextlib.ExitStack() as unfinished:
+            unfinished.callback(shutil.rmtree, part, ignore_errors=True)
+            _clear(part)  # of an export that was killed
+            data = part / "data" if to == "hf" else part
+            data.mkdir(exist_ok=True)
+            written, files, errors = _written(run_dir, store, rows, to, data, pool, progress)
+            if to == "hf":
+                (part / "README.md").write_text(_card(config.name, written, store))
+            size = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
+            if to == "jsonl":
+                _joined(files, part / "whole")
+                (part / "whole").rename(out)
+            else:
+                (part / ".running").unlink()
+                part.rename(out)
     except OSError as error:
-        raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose another place with --out") from error
-    try:
-        places = [rows[i : i + PART_ROWS] for i in range(0, len(rows), PART_ROWS)]
-        errors: dict[int, str] = {}
-        written = 0
-        where_from = (str(run_dir.resolve()), str(store.path), store.snapshot)
-        names = [_name(to, number, len(places)) for number in range(len(places))]
-        calls = ((to, *where_from, chosen, str((data / n).resolve())) for n, chosen in zip(names, places, strict=True))
-        for count, damaged in pool.run(write_part, calls):
-            written += count
-            errors |= damaged
-            progress(written + len(errors), len(rows))
-        if to == "hf":
-            (part / "README.md").write_text(_card(config.name, written, store))
-        size = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
-        if to == "jsonl":
-            _joined([data / n for n in names], part / "whole")
-            (part / "whole").rename(out)
-        else:
-            part.rename(out)
-    except OSError as error:
-        if isinstance(error, StoreError):
+        if isinstance(error, StaleflowError):
             raise
-        raise StoreError(f"{out}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return Exported(path=str(out), rows=written, files=1 if to == "jsonl" else len(places), bytes=size, errors=errors)
+        raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
+    count = 1 if to == "jsonl" else len(files)
+    return Exported(path=str(out), rows=written, files=count, bytes=size, errors=errors)
+
+
+def _written(
+    run_dir: Path,
+    store: VersionedStore,
+    rows: npt.NDArray[np.int64],
+    to: str,
+    folder: Path,
+    pool: Pool,
+    progress: Callable[[int, int], None],
+) -> tuple[int, list[Path], dict[int, str]]:
+    """(trajectories written, files in the order of their rows, errors of those left out)."""
+    places = [rows[i : i + PART_ROWS] for i in range(0, len(rows), PART_ROWS)]
+    files = [folder.resolve() / _name(to, number, len(places)) for number in range(len(places))]
+    where = (str(run_dir.resolve()), str(store.path), store.snapshot)
+    written, errors = 0, dict[int, str]()
+    calls = ((to, *where, chosen, str(file)) for file, chosen in zip(files, places, strict=True))
+    for count, damaged in pool.run(write_part, calls):
+        written += count
+        errors |= damaged
+        progress(written + len(errors), len(rows))
+    return written, files, errors
+
+
+def _clear(folder: Path) -> None:
+    for old in folder.iterdir():
+        if old.is_dir():
+            shutil.rmtree(old)
+        elif old.name != ".running":
+            old.unlink()
 
 
 def _name(to: str, number: int, count: int) -> str:

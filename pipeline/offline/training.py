@@ -30,6 +30,7 @@ from pipeline.config import RunConfig
 from pipeline.evaluation import Evaluation
 from pipeline.model_files import inspect_model
 from pipeline.offline.pool import Pool, store_at
+from pipeline.runs import only_here
 from stores.errors import ConfigError, StoreError
 from stores.resume_points import ResumePoints
 from stores.selection import Selection
@@ -163,6 +164,18 @@ def train(plan: Plan, report: Report) -> Trained:
     """Carry out a plan, in this process."""
     out = Path(plan.out)
     part = out.with_name(f".{out.name}.part")
+    try:
+        part.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{part}: cannot be made: {error}; choose another place with --out") from error
+    with only_here(part):
+        result = _trained(plan, out, part, report)
+        (part / ".running").unlink()
+        part.rename(out)
+    return result
+
+
+def _trained(plan: Plan, out: Path, part: Path, report: Report) -> Trained:
     _prepare(part, plan)
     context = inspect_model(plan.config).context
     before = _evaluated(plan.config, plan.config.model.path, 0, context, report)
@@ -190,7 +203,6 @@ def train(plan: Plan, report: Report) -> Trained:
     lineage = {"store": plan.path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
     story = {**dataclasses.asdict(result), **lineage, "epochs": plan.epochs, "metrics": training.history}
     (part / "offline.json").write_text(json.dumps(story, indent=2) + "\n")
-    part.rename(out)
     return result
 
 
@@ -198,8 +210,9 @@ def _prepare(part: Path, plan: Plan) -> None:
     """The folder to work in, with what an earlier attempt at the same plan has left there. Raises StoreError."""
     try:
         if not (part / "plan").is_file() or (part / "plan").read_text() != plan.digest:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
+            for old in (part / name for name in ("resume", "checkpoints", "history.jsonl")):
+                shutil.rmtree(old, ignore_errors=True)
+                old.unlink(missing_ok=True)
             (part / "job.toml").write_text(knobs.to_toml(plan.config))
             (part / "plan").write_text(plan.digest)
     except OSError as error:
