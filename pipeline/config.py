@@ -45,7 +45,10 @@ class ModelConfig:
 class TaskConfig:
     """Where prompts come from."""
 
-    source: str = knob("reasoning_gym:chain_sum", "reasoning_gym:DATASET, or jsonl:FILE with prompt and answer fields")
+    source: str = knob(
+        "reasoning_gym:chain_sum",
+        "reasoning_gym:DATASET, jsonl:FILE with prompt and answer fields, or your own, path/to/file.py:NAME",
+    )
     options: dict[str, Any] = knob({}, "passed to the reasoning-gym dataset, such as min_terms")
     template: str = knob("{prompt}", "text put around each prompt; must contain {prompt}")
     chat: bool = knob(False, "wrap the prompt in the tokenizer's chat template, as a user turn")
@@ -419,10 +422,12 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def located(config: RunConfig) -> RunConfig:
     """The same job with absolute paths: workers of a cluster have working folders of their own."""
     model, task, reward = config.model, config.task, config.reward
-    kind, _, name = task.source.partition(":")
+    kind, _, name = task.source.rpartition(":") if ".py:" in task.source else task.source.partition(":")
     file, _, function = reward.function.rpartition(":")
     if Path(model.path).is_dir():
         model = dataclasses.replace(model, path=str(Path(model.path).resolve()))
+    if kind.endswith(".py"):
+        task = dataclasses.replace(task, source=f"{Path(kind).resolve()}:{name}")
     if kind == "jsonl":
         task = dataclasses.replace(task, source=f"jsonl:{Path(name).resolve()}")
     workload = config.workload

@@ -150,7 +150,7 @@ async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> st
     return id
 
 
-CODE = (("reward", "function"), ("tracking", "tracker"))
+CODE = (("task", "source"), ("reward", "function"), ("tracking", "tracker"))
 """Where a job may name code of its user's own by file."""
 
 

@@ -39,7 +39,8 @@ class TaskSource(Protocol):
         """Prompt `index` of the training prompts, or of the held-out ones. Pure: same index, same task."""
         ...
 
-    def score(self, answer: str, record: Record) -> float:
+    @property
+    def score(self) -> Reward:
         """The source's own verifier."""
         ...
 
@@ -103,6 +104,33 @@ class JsonLines:
         return float(" ".join(answer.split()) == " ".join(str(record["answer"]).split()))
 
 
+class Own:
+    """A user's own environment. NAME(options, seed) gives an object with two methods:
+
+    record(index: int, held_out: bool) -> dict      # `prompt`, and whatever else its verifier needs; pure
+    score(answer: str, record: dict) -> float       # or (reward, its parts by name)
+    """
+
+    def __init__(self, named: str, options: Mapping[str, Any], seed: int) -> None:
+        self._where = f"task.source = {named!r}"
+        make = user_code.load(named, "task.source")
+        try:
+            self._own = make(dict(options), seed)
+            self.score = self._own.score
+        except Exception as error:  # a user's code
+            raise ConfigError(f"{self._where}: cannot be made: {type(error).__name__}: {error}") from error
+        self.task(0)
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        try:
+            record = self._own.record(index, held_out)
+        except Exception as error:  # the same
+            raise ConfigError(f"{self._where}: record {index}: {type(error).__name__}: {error}") from error
+        if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
+            raise ConfigError(f"{self._where}: record {index} must be a dict with a string `prompt`, not {record!r}")
+        return Task(prompt=record["prompt"], record=record)
+
+
 class Emulated:
     """What an emulated engine answers: the first token of a response says how it is rewarded."""
 
@@ -122,7 +150,11 @@ def make_source(source: str, options: Mapping[str, Any], seed: int) -> TaskSourc
         return JsonLines(Path(name))
     if source == "emulated":
         return Emulated()
-    raise ConfigError(f"task.source = {source!r}: expected reasoning_gym:DATASET or jsonl:FILE")
+    if name:
+        return Own(source, options, seed)
+    raise ConfigError(
+        f"task.source = {source!r}: expected reasoning_gym:DATASET, jsonl:FILE, file.py:NAME or module:NAME"
+    )
 
 
 def math_verify_reward(answer: str, record: Record) -> float:

@@ -118,10 +118,15 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     """Submitted by one process, watched by others; the driver's worker is killed in the middle, with the trajectory
     server that shares it; the job goes on by itself and the audit is clean."""
     cluster.add(3)
-    (tmp_path / "mine.py").write_text("def reward(answer, record):\n    return float(len(answer) % 2)\n")
+    (tmp_path / "mine.py").write_text(
+        "def reward(answer, record):\n    return float(len(answer) % 2)\n\n"
+        "class Sums:\n    def __init__(self, options, seed):\n        pass\n"
+        "    def record(self, index, held_out):\n        return {'prompt': f'{index % 9}+1='}\n"
+        "    def score(self, answer, record):\n        return 0.0\n"
+    )
     submitted = cluster(
         "submit", job, "--set", "steps=20", "--set", f"reward.function={tmp_path}/mine.py:reward", "--name", "far",
-        "--set", "task.eval_prompts=0", "--set", "deadlines.call_s=20",
+        "--set", "task.eval_prompts=0", "--set", "deadlines.call_s=20", "--set", f"task.source={tmp_path}/mine.py:Sums",
     )  # fmt: skip
     assert submitted.returncode == 0, submitted.stderr
     id = submitted.stdout.strip()

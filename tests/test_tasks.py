@@ -118,6 +118,54 @@ def test_an_unknown_source_is_one_line(source: str) -> None:
         make_source(source, {}, 0)
 
 
+OWN = """
+class Doubles:
+    def __init__(self, options, seed):
+        self.first = options.get("first", 0) + seed
+
+    def record(self, index, held_out):
+        number = self.first + index + (10**6 if held_out else 0)
+        return {"prompt": f"{number}+{number}=", "answer": str(2 * number)}
+
+    def score(self, answer, record):
+        return float(answer == record["answer"]), {"letters": float(len(answer))}
+
+
+def broken(options, seed):
+    raise KeyError("first")
+
+
+class Speechless(Doubles):
+    def record(self, index, held_out):
+        return {"answer": "1"}
+"""
+
+
+def test_a_users_own_environment(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    source = make_source(f"{tmp_path}/mine.py:Doubles", {"first": 3}, 2)
+    task = source.task(4)
+    assert task.prompt == "9+9="
+    assert source.task(4, held_out=True).prompt == "1000009+1000009="
+    settings = ScoringSettings(
+        source=f"{tmp_path}/mine.py:Doubles", options={"first": 3}, seed=2, function="task", answer_pattern="",
+        timeout_s=10,
+    )  # fmt: skip
+    scorer = Scorer(settings)
+    try:
+        assert [s.reward for s in scorer.score([("18", task.record), ("8", task.record)])] == [1.0, 0.0]
+    finally:
+        scorer.close()
+    for name, message in (
+        ("broken", "cannot be made: KeyError: 'first'"),
+        ("Speechless", "record 0 must be a dict with a string `prompt`"),
+        ("Nothing", "has no function Nothing"),
+    ):
+        with pytest.raises(ConfigError, match=r"task\.source = ") as caught:
+            make_source(f"{tmp_path}/mine.py:{name}", {}, 0)
+        assert message in str(caught.value)
+
+
 def test_wrong_dataset_options_are_one_line() -> None:
     with pytest.raises(ConfigError, match=r"task\.options.*min_trems"):
         make_source("reasoning_gym:chain_sum", {"min_trems": 2}, 0)

@@ -75,7 +75,7 @@ def reprocess(
     estimate = _advantages(config, table, consumed, rewards, valid)
     lineage = {
         "reward": reward,
-        "code": "".join(hashlib.sha256(text.encode()).hexdigest() for text in code.values()),
+        "code": hashlib.sha256("".join(code.values()).encode()).hexdigest() if code else "",
         "advantage": config.training.advantage,
         "answer_pattern": config.task.answer_pattern,
         "branch": MAIN,
@@ -169,10 +169,15 @@ def _tools(settings: bytes) -> tuple[Any, Any]:
 
     loaded, code = pickle.loads(settings)
     scoring = loaded.scoring
-    file, colon, name = scoring.function.rpartition(":")
-    if file in code:  # the user's own, from where the command was given
-        folder = Path(tempfile.mkdtemp(prefix="staleflow-reward-"))
+    if code:  # the user's own, from where the command was given
+        folder = Path(tempfile.mkdtemp(prefix="staleflow-code-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        (folder / file).write_text(code[file])
-        scoring = dataclasses.replace(scoring, function=f"{folder / file}{colon}{name}")
+        for file, text in code.items():
+            (folder / file).write_text(text)
+
+        def here(named: str) -> str:
+            return f"{folder}/{named}" if named.rpartition(":")[0] in code else named
+
+        scoring = dataclasses.replace(scoring, function=here(scoring.function), source=here(scoring.source))
+        loaded = dataclasses.replace(loaded, scoring=scoring)
     return TokenizedPrompts(loaded), Scorer(scoring)
