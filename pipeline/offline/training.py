@@ -141,8 +141,9 @@ def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.i
     columns = store.columns()
     mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
     (at,) = np.nonzero(mask)
-    steps = columns["step"][at]
-    return {int(step): at[steps == step] for step in np.unique(steps)}
+    at = at[np.argsort(columns["step"][at], kind="stable")]
+    steps, firsts = np.unique(columns["step"][at], return_index=True)
+    return dict(zip(steps.tolist(), np.split(at, firsts[1:]), strict=True)) if len(at) else {}
 
 
 def _absolute(model: str) -> str:
@@ -237,7 +238,7 @@ class _Training:
         self._prints: list[bool] = []
         self._points = ResumePoints(part / "resume")
         self._saved_at = time.monotonic()
-        self.version = max(self._points.versions(), default=PolicyVersion(0))
+        self.version = max(self._points.whole(), default=PolicyVersion(0))
         if self.version:
             self.policy.load_state(self._points.path(self.version))
             lines = (part / "history.jsonl").read_text().splitlines()[: self.version]
