@@ -96,12 +96,18 @@ def unpack(
     """A row again. tokens, text: slices that hold its own; first, text_first: where they begin. Raises StoreError if
     they do not belong together."""
     row = dict(zip(INT_COLUMNS, ints, strict=True))
+    try:
+        extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
+        told = [(str(instance), int(version), int(size)) for instance, version, size in extra["segments"]]
+        finish, fate, reason = FINISHES[row["finish"]], FATES[row["fate"]], REASONS[row["reason"]]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        # A flipped bit that the compression did not notice.
+        raise StoreError(f"trajectory {row['trajectory']}: its record is corrupt: {error!r}") from error
     begin = row["offset"] - first
     middle = begin + row["prompt_tokens"]
     end = middle + row["response_tokens"]
-    extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
     segments, at, agree = [], middle, True
-    for instance, version, size in extra["segments"]:
+    for instance, version, size in told:
         segments.append(
             Segment(
                 version=PolicyVersion(version),
@@ -122,14 +128,14 @@ def unpack(
             prompt_tokens=tokens["ids"][begin:middle],
             v_traj=PolicyVersion(row["v_traj"]),
             segments=tuple(segments),
-            finish=FINISHES[row["finish"]],
+            finish=finish,
             reward=reward,
             reward_parts=extra.get("parts", {}),
             error=extra.get("error", ""),
             timings=Timings(arrived_s=arrived_s, routed_s=routed_s, sampled_s=sampled_s, rewarded_s=rewarded_s),
         ),
-        fate=FATES[row["fate"]],
-        reason=REASONS[row["reason"]],
+        fate=fate,
+        reason=reason,
         step=row["step"],
         advantage=advantage,
         loss_mask=bool(row["loss_mask"]),

@@ -232,10 +232,13 @@ class VersionedStore:
     def steps(self) -> list[StepRecord]:
         root = self._read_root()
         text = self._column(root, "text").tobytes()
-        return [
-            record_from_json(json.loads(text[offset : offset + size]))
-            for _, offset, size in self._column(root, "steps").tolist()
-        ]
+        records = []
+        for step, offset, size in self._column(root, "steps").tolist():
+            try:
+                records.append(record_from_json(json.loads(text[offset : offset + size])))
+            except (ValueError, KeyError, TypeError) as error:
+                raise StoreError(f"{self._where}: the record of step {step} is corrupt: {error!r}") from error
+        return records
 
     def ended(self, step: int | None = None) -> Iterable[Ended]:
         root = self._read_root()

@@ -285,6 +285,28 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
         damaged.get(next(iter(lost)))
 
 
+def test_a_flipped_bit_that_still_decompresses_is_one_line(tmp_path: Path) -> None:
+    """In the text of a row, and in that of a step's record."""
+    store = sound_store(tmp_path / "s")
+    offset = int(store.table()["text_offset"][5])
+
+    def flip(at: int) -> Callable[[Any], Any]:
+        return lambda root: root["text"].__setitem__(slice(at, at + 1), np.frombuffer(b"\xff", np.uint8))
+
+    edit(tmp_path / "s", flip(offset))
+    damaged = VersionedStore.open(tmp_path / "s")
+    lost = [r for r in damaged.readable(0, 18) if isinstance(r, Damaged)]
+    assert [(r.trajectory, "its record is corrupt" in r.what) for r in lost] == [(5, True)]
+    assert [f.check for f in audit(damaged).findings] == ["arrays"]
+
+    shutil.copytree(tmp_path / "s", tmp_path / "t")
+    edit(tmp_path / "t", lambda root: flip(int(root["steps"][2, 1]))(root))
+    worse = VersionedStore.open(tmp_path / "t")
+    with pytest.raises(StoreError, match="the record of step 2 is corrupt"):
+        worse.steps()
+    assert not audit(worse).clean
+
+
 def test_ended_knows_staleness_only_of_what_was_consumed() -> None:
     rng = np.random.default_rng(0)
     row: Ended = ended(rng, 0, 3, Fate.FILTERED)
