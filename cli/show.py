@@ -201,14 +201,19 @@ def print_trajectory(one: TrajectoryView) -> None:
     facts = "  ".join(f"{name} {_short(value)}" for name, value in one.facts.items())
     console.print(Text(facts, style="bold"), soft_wrap=True)
     if one.error:
-        console.print(Text(f"error: {one.error}", style="red"), soft_wrap=True)
+        console.print(Text(f"error: {printable(one.error)}", style="red"), soft_wrap=True)
     if one.reward_parts:
         parts = ", ".join(f"{name} {value:g}" for name, value in one.reward_parts.items())
         console.print(Text(f"reward parts: {parts}", style="dim"), soft_wrap=True)
-    console.print(Text.assemble(("prompt   ", "dim"), one.prompt), soft_wrap=True)
+    console.print(Text.assemble(("prompt   ", "dim"), printable(one.prompt)), soft_wrap=True)
     console.print(Text.assemble(("response ", "dim"), coloured(one)), soft_wrap=True)
     console.print(legend(one), soft_wrap=True)
     console.print()
+
+
+def printable(text: str) -> str:
+    """With control characters made visible: a response may hold some that would write over the terminal."""
+    return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def _short(value: object) -> str:
@@ -226,7 +231,7 @@ def coloured(one: TrajectoryView) -> Text:
             style = VERSION_STYLES[versions.index(token.version) % len(VERSION_STYLES)]
         else:
             style = next(style for below, style in RATIO_STYLES if token.ratio < below or below == float("inf"))
-        text.append(token.text, style=style)
+        text.append(printable(token.text), style=style)
     return text
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stores.trajectory import Ended
 from tasks.names import AGGREGATION_NAMES
 
 
@@ -26,6 +27,18 @@ class Row:
     staleness: int
     trained: bool = True
     """False: no gradient, but the row still counts in the denominator."""
+
+    @classmethod
+    def of(cls, row: Ended) -> Row:
+        """A stored trajectory's."""
+        return cls(
+            prompt=row.trajectory.prompt_tokens,
+            response=row.trajectory.response_tokens,
+            behaviour=row.trajectory.logprobs,
+            advantage=row.advantage,
+            staleness=row.staleness,
+            trained=row.loss_mask,
+        )
 
     @property
     def has_gradient(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cli.show import printable
 from pipeline import config as configuration
 from pipeline.offline import exporting, rescoring, training, views
 from pipeline.offline import pool as pools
@@ -106,6 +107,10 @@ def test_a_view_tells_every_token_with_its_version_and_ratio(stored: Path, tiny_
     assert all(t.ratio is None for t in plain.tokens)
     with pytest.raises(ConfigError, match="no stored trajectory 999999"):
         views.view(stored, store, [TrajectoryId(999_999)])
+
+
+def test_what_a_response_holds_does_not_reach_the_terminal() -> None:
+    assert printable("so\x1b[2J\x07 \u4f60\n\tend\r") == "so\\x1b[2J\\x07 \u4f60\n\tend\\x0d"
 
 
 def test_half_letters_are_told_with_the_token_that_completes_them() -> None:

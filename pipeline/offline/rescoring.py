@@ -234,16 +234,7 @@ def response_logprobs(reading: Reading, rows: list[Ended]) -> list[npt.NDArray[n
     """[T] logprobs of each response under the model, nats."""
     from tasks.packing import Row
 
-    packed = [
-        Row(
-            prompt=row.trajectory.prompt_tokens,
-            response=row.trajectory.response_tokens,
-            behaviour=row.trajectory.logprobs,
-            advantage=0.0,
-            staleness=0,
-        )
-        for row in rows
-    ]
+    packed = [Row.of(row) for row in rows]
     found = _reader(reading).rows(packed, range(len(packed)))
     return [found[i] for i in range(len(packed))]
 

@@ -263,17 +263,7 @@ class _Training:
         picked = [found[i - first] for i in places.tolist()]
         self.errors |= {int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)}
         ended = [row for row in picked if isinstance(row, Ended)]
-        rows = [
-            Row(
-                prompt=row.trajectory.prompt_tokens,
-                response=row.trajectory.response_tokens,
-                behaviour=row.trajectory.logprobs,
-                advantage=row.advantage,
-                staleness=row.staleness,
-                trained=row.loss_mask,
-            )
-            for row in ended
-        ]
+        rows = [Row.of(row) for row in ended]
         begin = time.monotonic()
         metrics = self.policy.step(schedule, rows) if rows else {}
         metrics |= {
