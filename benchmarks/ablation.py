@@ -15,8 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import mean
 
-from pipeline import build
-from pipeline import config as configuration
+from pipeline.config import actor_settings, loading
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import Measures, measure
 
@@ -43,8 +42,8 @@ STEPS = {
 
 
 def run(overrides: tuple[str, ...]) -> Measures:
-    config = configuration.load(JOB, overrides)
-    return measure(config, SimulatedRun(config, build.make_workload(config)).run())
+    config = loading.load(JOB, overrides)
+    return measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from distributed.protocol.core import dumps, loads
 
-from pipeline.board import Board
-from pipeline.dashboard import View
+from pipeline.scheduler.board import Board
+from pipeline.scheduler.dashboard import View
 
 STEPS = 1000
 """Training steps that a watched job has done."""

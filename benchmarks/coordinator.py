@@ -14,11 +14,10 @@ import statistics
 import time
 from typing import Any
 
-from pipeline import build
-from pipeline import config as configuration
-from pipeline.commands import Command, Draw, Route
-from pipeline.coordinator import Coordinator
-from pipeline.events import (
+from pipeline.config import deciding, loading
+from pipeline.coordination.commands import Command, Draw, Route
+from pipeline.coordination.coordinator import Coordinator
+from pipeline.coordination.events import (
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -48,7 +47,7 @@ class Bench:
                 "migration": "largest_gain", "engine": {"name": "emulated", "max_running": 64, "kv_tokens": 10**6},
             },
         }  # fmt: skip
-        self.coordinator: Coordinator = build.make_coordinator(configuration.from_tree(tree))
+        self.coordinator: Coordinator = deciding.make_coordinator(loading.from_tree(tree))
         self.rng = random.Random(0)
         self.now = 0.0
         self.seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}

@@ -17,8 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
-from pipeline import config as configuration
-from pipeline.runs import execute
+from pipeline.config import loading
+from pipeline.jobs.execution import execute
 from stores.audit import audit
 from stores.versioned import VersionedStore
 
@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
 
 def one(job: Path, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """A run's summary; one that is there already is not run again."""
-    config = configuration.load(job, (f"name={name}", "cluster.dashboard=false", *overrides))
+    config = loading.load(job, (f"name={name}", "cluster.dashboard=false", *overrides))
     if not (config.run_dir / "summary.json").exists():
         end = asyncio.run(execute(config, lambda *_: None, lambda _: None))
         if end.stopped:  # a run takes a signal as its own; the table has no use for half a run

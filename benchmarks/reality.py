@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from cli.profile import command as profile
-from pipeline import build, journal
-from pipeline import config as configuration
-from pipeline.config import RunConfig
-from pipeline.latencies import latencies
-from pipeline.runs import execute
+from pipeline.config import actor_settings, loading
+from pipeline.config.schema import RunConfig
+from pipeline.coordination import journal
+from pipeline.jobs.execution import execute
+from pipeline.profiling.latencies import latencies
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import Measures, measure
 from pipeline.simulator.trace import Trace
@@ -51,7 +51,7 @@ def real(config: RunConfig) -> dict[str, Any]:
 
 
 def simulated(config: RunConfig) -> tuple[Measures, Trace]:
-    trace = SimulatedRun(config, build.make_workload(config)).run()
+    trace = SimulatedRun(config, actor_settings.make_workload(config)).run()
     return measure(config, trace), trace
 
 
@@ -75,11 +75,11 @@ def with_latencies(config: RunConfig, measured: dict[str, float]) -> RunConfig:
 
 def emulated() -> None:
     """Latencies of this machine from a short run with one seed; a longer run with another seed is then foretold."""
-    short = configuration.load(DEMO, ("name=reality-latencies", *EMULATED, "steps=12", "seed=1"))
+    short = loading.load(DEMO, ("name=reality-latencies", *EMULATED, "steps=12", "seed=1"))
     real(short)
     measured = latencies(journal.read(short.run_dir / "events.jsonl"))
     print("measured in a run of 12 steps with another seed:", {k: round(v, 4) for k, v in measured.items()})
-    config = configuration.load(DEMO, ("name=reality-emulated", *EMULATED))
+    config = loading.load(DEMO, ("name=reality-emulated", *EMULATED))
     foretold = simulated(with_latencies(config, measured))
     summary = real(config)
     compare(summary, *foretold)
@@ -87,7 +87,7 @@ def emulated() -> None:
 
 
 def overhead() -> None:
-    config = configuration.load(DEMO, OVERHEAD)
+    config = loading.load(DEMO, OVERHEAD)
     m, trace = simulated(config)
     summary = real(config)
     compare(summary, m, trace)
@@ -109,11 +109,11 @@ def transformers() -> None:
     """The demo's job with one instance, foretold from `staleflow profile` of the engine, alone on the machine, and
     from `staleflow profile` of a short run with another seed, in which trainer, server and engine shared cores."""
     overrides = ("steps=40", "rollout.instances=1", "task.eval_prompts=0", "cluster.dashboard=false")
-    config = configuration.load(DEMO, ("name=reality-transformers", *overrides))
+    config = loading.load(DEMO, ("name=reality-transformers", *overrides))
     alone, beside = Path("runs/reality-alone.json"), Path("runs/reality-beside.json")
     sets = [part for override in overrides for part in ("--set", override)]
     profile.main([DEMO, *sets, "--steps", "24", "--out", str(alone)], standalone_mode=False)
-    short = configuration.load(DEMO, ("name=reality-short", *overrides, "steps=20", "seed=1", f"profile={alone}"))
+    short = loading.load(DEMO, ("name=reality-short", *overrides, "steps=20", "seed=1", f"profile={alone}"))
     print("its decode steps, measured over profiled:", real(short)["cost_model"]["measured_over_predicted"])
     profile.main([str(short.run_dir), "--out", str(beside)], standalone_mode=False)
     measured = json.loads(beside.read_text())["latencies"]
@@ -122,7 +122,7 @@ def transformers() -> None:
         print(f"\n{path}")
         emulated = ("rollout.engine.name=emulated", f"profile={path}", "simulation.report_s=0.5")
         lengths = ("workload.kind=recorded", f"workload.run={config.run_dir}")
-        job = configuration.load(DEMO, ("name=reality-transformers", *overrides, *emulated, *lengths))
+        job = loading.load(DEMO, ("name=reality-transformers", *overrides, *emulated, *lengths))
         compare(summary, *simulated(with_latencies(job, measured)))
 
 

@@ -21,9 +21,8 @@ os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 import numpy as np
 
-from pipeline import build, knobs
-from pipeline import config as configuration
-from pipeline.config import RunConfig
+from pipeline.config import actor_settings, fields, loading, user_files
+from pipeline.config.schema import RunConfig
 from pipeline.offline import reprocessing
 from pipeline.offline.pool import local_pool
 from stores.base import LedgerState, StepRecord
@@ -40,7 +39,6 @@ from stores.trajectory import (
 )
 from stores.versioned import VersionedStore
 from tasks.environments import extract_answer, make_reward, make_source
-from tasks.server import TokenizedPrompts
 
 TOKENS = 500
 
@@ -48,7 +46,7 @@ TOKENS = 500
 def make_store(config: RunConfig, count: int) -> None:
     """`count` consumed trajectories of 250 to 750 tokens, a batch a commit."""
     rng = np.random.default_rng(0)
-    store = VersionedStore.create(config.run_dir / "store", build.run_header(config))
+    store = VersionedStore.create(config.run_dir / "store", actor_settings.run_header(config))
     size, batch = config.batch.group_size, config.trajectories_per_step
     for step in range(count // batch):
         rows = []
@@ -72,10 +70,10 @@ def make_store(config: RunConfig, count: int) -> None:
 def plain_loop(config: RunConfig, function: str) -> tuple[float, float]:
     """Seconds to read, decode and score everything on one core: all in all, and without importing what that needs."""
     imported = time.perf_counter()
-    scoring = dataclasses.replace(build.scoring_settings(config), function=function)
+    scoring = dataclasses.replace(actor_settings.scoring_settings(config), function=function)
     source = make_source(scoring.source, scoring.options, scoring.seed)
     reward = make_reward(scoring.function, source)
-    prompts = TokenizedPrompts(build.server_settings(config, config.run_dir / "store", context=2**31))
+    prompts = actor_settings.prompt_settings(config).build()
     begin = time.perf_counter()
     for row in VersionedStore.open(config.run_dir / "store").ended():
         text = prompts.text(row.trajectory.response_tokens.tolist())
@@ -100,9 +98,9 @@ def main() -> None:
     parser.add_argument("--reward", default="task", help="task, math_verify, path/to/file.py:name, or module:name")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = configuration.located(configuration.load(args.job, (f"runs_dir={folder}", "name=large")))
+        config = user_files.located(loading.load(args.job, (f"runs_dir={folder}", "name=large")))
         config.run_dir.mkdir()
-        (config.run_dir / "config.toml").write_text(knobs.to_toml(config))
+        (config.run_dir / "config.toml").write_text(fields.to_toml(config))
         begin = time.perf_counter()
         make_store(config, args.count)
         size_mib = sum(p.stat().st_size for p in config.run_dir.rglob("*") if p.is_file()) / 2**20

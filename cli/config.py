@@ -19,9 +19,9 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(config_path: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Every value, its meaning and limits, and the derived numbers."""
-    from pipeline import config as configuration
+    from pipeline.config import loading, schema
 
-    rows = configuration.explain(configuration.load(config_path, overrides))
+    rows = schema.explain(loading.load(config_path, overrides))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(r) for r in rows], indent=2))
         return

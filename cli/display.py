@@ -12,11 +12,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.config import RunConfig
-from pipeline.driver import Outcomes
-from pipeline.report import step_line
-from pipeline.runs import RunEnd
-from pipeline.snapshot import Snapshot
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.snapshot import Snapshot
+from pipeline.jobs.execution import RunEnd
+from pipeline.jobs.summary import step_line
+from pipeline.runtime.outcomes import Outcomes
 
 BAR_CELLS = 24
 """Width of a staleness buffer's picture."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from pipeline.config import RunConfig
-    from pipeline.jobs import Where
+    from pipeline.config.schema import RunConfig
+    from pipeline.scheduler.connection import Where
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -25,7 +25,7 @@ def cluster_options(function: Command) -> Command:
     def named(
         *args: Any, scheduler: str, scheduler_file: str, tls_ca_file: str, tls_cert: str, tls_key: str, **kwargs: Any
     ) -> Any:
-        from pipeline.jobs import Where, security_of
+        from pipeline.scheduler.connection import Where, security_of
 
         security = security_of(tls_ca_file, tls_cert, tls_key)
         where = Where(address=scheduler, scheduler_file=scheduler_file, security=security)
@@ -53,15 +53,15 @@ def cluster_options(function: Command) -> Command:
 @cluster_options
 def submit(config_path: str, overrides: tuple[str, ...], name: str, where: Where) -> None:
     """Hand a job to a Dask cluster and print its id. It goes on when you leave."""
-    from pipeline import config as configuration
-    from pipeline import jobs
-    from pipeline.runs import refuse_taken
+    from pipeline.config import loading, user_files
+    from pipeline.jobs import submission
+    from pipeline.jobs.run_folder import refuse_taken
 
     if name:
         overrides = (*overrides, f"name={name}")
-    config = configuration.located(configuration.load(config_path, overrides))
+    config = user_files.located(loading.load(config_path, overrides))
     refuse_taken(config)
-    told(config, asyncio.run(jobs.submit(config, where)))
+    told(config, asyncio.run(submission.submit(config, where)))
 
 
 def told(config: RunConfig, id: str) -> None:
@@ -75,7 +75,7 @@ def told(config: RunConfig, id: str) -> None:
 @cluster_options
 def list_jobs(as_json: bool, where: Where) -> None:
     """The jobs of a cluster."""
-    from pipeline import board
+    from pipeline.scheduler import board
 
     async def ask() -> list[dict[str, Any]]:
         async with where.connected() as client:
@@ -98,11 +98,11 @@ def list_jobs(as_json: bool, where: Where) -> None:
 @cluster_options
 def status(id: str, as_json: bool, where: Where) -> None:
     """How a job stands: step, reward, staleness, throughput, instances, and what it waits for."""
-    from pipeline import jobs
+    from pipeline.scheduler import job_list
 
     async def ask() -> dict[str, Any]:
         async with where.connected() as client:
-            return await jobs.find(client, id)
+            return await job_list.find(client, id)
 
     job = asyncio.run(ask())
     if as_json:
@@ -119,14 +119,14 @@ def status(id: str, as_json: bool, where: Where) -> None:
 @cluster_options
 def logs(id: str, follow: bool, where: Where) -> None:
     """What a job has said."""
-    from pipeline import jobs
+    from pipeline.scheduler import job_list
 
     async def show() -> str:
         async with where.connected() as client:
-            job = await jobs.find(client, id)
-            async for line in jobs.follow(client, job["id"], forever=follow):
+            job = await job_list.find(client, id)
+            async for line in job_list.follow(client, job["id"], forever=follow):
                 click.echo(line)
-            return str((await jobs.find(client, job["id"]))["state"])
+            return str((await job_list.find(client, job["id"]))["state"])
 
     if asyncio.run(show()) == "failed" and follow:
         sys.exit(1)
@@ -137,11 +137,11 @@ def logs(id: str, follow: bool, where: Where) -> None:
 @cluster_options
 def cancel(id: str, where: Where) -> None:
     """Ask a job to stop at its next step. What it has is stored; `staleflow resume` goes on from it."""
-    from pipeline import board, jobs
+    from pipeline.scheduler import board, job_list
 
     async def ask() -> tuple[dict[str, Any], str]:
         async with where.connected() as client:
-            job = await jobs.find(client, id)
+            job = await job_list.find(client, id)
             return job, await board.ask(client, "stop", id=job["id"], why="cancelled")
 
     job, state = asyncio.run(ask())

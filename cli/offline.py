@@ -16,7 +16,7 @@ from cli.jobs import cluster_options
 from cli.stored import open_store, progress_bar, quietly, say_errors
 
 if TYPE_CHECKING:
-    from pipeline.jobs import Where
+    from pipeline.scheduler.connection import Where
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -46,11 +46,12 @@ def worked_on(function: Command) -> Command:
 def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, where: Where) -> None:
     """Score the stored responses again, with Dask, onto a branch. Exit code 1 if the reward function failed on some."""
     quietly()
+    from pipeline.jobs.run_folder import only_here
     from pipeline.offline import reprocessing
-    from pipeline.runs import only_here
+    from pipeline.offline.pool import pool_at
 
     open_store(Path(run))
-    with only_here(Path(run)), where.pool(workers) as pool, progress_bar("scored", quiet=as_json) as progress:
+    with only_here(Path(run)), pool_at(where, workers) as pool, progress_bar("scored", quiet=as_json) as progress:
         result = reprocessing.reprocess(Path(run), reward, branch, pool, progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
@@ -106,13 +107,14 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
     """Read the stored responses under any checkpoint: how far it is from what sampled them, by staleness."""
     quietly()
+    from pipeline.jobs.run_folder import only_here
     from pipeline.offline import rescoring
-    from pipeline.runs import only_here
+    from pipeline.offline.pool import pool_at
 
     open_store(Path(run))
     # A branch is a commit, and a run that is under way commits, too; reading disturbs nobody.
     alone = only_here(Path(run)) if branch else contextlib.nullcontext()
-    with alone, where.pool(workers) as pool, progress_bar("read", quiet=as_json) as progress:
+    with alone, pool_at(where, workers) as pool, progress_bar("read", quiet=as_json) as progress:
         result = rescoring.rescore(Path(run), model, pool, branch=branch, where=selection, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
@@ -148,10 +150,11 @@ def export(run: str, to: str, out: str, branch: str, selection: str, workers: in
     """Write the trajectories, texts and tokens, for others to read."""
     quietly()
     from pipeline.offline import exporting
+    from pipeline.offline.pool import pool_at
 
     open_store(Path(run), branch=branch)
     path = Path(out or f"{Path(run).resolve().name}.{to}")
-    with where.pool(workers) as pool, progress_bar("written", quiet=as_json) as progress:
+    with pool_at(where, workers) as pool, progress_bar("written", quiet=as_json) as progress:
         result = exporting.export(Path(run), to, path, pool, branch=branch, where=selection, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))

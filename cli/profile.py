@@ -12,8 +12,8 @@ import click
 from cli.output import claim_folder
 
 if TYPE_CHECKING:
-    from pipeline.config import RunConfig
-    from pipeline.profiling import Profile
+    from pipeline.config.schema import RunConfig
+    from pipeline.profiling.measure import Profile
 
 
 @click.command("profile")
@@ -33,14 +33,14 @@ def command(
     CONFIG: measure the job's engine, alone on this machine. RUN: the folder of a finished run; take what it measured
     while engine, trainer and all the rest shared their machines, with the latencies of everything but decoding.
     """
-    from pipeline import config as configuration
-    from pipeline import profiling
+    from pipeline.config import loading
+    from pipeline.profiling import measure as profiling
 
     if Path(source).is_dir():
         profile = profiling.profile_run(Path(source))
         path = claimed(out, Path(source).resolve().name)
     else:
-        config = configuration.load(source, overrides)
+        config = loading.load(source, overrides)
         path = claimed(out, config.name)
         profile = measured(config, steps, max_running, quiet=as_json)
     profiling.write_profile(path, profile)
@@ -63,8 +63,9 @@ def measured(config: RunConfig, steps: int, max_running: int | None, *, quiet: b
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-    from pipeline import build, profiling
-    from pipeline.model_files import inspect_model
+    from pipeline.config import actor_settings
+    from pipeline.config.model_facts import inspect_model
+    from pipeline.profiling import measure as profiling
     from stores.trajectory import InstanceId
 
     facts = inspect_model(config)
@@ -72,7 +73,7 @@ def measured(config: RunConfig, steps: int, max_running: int | None, *, quiet: b
     longest = min(rollout.engine.kv_tokens, facts.context) - steps - 16
     most = min(max_running or rollout.engine.max_running, rollout.engine.max_running)
     # No id ends a response here: a batch must stay whole while it is timed.
-    engine = build.engine_settings(config, 0, ()).build(InstanceId("profile"), config.cluster.threads)
+    engine = actor_settings.engine_settings(config, 0, ()).build(InstanceId("profile"), config.cluster.threads)
     try:
         grid = profiling.make_grid(most, max(8, min(longest, 4 * rollout.max_new_tokens)), steps)
         progress = (lambda _: None) if quiet else (lambda what: click.echo(f"  {what}", err=True))

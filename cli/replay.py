@@ -15,10 +15,10 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(run: str, trajectory: int | None, as_json: bool) -> None:
     """Feed a run's recorded events to a fresh coordinator: it must answer with exactly the recorded commands."""
-    from pipeline import config as configuration
-    from pipeline import journal
-    from pipeline.build import make_coordinator
-    from pipeline.resumption import parts
+    from pipeline.config import loading
+    from pipeline.config.deciding import make_coordinator
+    from pipeline.coordination import journal
+    from pipeline.runtime.resumption import parts
     from stores.errors import ConfigError
     from stores.trajectory import TrajectoryId
 
@@ -28,7 +28,7 @@ def command(run: str, trajectory: int | None, as_json: bool) -> None:
     story: list[str] = []
     result = journal.Replay(num_events=0, num_commands=0, difference="")
     for config, events in parts(folder):
-        coordinator = make_coordinator(configuration.load(config))
+        coordinator = make_coordinator(loading.load(config))
         result += journal.replay(coordinator, journal.read(events))
         if trajectory is not None:
             story += coordinator.story(TrajectoryId(trajectory))

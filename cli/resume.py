@@ -12,7 +12,7 @@ from cli.jobs import cluster_options, told
 from cli.run import carry_out
 
 if TYPE_CHECKING:
-    from pipeline.jobs import Where
+    from pipeline.scheduler.connection import Where
 
 
 @click.command("resume")
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: bool, where: Where) -> None:
     """Go on with a run that was stopped, killed, or is to train further, from its newest resume point. With a cluster
     named it is submitted there."""
-    from pipeline import resumption
+    from pipeline.runtime import resumption
 
     config = resumption.load(Path(run), overrides)
     if not where.named:
         carry_out(config, as_json=as_json, verbose=verbose, resume=True)
         return
-    from pipeline import jobs
+    from pipeline.jobs import submission
 
     resumption.reached(config)
-    told(config, asyncio.run(jobs.submit(config, where, resume=True)))
+    told(config, asyncio.run(submission.submit(config, where, resume=True)))

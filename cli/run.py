@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from pipeline.config import RunConfig
+    from pipeline.config.schema import RunConfig
 
 
 @click.command("run")
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @click.option("-v", "--verbose", is_flag=True, help="Log what happens.")
 def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose: bool) -> None:
     """Run a job from start to end. Ctrl-C stops it cleanly; what was stored stays."""
-    from pipeline import config as configuration
+    from pipeline.config import loading
 
-    carry_out(configuration.load(config_path, overrides), as_json=as_json, verbose=verbose, resume=False)
+    carry_out(loading.load(config_path, overrides), as_json=as_json, verbose=verbose, resume=False)
 
 
 def carry_out(config: RunConfig, *, as_json: bool, verbose: bool, resume: bool) -> None:
@@ -41,7 +41,7 @@ def carry_out(config: RunConfig, *, as_json: bool, verbose: bool, resume: bool) 
     )
 
     from cli.display import Display
-    from pipeline.runs import execute
+    from pipeline.jobs.execution import execute
 
     with Display(config, quiet=as_json) as display:
         end = asyncio.run(execute(config, display.progress, display.announce, resume=resume))

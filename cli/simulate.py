@@ -14,7 +14,7 @@ from cli.output import claim_folder
 from cli.stored import open_store
 
 if TYPE_CHECKING:
-    from pipeline.config import RunConfig
+    from pipeline.config.schema import RunConfig
     from pipeline.simulator.measure import Measures
     from pipeline.simulator.trace import Trace
 
@@ -29,7 +29,7 @@ PICTURE_STEPS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Variant:
     """One variant of the job. overrides: `key=value`."""
 
     label: str
@@ -64,7 +64,7 @@ def command(
     With --from: what if a stored run had been another? The responses are those it stored, decode steps and latencies
     those it measured; `simulate --from RUN --set staleness.eta=2`.
     """
-    from pipeline import config as configuration
+    from pipeline.config import loading
     from pipeline.simulator.measure import explanation
     from stores.errors import ConfigError
 
@@ -74,10 +74,10 @@ def command(
         config_path = str(Path(run) / "config.toml")
         overrides = (*recorded(Path(run), quiet=as_json), *overrides)
     rows = swept(sweeps)
-    job = configuration.load(config_path, overrides)
+    job = loading.load(config_path, overrides)
     if baselines:
-        rows += [Row(label, (*extra, f"staleness.alpha={job.staleness.eta}")) for label, extra in BASELINES]
-    jobs = [(row, configuration.load(config_path, (*overrides, *row.overrides))) for row in rows]
+        rows += [Variant(label, (*extra, f"staleness.alpha={job.staleness.eta}")) for label, extra in BASELINES]
+    jobs = [(row, loading.load(config_path, (*overrides, *row.overrides))) for row in rows]
     if out is not None:
         claim_folder(Path(out), "--out")
     results = simulated(jobs, quiet=as_json)
@@ -99,7 +99,7 @@ def recorded(run: Path, *, quiet: bool) -> tuple[str, ...]:
     """What a stored run saw, as overrides of its job file."""
     from dataclasses import asdict
 
-    from pipeline.profiling import profile_run
+    from pipeline.profiling.measure import profile_run
     from stores.errors import ConfigError
 
     open_store(run)
@@ -122,7 +122,7 @@ def recorded(run: Path, *, quiet: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-def swept(sweeps: tuple[str, ...]) -> list[Row]:
+def swept(sweeps: tuple[str, ...]) -> list[Variant]:
     """The rows that the sweeps ask for; one row of the job as it is if there are none."""
     from stores.errors import ConfigError
 
@@ -133,28 +133,28 @@ def swept(sweeps: tuple[str, ...]) -> list[Row]:
             raise ConfigError(f"--sweep {sweep}: expected key=value1,value2, such as staleness.eta=0,1,2,3")
         axes.append([f"{key}={value}" for value in values.split(",")])
     if not axes:
-        return [Row("the job", ())]
-    return [Row(" ".join(o.rpartition(".")[2] for o in chosen), chosen) for chosen in itertools.product(*axes)]
+        return [Variant("the job", ())]
+    return [Variant(" ".join(o.rpartition(".")[2] for o in chosen), chosen) for chosen in itertools.product(*axes)]
 
 
 def simulate_one(config: RunConfig) -> tuple[Measures, Trace]:
     """Run one variant; in a process of its own when there are several."""
-    from pipeline import build
+    from pipeline.config import actor_settings
     from pipeline.simulator.body import SimulatedRun
     from pipeline.simulator.measure import measure
 
-    trace = SimulatedRun(config, build.make_workload(config)).run()
+    trace = SimulatedRun(config, actor_settings.make_workload(config)).run()
     return measure(config, trace), trace
 
 
-def simulated(jobs: list[tuple[Row, RunConfig]], *, quiet: bool) -> list[tuple[Measures, Trace]]:
+def simulated(jobs: list[tuple[Variant, RunConfig]], *, quiet: bool) -> list[tuple[Measures, Trace]]:
     """All variants, a process a core, with a progress bar."""
     import multiprocessing
     import os
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
 
-    from stores.errors import InstanceLost
+    from stores.errors import ActorLost
 
     if len(jobs) == 1:
         return [simulate_one(jobs[0][1])]
@@ -166,12 +166,12 @@ def simulated(jobs: list[tuple[Row, RunConfig]], *, quiet: bool) -> list[tuple[M
         try:
             return list(track(done, description="simulating", total=len(jobs), transient=True, disable=quiet))
         except BrokenProcessPool as error:
-            raise InstanceLost(
+            raise ActorLost(
                 "a simulating process was killed, perhaps for its memory; sweep fewer values or simulate fewer steps"
             ) from error
 
 
-def written(folder: Path, jobs: list[tuple[Row, RunConfig]], results: list[tuple[Measures, Trace]]) -> None:
+def written(folder: Path, jobs: list[tuple[Variant, RunConfig]], results: list[tuple[Measures, Trace]]) -> None:
     """simulate.json, and a picture a row. Raises StoreError if the folder cannot be written."""
     from pipeline.simulator.picture import draw_run
     from stores.errors import StoreError
@@ -189,7 +189,7 @@ def written(folder: Path, jobs: list[tuple[Row, RunConfig]], results: list[tuple
         draw_run(trace, title, folder / f"row-{number:02d}.png", span_s=PICTURE_STEPS * measures.step_s)
 
 
-def as_dict(row: Row, measures: Measures) -> dict[str, Any]:
+def as_dict(row: Variant, measures: Measures) -> dict[str, Any]:
     return {
         "row": row.label,
         "overrides": list(row.overrides),

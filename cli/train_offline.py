@@ -16,7 +16,7 @@ from cli.jobs import cluster_options
 from cli.stored import open_store, quietly, say_errors
 
 if TYPE_CHECKING:
-    from pipeline.jobs import Where
+    from pipeline.scheduler.connection import Where
 
 
 @click.command("train-offline")
@@ -44,12 +44,13 @@ def command(
     killed goes on where it was when it is asked for again.
     """
     quietly()
+    from pipeline.offline.pool import pool_at
     from pipeline.offline.training import planned, train_offline
 
     open_store(Path(run), branch=branch)
     folder = Path(out or f"{Path(run).resolve()}-offline")
     planned(Path(run), folder, overrides, branch, selection, epochs)  # said before any worker is started
-    with where.pool(1) as pool, told(quiet=as_json) as report:
+    with pool_at(where, 1) as pool, told(quiet=as_json) as report:
         result = train_offline(
             Path(run), folder, pool, overrides=overrides, branch=branch, where=selection, epochs=epochs, report=report
         )

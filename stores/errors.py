@@ -18,7 +18,7 @@ class TrajectoryError(StaleflowError, RuntimeError):
     """One trajectory failed: record it and go on."""
 
 
-class InstanceLost(StaleflowError, ConnectionError):
+class ActorLost(StaleflowError, ConnectionError):
     """An actor is gone: replace it, requeue its work."""
 
 

@@ -6,16 +6,13 @@ No run needs anything of this; the libraries are those of `pip install 'staleflo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from stores.errors import ConfigError, StoreError
 from stores.trajectory import Ended
-
-if TYPE_CHECKING:
-    from stores.versioned import VersionedStore
 
 TOKEN_CHUNKS = 16
 """Chunks of the store that make one of dask's: a task a MiB of tokens costs less than a task each."""
@@ -77,49 +74,40 @@ def to_pandas(rows: Iterable[Ended]) -> Any:
     return pandas.DataFrame(columns)
 
 
-def to_dask(store: VersionedStore, block_rows: int) -> Any:
-    """See VersionedStore.to_dask. Raises ConfigError."""
+def to_dask(count: int, block_rows: int, read: Callable[[int, int], Iterable[Ended]]) -> Any:
+    """A dask.dataframe of `count` rows, in partitions of `block_rows`. read: the rows from the first to before the last
+    number, called on workers. Raises ConfigError."""
     require("pandas")
     dataframe = require("dask.dataframe")
     dask = require("dask")
-    count = len(store.table()["trajectory"])
-    path, snapshot = str(store.path), store.snapshot
     firsts = range(0, max(count, 1), block_rows)
     # dask.dataframe would turn the token arrays into strings of their text.
     with dask.config.set({"dataframe.convert-string": False}):
         return dataframe.from_map(
-            _block,
+            _partition,
             list(firsts),
             [min(first + block_rows, count) for first in firsts],
-            path=path,
-            snapshot=snapshot,
+            read=read,
             meta=to_pandas([]),
             label="trajectories",
         )
 
 
-def _block(first: int, last: int, path: str, snapshot: str) -> Any:
-    """One partition, read where it is needed."""
-    from pathlib import Path
-
-    from stores.versioned import VersionedStore
-
-    return to_pandas(VersionedStore.at(Path(path), snapshot).rows(first, last))
+def _partition(first: int, last: int, read: Callable[[int, int], Iterable[Ended]]) -> Any:
+    return to_pandas(read(first, last))
 
 
-def to_xarray(store: VersionedStore, root: Any) -> Any:
-    """See VersionedStore.to_xarray. `offset` and the two counts say where in `token` a trajectory's tokens are. Raises
-    ConfigError."""
+def to_xarray(table: Mapping[str, Any], offsets: Any, root: Any, attributes: Mapping[str, Any]) -> Any:
+    """An xarray.Dataset of a store's columns and, lazily, its flat token arrays. offsets: where in `token` each
+    trajectory's tokens begin; its two counts say how many there are. Raises ConfigError."""
     xarray, array = require("xarray"), require("dask.array")
-    table = store.columns()
     variables: dict[str, Any] = {name: ("trajectory", column) for name, column in table.items() if name != "trajectory"}
-    variables["offset"] = ("trajectory", store.table()["offset"])
+    variables["offset"] = ("trajectory", offsets)
     for name in ("ids", "logprobs", "versions", "mask"):
         source = root[f"tokens/{name}"]
         chunks = source.chunks[0] * TOKEN_CHUNKS
         variables[name] = ("token", array.from_array(source, chunks=chunks, name=False))
-    attributes = {"run": store.header.run, "eta": store.header.eta, "snapshot": store.snapshot}
-    return xarray.Dataset(variables, coords={"trajectory": table["trajectory"]}, attrs=attributes)
+    return xarray.Dataset(variables, coords={"trajectory": table["trajectory"]}, attrs=dict(attributes))
 
 
 def arrow_schema(texts: dict[str, str]) -> Any:

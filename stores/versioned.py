@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ import numpy.typing as npt
 import zarr
 from zarr.codecs import BloscCodec
 
-from stores import layout
+from stores import frames, layout
 from stores.base import RunHeader, StepRecord, record_from_json, record_to_json
 from stores.errors import ConfigError, StoreError
 from stores.layout import AT, FATES, FINISHES, FLOAT_COLUMNS, INT_COLUMNS, REASONS, TOKEN_ARRAYS
@@ -300,7 +301,7 @@ class VersionedStore:
 
     @property
     def snapshot(self) -> str:
-        """Of what is read now."""
+        """The snapshot id this store reads from."""
         return self._at_snapshot or str(self._repository.lookup_branch(self._branch))
 
     def get(self, trajectory: TrajectoryId) -> Ended | None:
@@ -327,15 +328,13 @@ class VersionedStore:
 
     def to_dask(self, block_rows: int = 512) -> Any:
         """A dask.dataframe with a row a trajectory, tokens included, read block by block where it is computed."""
-        from stores import frames
-
-        return frames.to_dask(self, block_rows)
+        read = functools.partial(_rows_at, str(self.path), self.snapshot)
+        return frames.to_dask(len(self.table()["trajectory"]), block_rows, read)
 
     def to_xarray(self) -> Any:
         """An xarray.Dataset over dimensions `trajectory` and `token`; token arrays stay on disk until computed."""
-        from stores import frames
-
-        return frames.to_xarray(self, self._read_root())
+        attributes = {"run": self.header.run, "eta": self.header.eta, "snapshot": self.snapshot}
+        return frames.to_xarray(self.columns(), self.table()["offset"], self._read_root(), attributes)
 
     def rescored(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:
         """[T] logprobs of a response under another model, on a branch that has them (stores/branches.py), nats."""
@@ -396,6 +395,11 @@ class VersionedStore:
         else:
             session = self._repository.readonly_session(snapshot_id=snapshot)
         return zarr.open_group(session.store, mode="r")
+
+
+def _rows_at(path: str, snapshot: str, first: int, last: int) -> list[Ended]:
+    """Rows of a store as it was at a snapshot; a function, so that a worker can be sent it."""
+    return VersionedStore.at(Path(path), snapshot).rows(first, last)
 
 
 def repository_at(path: Path) -> Any:

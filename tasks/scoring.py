@@ -43,7 +43,7 @@ class ScoringSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class ScoredResponse:
     """A reward, or what went wrong; then the reward is 0 and carries no gradient."""
 
     reward: float
@@ -62,10 +62,10 @@ class Scorer:
         """Start the process and raise ConfigError if the reward cannot be built."""
         self._ensure_process()
 
-    def score(self, items: Sequence[tuple[str, Any]]) -> list[Score]:
+    def score(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
         """A score for each pair, within the time budget each. Never raises for what the reward function does."""
         messages = [_packed(item) for item in items]
-        scores: list[Score] = []
+        scores: list[ScoredResponse] = []
         sent = 0
         while len(scores) < len(messages):
             try:
@@ -78,14 +78,14 @@ class Scorer:
                     sent += 1
                 process.stdin.flush()
                 reward, parts, problem = _read(process.stdout, self._settings.timeout_s)
-                scores.append(Score(reward=reward, parts=parts, error=problem))
+                scores.append(ScoredResponse(reward=reward, parts=parts, error=problem))
                 continue
             except TimeoutError:
                 error = f"the reward took longer than {self._settings.timeout_s:g} s"
             except (EOFError, OSError) as died:
                 error = f"the reward process died: {died or 'no message'}"
             self.close()
-            scores.append(Score(reward=0.0, error=error))
+            scores.append(ScoredResponse(reward=0.0, error=error))
             sent = len(scores)  # what was sent after it is sent again, to a new process
         return scores
 

@@ -113,7 +113,7 @@ def picky(answer, record):
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A small finished run's folder; two folders above it a file of rewards. Tests may add branches of their own."""
-    from tests.test_run import run
+    from tests.runtime.test_run import run
 
     folder = tmp_path_factory.mktemp("stored")
     (folder / "job.toml").write_text(JOB.format(runs=folder / "runs", steps=3, model=tiny_model))

@@ -1,1 +1,1 @@
-"""Working on stored runs, with Dask: scoring again, comparing, reading under other weights, exporting, training."""
+"""Work on stored runs."""

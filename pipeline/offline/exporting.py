@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import config as configuration
+from pipeline.config import loading
+from pipeline.jobs.run_folder import only_here
 from pipeline.offline.pool import Pool, store_at
 from pipeline.offline.texts import texts_of
-from pipeline.runs import only_here
 from stores import frames
 from stores.errors import ConfigError, StaleflowError, StoreError
 from stores.selection import Selection
@@ -67,7 +67,7 @@ def export(
         raise ConfigError(f"{out} is there already; name another place with --out, or remove it")
     if to != "jsonl":
         frames.require("pyarrow.parquet")
-    config = configuration.load(run_dir / "config.toml")
+    config = loading.load(run_dir / "config.toml")
     texts_of(config)
     store = VersionedStore.open(run_dir / "store", branch=branch)
     (rows,) = np.nonzero(Selection(where).mask(store.columns()))
@@ -222,4 +222,4 @@ def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[Ended], list[s
 
 @functools.lru_cache(maxsize=2)
 def _texts(run_dir: str) -> Any:
-    return texts_of(configuration.load(Path(run_dir) / "config.toml"))
+    return texts_of(loading.load(Path(run_dir) / "config.toml"))

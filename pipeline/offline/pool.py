@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import board
-from pipeline.cluster import HEAVY_ROLES
-from stores.errors import ConfigError, InstanceLost
+from pipeline.runtime.workers import HEAVY_ROLES
+from pipeline.scheduler import board
+from pipeline.scheduler.connection import Where
+from stores.errors import ActorLost, ConfigError
 from stores.versioned import VersionedStore
 
 BLOCK_ROWS = 2048
@@ -41,7 +42,7 @@ class Pool:
     ) -> Iterator[Any]:
         """Results of function(*call), as they come; never more under way than the workers can use. What a call raises
         is raised here, and the others are dropped. model: whether the calls need a worker made for models. Raises
-        ConfigError if jobs have all workers, InstanceLost if the workers do not survive it."""
+        ConfigError if jobs have all workers, ActorLost if the workers do not survive it."""
         from distributed import KilledWorker, as_completed
         from distributed.client import FutureCancelledError
 
@@ -58,9 +59,9 @@ class Pool:
             try:
                 result = future.result()
             except KilledWorker as error:
-                raise InstanceLost(f"workers died of the same work several times, for memory? {error}") from error
+                raise ActorLost(f"workers died of the same work several times, for memory? {error}") from error
             except FutureCancelledError as error:
-                raise InstanceLost("the scheduler is gone; nothing was stored, give the command again") from error
+                raise ActorLost("the scheduler is gone; nothing was stored, give the command again") from error
             future.release()
             for following in calls:
                 futures.add(submit(following))
@@ -91,12 +92,26 @@ class Pool:
 
 
 @contextlib.contextmanager
+def pool_at(where: Where, count: int) -> Iterator[Pool]:
+    """Workers for plain tasks: of the cluster that is named, or `count` local processes if none is. Raises ConfigError
+    if there are none."""
+    if not where.named:
+        with local_pool(count) as pool:
+            yield pool
+        return
+    with where.blocking() as client:
+        pool = Pool(client, shared=True)
+        pool.free()
+        yield pool
+
+
+@contextlib.contextmanager
 def local_pool(count: int) -> Iterator[Pool]:
-    """So many processes of this machine's."""
+    """A pool of `count` local worker processes."""
     import dask
     from distributed import Client, LocalCluster
 
-    from pipeline.cluster import worker_environment
+    from pipeline.runtime.workers import worker_environment
 
     environment = {"distributed.nanny.pre-spawn-environ": worker_environment(1)}
     with warnings.catch_warnings():

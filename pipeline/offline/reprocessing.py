@@ -21,17 +21,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import build
-from pipeline import config as configuration
-from pipeline.config import RunConfig, TrackingConfig
-from pipeline.jobs import with_code
+from pipeline.config import actor_settings, loading
+from pipeline.config.schema import RunConfig, TrackingConfig
+from pipeline.config.user_files import with_code
 from pipeline.offline.pool import Pool, store_at
 from pipeline.offline.texts import texts_of
 from stores import branches
 from stores.errors import ConfigError
 from stores.trajectory import Fate, Trajectory
 from stores.versioned import MAIN, Damaged, VersionedStore
-from tasks.advantage import advantages
+from tasks.training.advantage import advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ def reprocess(
 ) -> Reprocessed:
     """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name). progress: (rows
     done, rows in all). Raises ConfigError before anything is computed."""
-    config = _with_reward(configuration.load(run_dir / "config.toml"), reward)
+    config = _with_reward(loading.load(run_dir / "config.toml"), reward)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
     branches.refuse(path, branch)
@@ -63,7 +62,7 @@ def reprocess(
     errors: dict[int, str] = {}
     done = 0
     config, code = with_code(dataclasses.replace(config, tracking=TrackingConfig()))
-    settings = pickle.dumps((build.server_settings(config, path, context=2**31), code))
+    settings = pickle.dumps((actor_settings.prompt_settings(config), actor_settings.scoring_settings(config), code))
     calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
     for first, block in pool.run(score_rows, calls):
         last = first + len(block.rewards)
@@ -104,7 +103,7 @@ def _with_reward(config: RunConfig, reward: str) -> RunConfig:
         reward = f"{Path(file).resolve()}:{name}"
     config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward))
     texts_of(config)
-    settings = build.scoring_settings(config)
+    settings = actor_settings.scoring_settings(config)
     make_reward(reward, make_source(settings.source, settings.options, settings.seed))
     return config
 
@@ -165,10 +164,8 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
 @functools.lru_cache(maxsize=1)
 def _tools(settings: bytes) -> tuple[Any, Any]:
     from tasks.scoring import Scorer
-    from tasks.server import TokenizedPrompts
 
-    loaded, code = pickle.loads(settings)
-    scoring = loaded.scoring
+    prompts, scoring, code = pickle.loads(settings)
     if code:  # the user's own, from where the command was given
         folder = Path(tempfile.mkdtemp(prefix="staleflow-code-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -179,5 +176,5 @@ def _tools(settings: bytes) -> tuple[Any, Any]:
             return f"{folder}/{named}" if named.rpartition(":")[0] in code else named
 
         scoring = dataclasses.replace(scoring, function=here(scoring.function), source=here(scoring.source))
-        loaded = dataclasses.replace(loaded, scoring=scoring)
-    return TokenizedPrompts(loaded), Scorer(scoring)
+        prompts = dataclasses.replace(prompts, source=here(prompts.source))
+    return prompts.build(), Scorer(scoring)

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import config as configuration
-from pipeline.config import RunConfig
-from pipeline.model_files import inspect_model
+from pipeline.config import loading
+from pipeline.config.model_facts import inspect_model
+from pipeline.config.schema import RunConfig
 from pipeline.offline.pool import Pool, store_at
 from stores import branches
 from stores.errors import ConfigError
@@ -97,7 +97,7 @@ def rescore(
 ) -> Rescored:
     """Read a run's responses under the model of a folder or hub name. branch: one to keep the logprobs on, for which
     all responses are read. Raises ConfigError before anything is computed."""
-    config = configuration.load(run_dir / "config.toml")
+    config = loading.load(run_dir / "config.toml")
     if branch and where:
         raise ConfigError("--branch keeps the logprobs of all trajectories; leave --where out")
     reading = reading_of(config, model)
@@ -199,7 +199,7 @@ def _digest(folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RescoredRows:
     """A block of rows, of which `read` were chosen. sums: [N, len(SUMS)]. logprobs: (place among the store's tokens,
     [T]) of each response, if they are to be kept."""
 
@@ -212,7 +212,7 @@ class Part:
 
 def read_rows(
     reading: Reading, path: str, snapshot: str, first: int, last: int, chosen: npt.NDArray[np.bool_], keep: bool
-) -> Part:
+) -> RescoredRows:
     """Read the chosen of rows first <= row < last of a snapshot. A task; the model stays in its process."""
     rows = list(store_at(path, snapshot).readable(first, last))
     errors = {int(r.trajectory): r.what for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, Damaged)}
@@ -227,12 +227,12 @@ def read_rows(
         sums[i] = _sums(row.trajectory.logprobs, new, reading)
         if table is not None:
             logprobs.append((int(table[i]), new))
-    return Part(first=first, read=int(chosen.sum()), sums=sums, errors=errors, logprobs=logprobs)
+    return RescoredRows(first=first, read=int(chosen.sum()), sums=sums, errors=errors, logprobs=logprobs)
 
 
 def response_logprobs(reading: Reading, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
     """[T] logprobs of each response under the model, nats."""
-    from tasks.packing import Row
+    from tasks.training.packing import Row
 
     packed = [Row.of(row) for row in rows]
     found = _reader(reading).rows(packed, range(len(packed)))
@@ -260,7 +260,7 @@ def _sums(old: npt.NDArray[np.float32], new: npt.NDArray[np.float32], reading: R
 @functools.lru_cache(maxsize=1)
 def _reader(reading: Reading) -> Any:
     from tasks.engines.transformers import load_model, resolve_device
-    from tasks.logprobs import Reader
+    from tasks.training.logprobs import Reader
 
     device = resolve_device(reading.device)
     return Reader(

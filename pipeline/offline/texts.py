@@ -1,65 +1,12 @@
-"""Stored token ids as text, by the run's tokenizer."""
+"""A stored run's token ids as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
-
-import numpy as np
-
-from pipeline.config import RunConfig
-from stores.errors import ConfigError
-
-LOOK_BACK = 8
-"""Tokens before one that its text is found with: a token alone may lack the space before it, or be half a letter."""
-
-
-class Texts(Protocol):
-    """Token ids as text."""
-
-    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """special: with special tokens, such as an end of text."""
-        ...
-
-
-class TokenizerTexts:
-    """Of a model's tokenizer."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
-
-
-class NumberTexts:
-    """The ids themselves: of an emulated run, or where the tokenizer is gone."""
-
-    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        return "".join(f"{token} " for token in tokens)
+from pipeline.config.schema import RunConfig
+from tasks.texts import NumberTexts, Texts, tokenizer_texts
 
 
 def texts_of(config: RunConfig) -> Texts:
-    """By the job's tokenizer. Raises ConfigError if it is gone."""
-    if config.emulated:
-        return NumberTexts()
-    from transformers import AutoTokenizer
-
-    try:
-        return TokenizerTexts(AutoTokenizer.from_pretrained(config.model.path))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path = {config.model.path!r}: its tokenizer cannot be loaded: {reason}") from error
-
-
-def pieces(texts: Texts, tokens: Sequence[int]) -> list[str]:
-    """Each token's share of the text they make together; a letter of several tokens is the last one's."""
-    found = []
-    for i in range(len(tokens)):
-        begin = max(0, i - LOOK_BACK)
-        before = texts.text(tokens[begin:i], special=True)
-        until = texts.text(tokens[begin : i + 1], special=True)
-        # A letter that is not complete decodes to a replacement, and is told with the token that completes it.
-        whole = before.rstrip("\ufffd")
-        found.append("" if until.endswith("\ufffd") else until[len(whole) :])
-    return found
+    """Texts by the job's tokenizer, or the ids themselves of an emulated run. Raises ConfigError if the tokenizer is
+    gone."""
+    return NumberTexts() if config.emulated else tokenizer_texts(config.model.path)

@@ -24,13 +24,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import build, knobs
-from pipeline import config as configuration
-from pipeline.config import RunConfig
-from pipeline.evaluation import Evaluation
-from pipeline.model_files import inspect_model
+from pipeline.config import actor_settings, fields, loading
+from pipeline.config.model_facts import inspect_model
+from pipeline.config.schema import RunConfig
+from pipeline.jobs.run_folder import only_here
 from pipeline.offline.pool import Pool, store_at
-from pipeline.runs import only_here
+from pipeline.runtime.evaluation import Evaluation
 from stores.errors import ConfigError, StoreError
 from stores.resume_points import ResumePoints
 from stores.selection import Selection
@@ -48,7 +47,7 @@ Report = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class OfflinePlan:
     """All that the outcome depends on. out: the folder to make. exact: nothing differs from what the run did."""
 
     config: RunConfig
@@ -63,7 +62,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """Tells one plan from another."""
-        told = (knobs.to_toml(self.config), self.snapshot, self.where, self.epochs)
+        told = (fields.to_toml(self.config), self.snapshot, self.where, self.epochs)
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
@@ -106,7 +105,7 @@ def train_offline(
     return trained
 
 
-def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, where: str, epochs: int) -> Plan:
+def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, where: str, epochs: int) -> OfflinePlan:
     """Everything checked. Raises ConfigError."""
     for override in overrides:
         key = override.partition("=")[0]
@@ -114,7 +113,7 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
             raise ConfigError(f"--set {override}: offline these can change: {', '.join(MAY_CHANGE)}")
     if out.exists():
         raise ConfigError(f"{out} is there already; name another with --out, or remove it")
-    config = configuration.load(run_dir / "config.toml", overrides)
+    config = loading.load(run_dir / "config.toml", overrides)
     if config.emulated:
         raise ConfigError(f"{run_dir}: an emulated run has nothing that a model could learn")
     inspect_model(config)
@@ -122,7 +121,7 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
     if not chosen_rows(store, where):
         raise ConfigError(f"{run_dir}: no trajectory that was trained on is left by --where {where!r}")
     same = [o for o in overrides if not o.startswith("task.eval_prompts")]
-    return Plan(
+    return OfflinePlan(
         config=dataclasses.replace(
             config, model=dataclasses.replace(config.model, path=_absolute(config.model.path)), runs_dir=str(out.parent)
         ),
@@ -161,7 +160,7 @@ def _task(plan: bytes, topic: str) -> bytes:
     return pickle.dumps(train(pickle.loads(plan), lambda event: worker.log_event(topic, dict(event))))
 
 
-def train(plan: Plan, report: Report) -> Trained:
+def train(plan: OfflinePlan, report: Report) -> Trained:
     """Carry out a plan, in this process."""
     out = Path(plan.out)
     part = out.with_name(f".{out.name}.part")
@@ -176,7 +175,7 @@ def train(plan: Plan, report: Report) -> Trained:
     return result
 
 
-def _trained(plan: Plan, out: Path, part: Path, report: Report) -> Trained:
+def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Trained:
     _prepare(part, plan)
     context = inspect_model(plan.config).context
     before = _evaluated(plan.config, plan.config.model.path, 0, context, report)
@@ -207,14 +206,14 @@ def _trained(plan: Plan, out: Path, part: Path, report: Report) -> Trained:
     return result
 
 
-def _prepare(part: Path, plan: Plan) -> None:
+def _prepare(part: Path, plan: OfflinePlan) -> None:
     """The folder to work in, with what an earlier attempt at the same plan has left there. Raises StoreError."""
     try:
         if not (part / "plan").is_file() or (part / "plan").read_text() != plan.digest:
             for old in (part / name for name in ("resume", "checkpoints", "history.jsonl")):
                 shutil.rmtree(old, ignore_errors=True)
                 old.unlink(missing_ok=True)
-            (part / "job.toml").write_text(knobs.to_toml(plan.config))
+            (part / "job.toml").write_text(fields.to_toml(plan.config))
             (part / "plan").write_text(plan.digest)
     except OSError as error:
         raise StoreError(f"{part}: cannot be written: {error}; choose another place with --out") from error
@@ -223,12 +222,12 @@ def _prepare(part: Path, plan: Plan) -> None:
 class _Training:
     """The trainer, and how far it is."""
 
-    def __init__(self, plan: Plan, part: Path) -> None:
-        from tasks.training import PolicyTrainer, TrainerSettings
+    def __init__(self, plan: OfflinePlan, part: Path) -> None:
+        from tasks.training.policy_trainer import PolicyTrainer, TrainerSettings
 
         self._plan, self._part = plan, part
         self._store = store_at(plan.path, plan.snapshot)
-        settings = build.trainer_settings(plan.config)
+        settings = actor_settings.trainer_settings(plan.config)
         assert isinstance(settings, TrainerSettings)
         steps = plan.config.steps * plan.epochs
         self.policy = PolicyTrainer(dataclasses.replace(settings, num_steps=steps))
@@ -256,7 +255,7 @@ class _Training:
     def step(self, number: int, schedule: int, places: npt.NDArray[np.int64]) -> dict[str, float]:
         """Train step `number` on some rows; returns its metrics."""
         from stores import parameters
-        from tasks.packing import Row
+        from tasks.training.packing import Row
 
         first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so near each other
         found = list(self._store.readable(first, last))
@@ -291,16 +290,15 @@ class _Training:
 
 def _evaluated(config: RunConfig, model: str, version: int, context: int, report: Report) -> Evaluation | None:
     """Mean reward on the job's held-out prompts under a model; None if the job has none."""
-    from tasks.answering import answers
+    from tasks.engines.answering import answers
     from tasks.scoring import Scorer
-    from tasks.server import TokenizedPrompts
 
     count = config.task.eval_prompts
     if not count:
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
-    settings = build.server_settings(config, Path(), context)
-    prompts, scorer = TokenizedPrompts(settings), Scorer(settings.scoring)
+    prompts = actor_settings.prompt_settings(config, context).build()
+    scorer = Scorer(actor_settings.scoring_settings(config))
     tasks = [prompts.task(i, held_out=True) for i in range(count)]
     # The embedded engine, wherever the job sampled: it is there wherever the trainer is.
     sampling = dataclasses.replace(
@@ -310,7 +308,7 @@ def _evaluated(config: RunConfig, model: str, version: int, context: int, report
             config.rollout, engine=dataclasses.replace(config.rollout.engine, name="transformers")
         ),
     )
-    engine = build.engine_settings(sampling, 0, inspect_model(sampling).eos).build(
+    engine = actor_settings.engine_settings(sampling, 0, inspect_model(sampling).eos).build(
         InstanceId("evaluation"), config.cluster.threads
     )
     means = {}

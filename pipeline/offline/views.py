@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import config as configuration
+from pipeline.config import loading
 from pipeline.offline.rescoring import reading_of, response_logprobs
-from pipeline.offline.texts import NumberTexts, Texts, pieces, texts_of
+from pipeline.offline.texts import texts_of
 from stores.errors import ConfigError
 from stores.selection import Selection
 from stores.trajectory import TrajectoryId
 from stores.versioned import VersionedStore
+from tasks.texts import NumberTexts, Texts, pieces
 
 ORDERS = {"worst": ("reward", 1), "best": ("reward", -1), "longest": ("response_tokens", -1)}
 """By which column, and in which direction."""
@@ -76,7 +77,7 @@ def view(
 ) -> list[TrajectoryView]:
     """The trajectories with these ids. model: a folder or hub name to take importance ratios under; without one those a
     branch keeps, if it does. Raises ConfigError for an unknown id, StoreError for a damaged one."""
-    config = configuration.load(run_dir / "config.toml")
+    config = loading.load(run_dir / "config.toml")
     texts: Texts
     try:
         texts = texts_of(config)

@@ -1,1 +1,1 @@
-"""The coordinator's second body: the same decisions, in virtual time."""
+"""The coordinator's body in virtual time. Pure."""

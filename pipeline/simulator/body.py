@@ -15,11 +15,11 @@ from functools import partial
 
 import numpy as np
 
-from pipeline import build
-from pipeline.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
-from pipeline.config import RunConfig
-from pipeline.coordinator import Coordinator
-from pipeline.events import (
+from pipeline.config import deciding
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.coordinator import Coordinator
+from pipeline.coordination.events import (
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -35,9 +35,9 @@ from pipeline.events import (
     VersionPublished,
 )
 from pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
-from stores.cost import CostModel
 from stores.errors import RunStuck
 from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.cost_model import CostModel
 from tasks.engines.decoding import DecodingInstance
 from tasks.workload import Workload
 
@@ -82,10 +82,10 @@ class SimulatedRun:
         self._config = config
         self._simulation = config.simulation
         self._workload = workload
-        self._cost = build.cost_model(config)
+        self._cost = deciding.cost_model(config)
         self._observe = observe
         self._members = config.members_started
-        self.coordinator: Coordinator = build.make_coordinator(config, validate_each=validate_each)
+        self.coordinator: Coordinator = deciding.make_coordinator(config, validate_each=validate_each)
         self._faults = np.random.default_rng([config.seed, 3])
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None], bool]] = []

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from pipeline import build
-from pipeline.config import RunConfig
+from pipeline.config import deciding
+from pipeline.config.schema import RunConfig
 from pipeline.simulator.body import num_instances
 from pipeline.simulator.trace import Trace, TrainedStep
 
@@ -116,7 +116,7 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
 
 def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
     """The physical bound of these steps, on average."""
-    cost, engine, count = build.cost_model(config), config.rollout.engine, len(steps)
+    cost, engine, count = deciding.cost_model(config), config.rollout.engine, len(steps)
     instances = num_instances(config)
     tokens = sum(s.tokens for s in steps)
     context = sum(s.context_tokens for s in steps)

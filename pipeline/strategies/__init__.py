@@ -1,1 +1,1 @@
-"""Small pure rules the coordinator consults: routing, synchronization, admission, filtering."""
+"""Rules the coordinator consults: who may start, where it is sampled, when instances pull, what is dropped. Pure."""

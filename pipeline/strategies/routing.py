@@ -12,13 +12,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stores.cost import CostModel, Numbers
+from tasks.engines.cost_model import CostModel, Numbers
 
 BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Candidate:
     """What a rule may know of a trajectory. kv_tokens: that it needs at once. pace_s: seconds a token may take if it is
     to be in time for the step that will want it; infinite if nothing is known."""
 
@@ -49,11 +49,11 @@ class Routing(Protocol):
         """Whether it looks at pace: then it is worth working out."""
         ...
 
-    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         """The row of an instance, one of those marked `fitting` (at least one is), or None to let it wait."""
         ...
 
-    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+    def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
         """Whether an instance with this load would be given such work, if it were the only one."""
         ...
 
@@ -66,10 +66,10 @@ class Random:
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
 
-    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         return int(self._rng.choice(np.flatnonzero(fitting)))
 
-    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+    def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
         return True
 
 
@@ -81,13 +81,13 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         rows = np.flatnonzero(fitting)
         after = rows[rows > self._last]
         self._last = int(after[0] if len(after) else rows[0])
         return self._last
 
-    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+    def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
         return True
 
 
@@ -96,10 +96,10 @@ class LeastRequests:
 
     knows_urgency = False
 
-    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         return int(np.where(fitting, loads.running, np.inf).argmin())
 
-    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+    def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
         return True
 
 
@@ -113,16 +113,16 @@ class ThroughputOptimal:
         self._cost = cost
         self._mu = mu
 
-    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         gains = np.where(fitting, self._cost.marginal_gains(loads.running, loads.kv_tokens, work.kv_tokens), -np.inf)
         best = int(gains.argmax())
         worth_it = loads.running[best] == 0 or gains[best] >= self._least(work)
         return best if worth_it else None
 
-    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+    def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
         return running == 0 or self._cost.marginal_gain(running, kv_tokens, work.kv_tokens) >= self._least(work)
 
-    def _least(self, work: Work) -> float:
+    def _least(self, work: Candidate) -> float:
         return self._mu * self._cost.marginal_gain(0, 0, work.kv_tokens)
 
 
@@ -132,7 +132,7 @@ class Deadline:
     instances that stand empty.
 
     New work goes where throughput gains most among the instances that keep everyone's pace with it, and waits if there
-    is none. Work that has begun never waits for that: if nobody keeps its pace, the fastest instance takes it.
+    is none. Candidate that has begun never waits for that: if nobody keeps its pace, the fastest instance takes it.
     """
 
     knows_urgency = True
@@ -140,7 +140,7 @@ class Deadline:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
 
-    def choose(self, work: Work, loads: Loads, fitting: BoolArray) -> int | None:
+    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         after_s = self._cost.steps_s(loads.running + 1, loads.kv_tokens + work.kv_tokens)
         in_time = fitting & (after_s <= np.maximum(np.minimum(loads.pace_s, work.pace_s), work.planned_s))
         if in_time.any():
@@ -149,7 +149,7 @@ class Deadline:
         fastest = int(np.where(fitting, after_s, np.inf).argmin())
         return fastest if work.continued or loads.running[fastest] == 0 else None
 
-    def takes(self, work: Work, running: int, kv_tokens: float) -> bool:
+    def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
         return running == 0 or self._cost.step_s(running + 1, kv_tokens + work.kv_tokens) <= max(
             work.pace_s, work.planned_s
         )

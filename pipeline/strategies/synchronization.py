@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from stores.cost import CostModel
+from tasks.engines.cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Rollout engines behind one contract."""
+"""What samples responses."""

@@ -1,4 +1,4 @@
-"""What a rollout engine must do. One conformance suite (tests/engine_conformance.py) runs on every engine.
+"""What a rollout engine must do. One conformance suite (tests/tasks/engine_conformance.py) runs on every engine.
 
 An engine samples continuations of token ids. Every sampled token comes back with its logprob under the sampling policy
 and the version of that policy. Requests are named by (trajectory, epoch); an engine never sees text.
@@ -99,7 +99,7 @@ class ModelSettings:
 
 class Engine(Protocol):
     """All methods may be called from one control thread while another waits in `events`. Once decoding has ended, each
-    of them raises InstanceLost; while it only stands still, `events` and `load_statistics` answer as ever."""
+    of them raises ActorLost; while it only stands still, `events` and `load_statistics` answer as ever."""
 
     @property
     def version(self) -> PolicyVersion: ...

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stores.cost import CostModel
+from tasks.engines.cost_model import CostModel
 from tasks.workload import Turn
 
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stores.cost import CostModel
-from stores.errors import InstanceLost
+from stores.errors import ActorLost
 from stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, PolicyVersion, Segment, TrajectoryId
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.cost_model import CostModel
 from tasks.engines.decoding import DecodingInstance, Finished
 from tasks.names import REWARD_TOKEN
 from tasks.workload import Turn, Workload
@@ -213,10 +213,10 @@ class EmulatedEngine:
 
     def _check(self) -> None:
         if self._failure is not None or not self._thread.is_alive():
-            raise InstanceLost(f"{self._instance}: the decoding loop has ended: {self._failure}")
+            raise ActorLost(f"{self._instance}: the decoding loop has ended: {self._failure}")
 
     def _asked(self) -> float:
-        """Now, for a verb: what has happened by now has happened. Raises InstanceLost if nothing happens any more."""
+        """Now, for a verb: what has happened by now has happened. Raises ActorLost if nothing happens any more."""
         self._check()
         return self._catch_up()
 

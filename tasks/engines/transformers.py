@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from stores import parameters
-from stores.errors import InstanceLost
+from stores.errors import ActorLost
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, ModelSettings, Request, Sampled
-from tasks.engines.book import Book, Running
+from tasks.engines.requests import RunningRequest, RunningRequests
 
 POLL_S = 0.003
 """How often outputs are collected: well under a decode step of any model worth training."""
@@ -46,36 +46,36 @@ class TransformersEngine:
         device = resolve_device(settings.device)
         self._model: Any = load_model(settings.model, settings.dtype, device, attention="sdpa")
         self._managers: dict[bool, Any] = {}
-        self._book = Book(instance)
-        # Guards the book and the order of pause, drain and cancel; never held while waiting for output.
+        self._requests = RunningRequests(instance)
+        # Guards the requests and the order of pause, drain and cancel; never held while waiting for output.
         self._lock = threading.RLock()
         self._ended: list[Sampled | Failed] = []
         self._manager(greedy=False)
 
     @property
     def version(self) -> PolicyVersion:
-        return self._book.version
+        return self._requests.version
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self._lock:
             for request in requests:
-                older = self._book.of(request.trajectory)
+                older = self._requests.of(request.trajectory)
                 if older is not None:
                     if older.request.epoch == request.epoch:
                         continue  # asked twice
                     self._stop(older)
-                self._start(Running(request))
+                self._start(RunningRequest(request))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
         with self._lock, self._paused():
-            stopped = [self._stop(r) for t in trajectories if (r := self._book.of(t)) is not None]
+            stopped = [self._stop(r) for t in trajectories if (r := self._requests.of(t)) is not None]
             return [r.sampled(FinishReason.UNFINISHED) for r in stopped]
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         with self._lock:
             self._check()
             for trajectory in trajectories:
-                running = self._book.of(trajectory)
+                running = self._requests.of(trajectory)
                 if running is not None:
                     self._stop(running)
 
@@ -87,11 +87,11 @@ class TransformersEngine:
         with self._lock, self._paused():
             paused = time.monotonic()
             # Their KV cache belongs to the old weights: stop, swap, and prefill again with the tokens they have.
-            interrupted = [self._stop(r) for r in self._book]
+            interrupted = [self._stop(r) for r in self._requests]
             with torch.no_grad():
                 for name, parameter in named.items():
                     parameter.copy_(loaded[name])
-            self._book.version = version
+            self._requests.version = version
             for running in interrupted:
                 self._start(running)
             stalled_s = time.monotonic() - paused
@@ -121,7 +121,7 @@ class TransformersEngine:
     def load_statistics(self) -> EngineLoad:
         with self._lock:
             self._drain()
-            return self._book.load()
+            return self._requests.load()
 
     def close(self) -> None:
         for manager in self._managers.values():
@@ -166,28 +166,28 @@ class TransformersEngine:
         """Pause all managers and take in everything they have sampled."""
         return _Paused(self)
 
-    def _start(self, running: Running) -> None:
+    def _start(self, running: RunningRequest) -> None:
         request = running.request
         sampled = [token for part in running.closed for token in part.tokens]
         accepted = self._manager(greedy=request.greedy).add_request(
             [*request.tokens, *sampled],
-            request_id=self._book.enter(running),
+            request_id=self._requests.enter(running),
             max_new_tokens=request.max_new_tokens - len(sampled),
             streaming=True,
             eos_token_id=list(self._settings.eos) or -1,
         )
         if accepted is None:
-            raise InstanceLost(f"{self._instance}: the decoding loop has stopped and takes no requests")
+            raise ActorLost(f"{self._instance}: the decoding loop has stopped and takes no requests")
 
-    def _stop(self, running: Running) -> Running:
+    def _stop(self, running: RunningRequest) -> RunningRequest:
         """Take a request out, its current segment closed."""
         self._manager(greedy=running.request.greedy).cancel_request(running.key)
-        self._book.leave(running)
+        self._requests.leave(running)
         return running
 
     def _check(self) -> None:
         if not all(manager.is_running() for manager in self._managers.values()):
-            raise InstanceLost(f"{self._instance}: the decoding loop has died")
+            raise ActorLost(f"{self._instance}: the decoding loop has died")
 
     def _drain(self) -> None:
         self._check()
@@ -196,15 +196,15 @@ class TransformersEngine:
                 self._take(output)
 
     def _take(self, output: Any) -> None:
-        running = self._book.get(output.request_id)
+        running = self._requests.get(output.request_id)
         if running is None:
             return  # of a request stopped meanwhile
         # Every output carries all that was sampled since the request was started.
         seen = len(running.tokens)
-        self._book.extend(running, output.generated_tokens[seen:], output.logprobs[seen:])
+        self._requests.extend(running, output.generated_tokens[seen:], output.logprobs[seen:])
         if not output.is_finished():
             return
-        self._book.leave(running)
+        self._requests.leave(running)
         request = running.request
         if output.error is not None:
             self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=output.error))

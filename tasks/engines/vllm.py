@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from stores import parameters
-from stores.errors import ConfigError, InstanceLost
+from stores.errors import ActorLost, ConfigError
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, ModelSettings, Request, Sampled
-from tasks.engines.book import Book, Running
+from tasks.engines.requests import RunningRequest, RunningRequests
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -56,8 +56,8 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings, instance: InstanceId) -> None:
         self._settings = settings
         self._instance = instance
-        self._book = Book(instance)
-        # Guards the book, the calls and what has ended; the driving thread holds it between steps only.
+        self._requests = RunningRequests(instance)
+        # Guards the requests, the calls and what has ended; the driving thread holds it between steps only.
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ended: list[Sampled | Failed] = []
@@ -76,13 +76,13 @@ class VllmEngine:
 
     @property
     def version(self) -> PolicyVersion:
-        return self._book.version
+        return self._requests.version
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._call(lambda: self._submit(requests))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
-        stopped: list[Running] = self._call(lambda: self._stop(trajectories)).result()
+        stopped: list[RunningRequest] = self._call(lambda: self._stop(trajectories)).result()
         return [r.sampled(FinishReason.UNFINISHED) for r in stopped]
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
@@ -115,7 +115,7 @@ class VllmEngine:
         with self._changed:
             if self._error is not None:
                 raise self._lost()
-            return self._book.load(self._waiting, self._preemptions)
+            return self._requests.load(self._waiting, self._preemptions)
 
     def close(self) -> None:
         with self._changed:
@@ -149,7 +149,7 @@ class VllmEngine:
         """Waits for something to do; False once the engine is to close."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._calls or len(self._book) or self._asked or self._closing)
+                self._changed.wait_for(lambda: self._calls or len(self._requests) or self._asked or self._closing)
                 if self._closing:
                     return False
                 if not self._calls:
@@ -157,7 +157,7 @@ class VllmEngine:
                 call, answer = self._calls.popleft()
             try:
                 answer.set_result(call())
-            except InstanceLost as error:
+            except ActorLost as error:
                 answer.set_exception(error)
                 raise
             except Exception as error:  # noqa: BLE001  the caller's to handle
@@ -179,20 +179,20 @@ class VllmEngine:
 
     def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            older = self._book.of(request.trajectory)
+            older = self._requests.of(request.trajectory)
             if older is not None:
                 if older.request.epoch == request.epoch:
                     continue  # asked twice
                 self._stop([request.trajectory])
-            running = Running(request)
+            running = RunningRequest(request)
             with self._changed:
-                key = self._book.enter(running)
+                key = self._requests.enter(running)
             try:
                 self._add(key, request.tokens, self._sampling(request), salt=f"v{self.version}")
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
                 failed = Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error))
                 with self._changed:
-                    self._book.leave(running)
+                    self._requests.leave(running)
                     self._ended.append(failed)
                     self._changed.notify_all()
 
@@ -236,17 +236,17 @@ class VllmEngine:
         else:
             self._asked[name] = answer
 
-    def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[Running]:
+    def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[RunningRequest]:
         """Take requests out; unknown ones are ignored."""
-        stopped = [r for t in trajectories if (r := self._book.of(t)) is not None]
+        stopped = [r for t in trajectories if (r := self._requests.of(t)) is not None]
         try:
             self._engine.engine_core.abort_requests([r.key for r in stopped])
         except Exception as error:
             # Nobody waits for a submit, which may get here: what cannot be stopped must not be lost in silence.
-            raise InstanceLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
+            raise ActorLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
         with self._changed:
             for running in stopped:
-                self._book.leave(running)
+                self._requests.leave(running)
         return stopped
 
     def _abort(self, trajectories: Sequence[TrajectoryId]) -> None:
@@ -265,20 +265,20 @@ class VllmEngine:
                 engine.collective_rpc("update_weights", args=({"path": str(weights)},))
             engine.collective_rpc("finish_weight_update")
         except Exception as error:
-            raise InstanceLost(f"{self._instance}: weights of two versions after {weights}: {error}") from error
+            raise ActorLost(f"{self._instance}: weights of two versions after {weights}: {error}") from error
         with self._changed:
-            for running in self._book:
-                self._book.close_segment(running)
-            self._book.version = version
+            for running in self._requests:
+                self._requests.close_segment(running)
+            self._requests.version = version
         if not self._settings.keep:
-            # Running requests go back to the waiting line with the tokens they have, and are prefilled again.
+            # RunningRequest requests go back to the waiting line with the tokens they have, and are prefilled again.
             before = self._preemptions
             engine.reset_prefix_cache(reset_running_requests=True)
             self._preemptions = before
         return time.monotonic() - begin
 
     def _take(self, outputs: Sequence[Any]) -> None:
-        """Book what a step has sampled."""
+        """RunningRequests what a step has sampled."""
         from vllm.v1.engine import FinishReason as Reason
 
         with self._changed:
@@ -286,15 +286,15 @@ class VllmEngine:
                 if output.request_id in self._asked and output.new_prompt_logprobs_tensors is not None:
                     (logprobs,) = output.new_prompt_logprobs_tensors.logprobs[:, :1].T.tolist()
                     self._asked.pop(output.request_id).set_result(tuple(logprobs))
-                running = self._book.get(output.request_id)
+                running = self._requests.get(output.request_id)
                 if running is None:
                     continue
                 if output.new_token_ids:
                     # The sampled token's comes first in each row.
-                    self._book.extend(running, output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
+                    self._requests.extend(running, output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
                 if output.finish_reason is None:
                     continue
-                self._book.leave(running)
+                self._requests.leave(running)
                 if output.finish_reason in (Reason.STOP, Reason.LENGTH):
                     stopped = output.finish_reason == Reason.STOP
                     self._ended.append(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
@@ -337,8 +337,8 @@ class VllmEngine:
             self._changed.notify_all()
         return answer
 
-    def _lost(self) -> InstanceLost:
-        return InstanceLost(f"{self._instance}: vLLM runs no more: {type(self._error).__name__}: {self._error}")
+    def _lost(self) -> ActorLost:
+        return ActorLost(f"{self._instance}: vLLM runs no more: {type(self._error).__name__}: {self._error}")
 
 
 def make_engine(settings: VllmSettings) -> Any:

@@ -47,7 +47,7 @@ class PublishedFile(WeightTransferUpdateInfo):
 
 
 class FileTransfer(WeightTransferEngine[NoInit, PublishedFile]):
-    """Loads a published safetensors file; see tasks/parameters.py for how it gets to this host."""
+    """Loads a published safetensors file; see tasks/actors/parameter_server.py for how it gets to this host."""
 
     init_info_cls = NoInit
     update_info_cls = PublishedFile

@@ -1,0 +1,185 @@
+"""From a job file to the objects that run it: the coordinator, and the settings each actor starts with."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.config.deciding import cost_model
+from pipeline.config.schema import RunConfig
+from stores.base import RunHeader
+from stores.errors import ConfigError
+from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSettings
+
+if TYPE_CHECKING:
+    from tasks.actors.trajectory_server import ServerSettings
+    from tasks.engines.base import EngineSettings
+    from tasks.prompts import PromptSettings
+    from tasks.scoring import ScoringSettings
+    from tasks.training.policy_trainer import PolicySettings
+
+
+def run_header(config: RunConfig) -> RunHeader:
+    return RunHeader(
+        run=config.name,
+        eta=config.bound,
+        groups_per_step=config.batch.groups_per_step,
+        group_size=config.batch.group_size,
+        members_started=config.members_started,
+    )
+
+
+def scoring_settings(config: RunConfig) -> ScoringSettings:
+    from tasks.scoring import ScoringSettings
+
+    return ScoringSettings(
+        source="emulated" if config.emulated else config.task.source,
+        options=dict(config.task.options),
+        seed=config.seed,
+        function=config.reward.function,
+        answer_pattern=config.task.answer_pattern,
+        timeout_s=config.reward.timeout_s,
+    )
+
+
+def prompt_settings(config: RunConfig, context: int = 2**31) -> PromptSettings:
+    """context: tokens the model can attend to; unlimited for prompts that are stored already."""
+    from tasks.prompts import PromptSettings
+
+    return PromptSettings(
+        tokenizer=config.model.path,
+        source=config.task.source,
+        options=dict(config.task.options),
+        seed=config.seed,
+        template=config.task.template,
+        chat=config.task.chat,
+        max_new_tokens=config.rollout.max_new_tokens,
+        context=context,
+        kv_tokens=config.rollout.engine.kv_tokens,
+        workload=make_workload(config) if config.emulated else None,
+    )
+
+
+def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bool = False) -> ServerSettings:
+    """context: tokens the model can attend to. resumed: the store is gone on with."""
+    from tasks.actors.trajectory_server import ServerSettings
+
+    return ServerSettings(
+        prompts=prompt_settings(config, context),
+        reward=config.reward.function,
+        group_size=config.batch.group_size,
+        members_started=config.members_started,
+        advantage=config.training.advantage,
+        max_error_share=config.reward.max_error_share,
+        store=str(store),
+        header=run_header(config),
+        resumed=resumed,
+    )
+
+
+def trainer_settings(config: RunConfig) -> PolicySettings:
+    if config.emulated:
+        from tasks.training.emulated import EmulatedTraining
+
+        return EmulatedTraining(
+            train_s=config.simulation.train_s,
+            s_per_token=config.simulation.train_s_per_token,
+            time_scale=config.rollout.engine.time_scale,
+        )
+    from tasks.training.loss import LossSettings
+    from tasks.training.policy_trainer import TrainerSettings
+
+    t = config.training
+    return TrainerSettings(
+        model=config.model.path,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        learning_rate=t.learning_rate,
+        schedule=t.schedule,
+        warmup_steps=t.warmup_steps,
+        num_steps=config.steps,
+        minibatches=t.minibatches,
+        microbatch_tokens=t.microbatch_tokens,
+        grad_clip=t.grad_clip,
+        weight_decay=t.weight_decay,
+        betas=(t.beta1, t.beta2),
+        aggregation=t.loss.aggregation,
+        loss=LossSettings(
+            name=t.loss.name, clip_low=t.loss.clip_low, clip_high=t.loss.clip_high, weight_cap=t.loss.weight_cap
+        ),
+        temperature=config.rollout.temperature,
+        max_length=config.rollout.max_new_tokens,
+        seed=config.seed,
+    )
+
+
+def engine_settings(config: RunConfig, index: int, eos: tuple[int, ...]) -> EngineSettings:
+    """index: of the instance, so that each samples with a seed of its own. eos: ids that end a response."""
+    engine = config.rollout.engine
+    if config.emulated:
+        from tasks.engines.emulated import EmulatedSettings
+
+        return EmulatedSettings(
+            cost=cost_model(config),
+            workload=make_workload(config),
+            members=config.members_started,
+            kv_tokens=engine.kv_tokens,
+            max_running=engine.max_running,
+            pull_s=config.simulation.pull_s,
+            keep=config.rollout.on_pull == "keep",
+            time_scale=engine.time_scale,
+        )
+    common: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "device": config.model.device,
+        "temperature": config.rollout.temperature,
+        "max_running": engine.max_running,
+        "kv_tokens": engine.kv_tokens,
+        "page_tokens": engine.page_tokens,
+        "max_batch_tokens": engine.max_batch_tokens,
+        "eos": eos,
+        "seed": config.seed * 1000 + index,
+    }
+    if engine.name == "vllm":
+        from tasks.engines.vllm import VllmSettings
+
+        keep = config.rollout.on_pull == "keep"
+        return VllmSettings(**common, keep=keep, tensor_parallel=engine.tensor_parallel, options=dict(engine.options))
+    from tasks.engines.transformers import TransformersSettings
+
+    return TransformersSettings(**common)
+
+
+def make_workload(config: RunConfig) -> Workload:
+    """The responses this job's simulated or emulated instances give. Reads a store if it is a recorded one."""
+    if config.workload.kind == "recorded":
+        return _recorded_workload(Path(config.workload.run))
+    fields = {f.name: getattr(config.workload, f.name) for f in dataclasses.fields(config.workload) if f.name != "run"}
+    return DrawnWorkload(
+        WorkloadSettings(
+            **fields, members=config.members_started, max_tokens=config.rollout.max_new_tokens, seed=config.seed
+        )
+    )
+
+
+def _recorded_workload(run: Path) -> RecordedWorkload:
+    """Prompts, lengths and rewards of the groups that a stored run consumed, in the order of their ids."""
+    from stores.versioned import VersionedStore
+
+    table = VersionedStore.open(run / "store").table()
+    consumed = np.flatnonzero(table["staleness"] >= 0)
+    groups: dict[int, list[int]] = {}
+    for row in consumed[np.argsort(table["trajectory"][consumed], kind="stable")]:
+        groups.setdefault(int(table["group"][row]), []).append(int(row))
+    rows = np.asarray([groups[g] for g in sorted(groups)], np.int64)
+    if not len(rows):
+        raise ConfigError(f"workload.run = {str(run)!r}: no trajectory was trained on there; name a finished run")
+    return RecordedWorkload(
+        table["prompt_tokens"][rows[:, 0]].astype(np.int64),
+        table["response_tokens"][rows].astype(np.int64),
+        table["reward"][rows].astype(np.float64),
+    )

@@ -1,0 +1,56 @@
+"""Reading a job file: TOML, overrides, a profile's numbers; checked once."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.fields import apply_override, build, merged
+from pipeline.config.rules import check_across
+from pipeline.config.schema import RunConfig
+from stores.errors import ConfigError
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a job file and apply `key=value` overrides (values in TOML; bare words are strings)."""
+    path = Path(path)
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such job file; examples/demo.toml is one to start from") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for override in overrides:
+        apply_override(tree, override)
+    return from_tree(tree, str(path))
+
+
+def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
+    """Build and check a RunConfig from nested plain values."""
+    config: RunConfig = build(RunConfig, _with_profile(tree, where), where)
+    check_across(config, where)
+    return config
+
+
+def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The tree with the numbers of the profile it names in that name's place: what a run goes by must not change when a
+    file does."""
+    name = tree.get("profile")
+    if not name or not isinstance(name, str):
+        return tree
+    what = f"{where}: profile = {name!r}"
+    try:
+        profile = json.loads(Path(name).read_text())
+        cost = {key: profile["coefficients"][key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
+        seconds = dict(profile.get("latencies", {}))
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot be read: {error}; `staleflow profile` writes one") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{what}: not a profile ({error!r}); make it anew with `staleflow profile`") from error
+    measured = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
+    return merged(tree, measured)

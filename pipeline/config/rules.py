@@ -1,0 +1,69 @@
+"""Rules of a job file that need more than one key. Each is answered in one line that says what to change."""
+
+from __future__ import annotations
+
+import math
+
+from pipeline.config.schema import RunConfig
+from stores.errors import ConfigError
+from tasks.names import ENGINE_OPTIONS_OURS
+
+
+def check_across(config: RunConfig, where: str) -> None:
+    """Raise ConfigError for the first rule that is broken. where: names the source."""
+    if not config.model.path and not config.emulated:
+        raise ConfigError(f"{where}: model.path is missing; name a folder or a hub model")
+    if "{prompt}" not in config.task.template:
+        raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {config.task.template!r}")
+    if not config.name or "/" in config.name or config.name.startswith("."):
+        raise ConfigError(f"{where}: name = {config.name!r} must be a plain folder name")
+    needs_groups = config.training.advantage != "reinforce_plus_plus"
+    if needs_groups and config.batch.group_size < 2:
+        raise ConfigError(
+            f"{where}: batch.group_size = 1 gives {config.training.advantage} nothing to compare with; it must be >= 2"
+        )
+    if config.training.minibatches > config.batch.groups_per_step * config.batch.group_size:
+        raise ConfigError(
+            f"{where}: training.minibatches = {config.training.minibatches} is more than the "
+            f"{config.trajectories_per_step} trajectories of a step"
+        )
+    staleness = config.staleness
+    if staleness.admission == "credits" and math.ceil(staleness.alpha) > staleness.eta:
+        raise ConfigError(
+            f"{where}: staleness.alpha = {staleness.alpha:g} lets trajectories lag {math.ceil(staleness.alpha)} "
+            f"versions, staleness.eta allows {staleness.eta}; lower alpha or raise eta"
+        )
+    for kind, key in (("address", "address"), ("file", "scheduler_file")):
+        if config.cluster.kind == kind and not getattr(config.cluster, key):
+            raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
+    _check_engine(config, where)
+    _check_virtual(config, where)
+
+
+def _check_engine(config: RunConfig, where: str) -> None:
+    """Rules of what the engines can do."""
+    engine = config.rollout.engine
+    if config.rollout.on_pull == "keep" and engine.name == "transformers":
+        raise ConfigError(f'{where}: rollout.on_pull = "keep" is not known to the transformers engine; use "interrupt"')
+    ours = ENGINE_OPTIONS_OURS.get(engine.name)
+    for option in engine.options:
+        if ours is None:
+            raise ConfigError(f"{where}: rollout.engine.options is not known to the {engine.name} engine; remove it")
+        if option in ours:
+            raise ConfigError(f"{where}: rollout.engine.options.{option}: {ours[option]}; remove it")
+    if engine.kv_tokens < config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"{where}: rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}"
+        )
+
+
+def _check_virtual(config: RunConfig, where: str) -> None:
+    """Rules of what is simulated or emulated."""
+    cost = config.rollout.cost
+    if cost.k4 + max(cost.k2, cost.b + cost.k3) <= 0:
+        raise ConfigError(f"{where}: rollout.cost: a decode step of one trajectory takes no time; set k2 or k4 above 0")
+    if config.workload.kind == "recorded" and not config.workload.run:
+        raise ConfigError(f'{where}: workload.kind = "recorded" needs workload.run, the folder of a stored run')
+    if config.simulation.colocated and config.staleness.admission != "synchronous":
+        raise ConfigError(f'{where}: simulation.colocated needs staleness.admission = "synchronous"')

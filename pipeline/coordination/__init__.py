@@ -1,0 +1,1 @@
+"""The deciding core: events in, commands out. Pure."""

@@ -1,0 +1,116 @@
+"""Which running trajectories should go on elsewhere, or end now: proposed once a tick, from what is believed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeline.coordination.fleet import Instance
+from pipeline.coordination.forecast import LengthForecast
+from pipeline.coordination.pacing import Pacing
+from pipeline.coordination.placement import Placement
+from pipeline.coordination.state import CoordinatorState
+from pipeline.coordination.trajectories import LiveTrajectory, Phase
+from pipeline.strategies.filtering import Stragglers, Straggling
+from pipeline.strategies.migration import Load, Migration, Movable
+
+MOVES_A_TICK = 0.125
+"""Share of the instances that may give trajectories away in one tick: moves change the loads the next ones go by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Take a trajectory off `source`. target: where it goes on; None to end it with the tokens it has."""
+
+    live: LiveTrajectory
+    source: Instance
+    target: Instance | None
+    why: str
+
+
+class Moves:
+    """Shows the rules what runs where, and turns what they choose into moves."""
+
+    def __init__(
+        self,
+        state: CoordinatorState,
+        migration: Migration,
+        stragglers: Stragglers,
+        forecast: LengthForecast,
+        placement: Placement,
+        pacing: Pacing,
+    ) -> None:
+        self._state = state
+        self._migration = migration
+        self._stragglers = stragglers
+        self._forecast = forecast
+        self._placement = placement
+        self._pacing = pacing
+
+    def migrations(self, now: float) -> list[Move]:
+        """Let the slowest instances give single trajectories to the fastest ones, where that pays."""
+        fleet, rule = self._state.fleet, self._migration
+        if len(fleet) < 2 or not rule.active:
+            return []
+        order = self._by_speed()
+        moves: list[Move] = []
+        for i in range(min(len(fleet) // 2, max(1, int(len(fleet) * MOVES_A_TICK)))):
+            source, target = order[-1 - i], order[i]
+            here = Load(running=source.num_running, kv_tokens=source.kv_tokens)
+            there = Load(running=target.num_running, kv_tokens=target.kv_tokens)
+            if not rule.worthwhile(here, there):
+                break  # the pairs that follow differ less
+            room = target.max_running - target.num_running
+            if source.pulling or target.pulling or source.in_transit or target.in_transit or room <= 0:
+                continue  # what is on its way is not in these loads yet
+            movable = self._movable(source, target)
+            views = [
+                Movable(
+                    kv_tokens=live.kv_tokens,
+                    remaining=self._forecast.expected_remaining(live.group, live.tokens),
+                    pace_s=self._placement.pace_s(live, now),
+                )
+                for live in movable
+            ]
+            why = f"moves to {target.instance}"
+            moves += [Move(movable[j], source, target, why) for j in rule.moves(here, there, views, room)]
+        return moves
+
+    def rescues(self, waited_s: float) -> Iterator[Move]:
+        """Do something about the last trajectories of a step that the trainer has waited `waited_s` for."""
+        rule, ledger = self._stragglers, self._state.ledger
+        missing = max(1, ledger.groups_per_step - ledger.num_occupied)
+        per_step, interval_s = ledger.groups_per_step, self._state.measured.interval_s.value
+        if not rule.stuck(waited_s=waited_s, interval_s=interval_s, missing=missing, groups_per_step=per_step):
+            return
+        fastest = self._by_speed()[:1]
+        for live in self._state.live.values():
+            source = self._state.fleet.get(live.instance)
+            if live.phase is not Phase.RUNNING or source is None or not self._may_leave(live):
+                continue
+            if ledger.deadline(ledger.entries[live.group].version) > ledger.next_step:
+                continue  # nobody waits for it yet
+            if rule.action is Straggling.TRUNCATE and live.tokens > 0:
+                yield Move(live, source, None, "straggles: cut off")
+            elif rule.action is Straggling.RETRY and fastest[0] is not source and fastest[0].version >= live.v_traj:
+                yield Move(live, source, fastest[0], f"straggles: retried on {fastest[0].instance}")
+
+    def _movable(self, source: Instance, target: Instance) -> list[LiveTrajectory]:
+        """What runs on `source` and may go on on `target`."""
+        return [
+            live
+            for member in source.trajectories
+            if self._may_leave(live := self._state.live[member])
+            and live.v_traj <= target.version
+            and target.kv_tokens + live.kv_tokens <= target.kv_capacity
+        ]
+
+    def _may_leave(self, live: LiveTrajectory) -> bool:
+        """Once a version, and not while it is on its way: a trajectory that is moved for ever never ends."""
+        return not live.leaving and live.moved_at != self._state.ledger.version
+
+    def _by_speed(self) -> list[Instance]:
+        """Instances by the time their decode step takes, fastest first."""
+        fleet = self._state.fleet
+        rows = self._pacing.steps_s(fleet.running, fleet.kv_tokens).argsort(kind="stable")
+        return [fleet[int(row)] for row in rows]

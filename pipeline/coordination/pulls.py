@@ -1,0 +1,48 @@
+"""Which instances should load the published weights now, from what is believed of all of them. Pure: proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pipeline.coordination.fleet import Instance
+from pipeline.coordination.placement import Placement
+from pipeline.coordination.state import CoordinatorState
+from pipeline.strategies.synchronization import LaggingInstance, Synchronization
+
+
+class Pulls:
+    """Shows a synchronization rule each instance that lags, with the work it could be given with and without a pull."""
+
+    def __init__(self, state: CoordinatorState, rule: Synchronization, placement: Placement) -> None:
+        self._state = state
+        self._rule = rule
+        self._placement = placement
+
+    def due(self, looked_at: Iterable[Instance], now: float) -> Iterator[Instance]:
+        """Those of `looked_at` that should pull. What one is fed after its pull, the next ones cannot hope for."""
+        published, rule, placement = self._state.ledger.version, self._rule, self._placement
+        lagging = [i for i in looked_at if i.version < published and not i.pulling]
+        if not lagging:
+            return
+        if rule.weighs:  # those that are cheapest to interrupt first: they take the work that others hope for
+            lagging.sort(key=lambda i: i.kv_tokens)
+        demand = placement.demand(published)
+        sample = placement.fresh_work(now)
+        measured = self._state.measured
+        for instance in lagging:
+            appetite = placement.appetite(instance, sample)
+            fed_if_pulled = min(appetite, demand) if rule.weighs else 0
+            view = LaggingInstance(
+                lag=published - instance.version,
+                num_running=instance.num_running,
+                max_running=instance.max_running,
+                kv_tokens=instance.kv_tokens,
+                fed=min(appetite, placement.demand(instance.version)),
+                fed_if_pulled=fed_if_pulled,
+                added_kv_tokens=sample.kv_tokens,
+                interval_s=measured.interval_s.value,
+                pull_s=measured.pull_s.value,
+            )
+            if rule.should_pull(view):
+                demand -= fed_if_pulled
+                yield instance

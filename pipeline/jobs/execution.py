@@ -1,0 +1,138 @@
+"""Run folders, and running a job from start to end in one.
+
+runs/NAME/ holds config.toml (resolved), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest
+resume points), tensorboard/, summary.json and summary.png.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import user_files
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.snapshot import Snapshot
+from pipeline.jobs.run_folder import only_here, prepare_run_dir
+from pipeline.runtime.actors import Actors
+from pipeline.runtime.driver import Driver
+from pipeline.runtime.outcomes import Outcomes
+from stores.errors import ConfigError, StaleflowError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """A finished or stopped run."""
+
+    run_dir: Path
+    summary: dict[str, object]
+    stopped: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverSlot:
+    """Where a driver runs that is itself a task of the cluster. security: Dask's, to connect with."""
+
+    address: str
+    security: Any = None
+
+
+class DriverSlotTaken(StaleflowError):
+    """The worker that the driver is a task of belongs to another run."""
+
+
+async def execute(
+    config: RunConfig,
+    progress: Callable[[Snapshot, Outcomes, str], None],
+    announce: Callable[[str], None],
+    *,
+    resume: bool = False,
+    slot: DriverSlot | None = None,
+    job: str = "",
+) -> RunEnd:
+    """Run a job on the cluster it names, or go on with it where its folder left off. `announce` gets lines for people,
+    such as the dashboard's address. job: its id on the cluster, if it was submitted; then its task tells how it ended.
+    """
+    from pipeline.config.model_facts import inspect_model
+    from pipeline.jobs.reporter import Reporter
+    from pipeline.jobs.summary import write_report
+    from pipeline.jobs.tracking import Tracking
+    from pipeline.runtime import resumption as resumptions
+    from pipeline.runtime.workers import connect
+    from pipeline.scheduler import board
+
+    if config.simulation.colocated:
+        raise ConfigError("simulation.colocated = true: in a run all roles have workers of their own; use simulate")
+    facts = inspect_model(config)
+    config = user_files.located(config)
+    run_dir = config.run_dir
+    if resume:
+        resumptions.reached(config)
+    else:
+        prepare_run_dir(config)
+    cluster = await connect(config, None if slot is None else slot.security)
+    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps)
+
+    def say(line: str) -> None:
+        reporter.say(line)
+        announce(line)
+
+    def tell(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+        tracking.steps(outcomes.steps)
+        reporter.progress(snapshot, outcomes, doing)
+        progress(snapshot, outcomes, doing)
+
+    ended = "failed", ""
+    try:
+        if cluster.dashboard:
+            announce(f"Dask dashboard: {cluster.dashboard}")
+        await board.ask(
+            cluster.client, "submit", id=reporter.id, name=config.name, run_dir=str(run_dir), steps=config.steps
+        )
+        if not await cluster.settle("" if slot is None else slot.address):
+            raise DriverSlotTaken("this worker is another run's")
+        with only_here(run_dir), reporter.listening(), contextlib.ExitStack() as held:
+            resumption = resumptions.prepare(config) if resume else None
+            if resumption is not None:
+                say(f"going on from version {resumption.version}")
+            tracking = held.enter_context(
+                contextlib.closing(Tracking(config, run_dir, 0 if resumption is None else len(resumption.steps)))
+            )
+            driver = Driver(config, Actors(config, cluster, run_dir, facts), run_dir, tell, resumption)
+            outcomes = await _driven(driver, reporter.attend(driver, cluster))
+            ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
+    finally:
+        with contextlib.suppress(Exception):
+            await reporter.report(cluster.client, *(("running", "") if job else ended))
+        await cluster.close()
+    return RunEnd(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
+
+
+async def _driven(driver: Driver, beside: Coroutine[Any, Any, None]) -> Outcomes:
+    """Drive to the end, or to a stop by a signal; closes the driver."""
+    loop = asyncio.get_running_loop()
+    attendance = asyncio.ensure_future(beside)
+    signals = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+    if threading.current_thread() is not threading.main_thread():
+        signals = {}  # they are the worker's, whose task this is
+    for number, why in signals.items():
+        loop.add_signal_handler(number, driver.stop, why)
+    try:
+        return await driver.run()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if not driver.outcomes.stopped or task is None:
+            raise
+        task.uncancel()
+        return driver.outcomes  # stopped at once: what is committed is all there is
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+        attendance.cancel()
+        await asyncio.gather(attendance, return_exceptions=True)
+        await driver.close()

@@ -1,0 +1,149 @@
+"""A submitted job's driver, as a task of the cluster: it starts anew elsewhere when its worker dies, and goes on.
+
+It runs in a thread of some worker, which it claims for its run. It goes on from the run's newest resume point, as it
+does by itself when the trainer or the trajectory server is lost. So a job ends in one of three ways: done, stopped
+because someone asked, or failed with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distributed import Reschedule, get_worker, secede
+from distributed.core import Status
+
+from pipeline.config import loading
+from pipeline.config.schema import RunConfig
+from pipeline.config.user_files import CODE
+from pipeline.jobs import reporter as reporting
+from pipeline.jobs.execution import DriverSlot, DriverSlotTaken, execute
+from pipeline.jobs.run_folder import refuse_taken
+from pipeline.scheduler import board
+from pipeline.scheduler.connection import Where, client_security
+from pipeline.scheduler.job_list import find
+from stores.errors import ActorLost, StaleflowError, StoreError
+from stores.versioned import VersionedStore
+
+REVIVALS = 3
+"""How often a driver goes on by itself after a loss that ends a run, as long as each time brings it further."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What travels: the resolved job as TOML, and the user's own code by file name. resume: a run that is there
+    already."""
+
+    id: str
+    job: str
+    code: dict[str, str] = field(default_factory=dict)
+    resume: bool = False
+
+
+def drive(submission: Submission) -> str:
+    """The driver's task; returns how the job ended. It runs again when its worker dies, or the one that holds what it
+    returned."""
+    worker = get_worker()
+    slot = DriverSlot(address=worker.address, security=client_security(worker.security))
+    secede()  # it computes little and lasts long: the worker's thread is for others
+    return asyncio.run(
+        _drive(submission, slot, worker.scheduler.address, alive=lambda: worker.status is Status.running)
+    )
+
+
+async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive: Callable[[], bool]) -> str:
+    where = Where(address=scheduler, security=slot.security)
+    async with where.connected() as client:
+        job = await find(client, submission.id)
+        if job["state"] in board.ENDED:
+            return str(job["state"])
+        # A worker of another run, or one that is started anew because an earlier driver has left something in it.
+        if not await board.ask(client, "slot", id=submission.id, address=slot.address):
+            await asyncio.sleep(1.0)
+            raise Reschedule
+        try:
+            state, why = await _until_it_ends(submission, slot, client, scheduler)
+        except DriverSlotTaken:
+            await asyncio.sleep(1.0)
+            raise Reschedule from None
+        except Exception as error:
+            if not alive():
+                raise  # it is this process that ends, not the job: Dask starts the task elsewhere
+            if not isinstance(error, StaleflowError):
+                logging.getLogger(__name__).exception("job %s failed", submission.id)
+            state, why = "failed", f"{type(error).__name__}: {error}"
+        await reporting.tell(client, submission.id, state, why)
+        return state
+
+
+async def _until_it_ends(submission: Submission, slot: DriverSlot, client: Any, scheduler: str) -> tuple[str, str]:
+    """Run, and go on after what can be survived. Returns how it ended, and why if not by itself."""
+    config = at_home(submission, scheduler)
+    _take_folder(config, submission)
+    trained, revivals = -1, 0
+    while True:
+        there = (config.run_dir / "store").is_dir()
+        steps, ended = stored(config.run_dir) if there else (0, False)
+        if ended and steps >= config.steps:
+            return "done", ""
+        if stop := (await find(client, submission.id))["stop"]:
+            return "stopped", stop
+        if steps > trained:
+            trained, revivals = steps, 0
+        try:
+            end = await execute(
+                config,
+                lambda *_: None,
+                lambda _: None,
+                resume=there or submission.resume,
+                slot=slot,
+                job=submission.id,
+            )
+        except ActorLost as lost:
+            revivals += 1
+            if revivals > REVIVALS:
+                raise
+            await reporting.tell(client, submission.id, "waiting", f"lost: {lost}; going on")
+            continue
+        return ("stopped", end.stopped) if end.stopped else ("done", "")
+
+
+def _take_folder(config: RunConfig, submission: Submission) -> None:
+    """The run's folder is this job's from now on. ConfigError if it holds a run that this job is not to go on with."""
+    owner = config.run_dir / "job.txt"
+    if not submission.resume and not (owner.is_file() and owner.read_text().strip() == submission.id):
+        refuse_taken(config)
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        owner.write_text(f"{submission.id}\n")
+        for name, text in submission.code.items():
+            (config.run_dir / "code").mkdir(exist_ok=True)
+            (config.run_dir / "code" / name).write_text(text)
+    except OSError as error:
+        raise StoreError(f"{config.run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+
+
+def stored(run_dir: Path) -> tuple[int, bool]:
+    """Training steps that a stored run has committed, and whether it came to an end after them."""
+    records = VersionedStore.open(run_dir / "store").steps()
+    return sum(r.kind == "step" for r in records), bool(records) and records[-1].kind == "end"
+
+
+def at_home(submission: Submission, scheduler: str) -> RunConfig:
+    """The job as it runs here: on this cluster, with the code that came with it in the run's folder."""
+    tree = tomllib.loads(submission.job)
+    tree["cluster"] |= {"kind": "address", "address": scheduler, "scheduler_file": ""}
+    config = loading.from_tree(tree, submission.id)
+    for table, key in CODE:
+        section = getattr(config, table)
+        file, _, name = getattr(section, key).rpartition(":")
+        if file in submission.code:
+            named = f"{config.run_dir / 'code' / file}:{name}"
+            config = dataclasses.replace(config, **{table: dataclasses.replace(section, **{key: named})})
+    return config

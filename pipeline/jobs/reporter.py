@@ -1,0 +1,114 @@
+"""What a run tells the board on its scheduler: where it stands, its log; and how it hears that it is to stop.
+
+Every run does, on whatever cluster: the dashboard's page, `staleflow status` and `staleflow logs` show it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.coordination.snapshot import Snapshot
+from pipeline.jobs.summary import step_line
+from pipeline.runtime.driver import Driver
+from pipeline.runtime.outcomes import Outcomes
+from pipeline.runtime.workers import ActorCluster
+from pipeline.scheduler import board
+
+REPORT_S = 0.5
+"""How often a run tells how it stands, and hears whether it is to stop."""
+DECISIONS = 30
+"""Latest decisions that are told."""
+
+
+class Reporter:
+    """One run's voice. planned: its training steps."""
+
+    def __init__(self, id: str, planned: int) -> None:
+        self.id = id
+        self._planned = planned
+        self._lines: list[str] = []
+        self._status: dict[str, Any] = {}
+        self._steps: list[dict[str, float]] = []
+        self._num_steps = 0
+        self._num_evaluations = 0
+        self._doing = ""
+
+    def say(self, line: str) -> None:
+        """A line of the log."""
+        self._lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
+
+    def progress(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+        """What the driver tells twice a second, and at each step."""
+        if doing and doing != self._doing:
+            self._doing = doing
+            self.say(doing)
+        for evaluation in outcomes.evaluations[self._num_evaluations :]:
+            self.say(evaluation.line)
+        self._num_evaluations = len(outcomes.evaluations)
+        for step in outcomes.steps[self._num_steps :]:
+            self._doing = "training"
+            self._steps.append(step)
+            self.say(step_line(step, self._planned))
+        self._num_steps = len(outcomes.steps)
+        self._status = {**plain(snapshot), "doing": self._doing, "losses": list(outcomes.losses)}
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """What is logged meanwhile becomes lines too."""
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.say(record.getMessage())  # type: ignore[method-assign]
+        loggers = [logging.getLogger(name) for name in ("pipeline", "tasks", "stores")]
+        for one in loggers:
+            one.addHandler(handler)
+        try:
+            yield
+        finally:
+            for one in loggers:
+                one.removeHandler(handler)
+
+    async def attend(self, driver: Driver, cluster: ActorCluster) -> None:
+        """Beside the driver: report, and stop it when asked."""
+        while True:
+            state, why = "running", ""
+            if cluster.waiting:
+                what = "; ".join(f"{name} needs {need}" for name, need in sorted(cluster.waiting.items()))
+                state, why = "waiting", f"{what}; gives up {cluster.start_s:g} s after it began"
+            more = {"decisions": driver.decisions(DECISIONS), "tokens_sampled": driver.tokens_sampled()}
+            stop = await self.report(cluster.client, state, why, more)
+            if stop:
+                driver.stop(stop)
+                return
+            await asyncio.sleep(REPORT_S)
+
+    async def report(self, client: Any, state: str, why: str, more: dict[str, Any] | None = None) -> str:
+        """Tell what there is to tell; returns why the run is to stop, empty if it is not."""
+        lines, self._lines = self._lines, []
+        steps, self._steps = self._steps, []
+        status = {**self._status, **(more or {})} if self._status else {}
+        answer = await board.ask(
+            client, "report", id=self.id, state=state, why=why, status=status, steps=steps, lines=lines
+        )
+        return str(answer)
+
+
+async def tell(client: Any, id: str, state: str, why: str) -> None:
+    """That a run is in this state now, for this reason."""
+    reporter = Reporter(id, 0)
+    reporter.say(f"{state}: {why}" if why else state)
+    await reporter.report(client, state, why)
+
+
+def plain(snapshot: Snapshot) -> dict[str, Any]:
+    """A snapshot in what msgpack carries: versions and steps as strings where they are keys."""
+    return dataclasses.asdict(
+        snapshot,
+        dict_factory=lambda pairs: {
+            k: {str(a): b for a, b in v.items()} if isinstance(v, dict) else v for k, v in pairs
+        },
+    )

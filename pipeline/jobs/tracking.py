@@ -1,0 +1,85 @@
+"""Where a run's metrics go besides its store: TensorBoard's event files, and whatever a user brings.
+
+A tracker is a class, named in the job file (`tracking.tracker = "mine.py:Tracker"`), with three methods:
+
+    class Tracker:
+        def __init__(self, run_dir: str, job: dict): ...      # job: the resolved job file
+        def step(self, step: int, metrics: dict[str, float]): ...
+        def close(self): ...
+
+They are called in the driver's process, between other things: one that takes long slows the run. One that raises is
+logged and not called again; a run is not lost for the sake of its picture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.config import fields
+from pipeline.config.schema import RunConfig
+from tasks import user_code
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """See above."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in the run's folder: `tensorboard --logdir runs`."""
+
+    def __init__(self, run_dir: str, job: Mapping[str, Any]) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(f"{run_dir}/tensorboard")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Tracking:
+    """The trackers of one run, each fed every step once. first: steps before it are tracked already."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, first: int = 0) -> None:
+        job = tomllib.loads(fields.to_toml(config))
+        makers = [TensorBoard] if config.tracking.tensorboard else []
+        if config.tracking.tracker:
+            makers.append(user_code.load(config.tracking.tracker, "tracking.tracker"))
+        self._trackers: list[Tracker] = [make(str(run_dir), job) for make in makers]
+        self._next = first
+
+    def steps(self, steps: Sequence[Mapping[str, float]]) -> None:
+        """All steps of the run so far: the ones not tracked yet are."""
+        for metrics in steps[self._next :]:
+            self._next += 1
+            values = {name: value for name, value in metrics.items() if name != "step"}
+            self._each("step", int(metrics["step"]), values)
+
+    def close(self) -> None:
+        self._each("close")
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for tracker in tuple(self._trackers):
+            try:
+                getattr(tracker, method)(*arguments)
+            except Exception as error:  # noqa: BLE001  a user's code
+                self._trackers.remove(tracker)
+                if method != "close":
+                    with contextlib.suppress(Exception):
+                        tracker.close()
+                logger.warning("%s failed and is not called again: %r", type(tracker).__name__, error)

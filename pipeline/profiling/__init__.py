@@ -1,0 +1,1 @@
+"""Measuring an engine and fitting the cost model to it."""

@@ -1,0 +1,185 @@
+"""Fitting the cost model to measured decode steps: robust, non-negative, judged on points it has not seen. Pure.
+
+step_seconds = k1 kv + max(A, B + k3 n), where A = k2 + k4 and B = b + k4: a measurement cannot tell k4 from what both
+branches have in common, so k4 is by convention the smaller of A and B. For a given border between the branches the
+model is linear in k1, k3, A and B; every border between measured n is tried. Residuals are relative, and Huber weights
+keep a step that was interrupted by something else from bending the line.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tasks.engines.cost_model import CostModel
+
+Array = npt.NDArray[np.float64]
+
+HUBER = 0.05
+"""Relative residual beyond which a point loses weight: a decode step repeats itself to a few percent."""
+ROUNDS = 8
+"""Reweightings; the weights have settled by then."""
+HELD_OUT = 4
+"""Every fourth point is kept from the fit and judges it."""
+FEWEST = 8
+"""Points below which nothing is fitted: four coefficients and as many to judge them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPoint:
+    """A measured decode step: running trajectories, KV tokens they held, seconds."""
+
+    running: int
+    kv_tokens: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """error_*: |predicted - measured| / measured on the held-out points."""
+
+    model: CostModel
+    num_points: int
+    error_median: float
+    error_p90: float
+    running: tuple[int, int]
+    """Smallest and largest that were measured; beyond them the model is a guess."""
+    kv_tokens: tuple[float, float]
+
+
+def fit_steps(points: Sequence[StepPoint], prefill: float = 0.0) -> Fit:
+    """The model that fits the points best. Raises ValueError if there are too few of them."""
+    if len(points) < FEWEST:
+        raise ValueError(f"{len(points)} measured steps; at least {FEWEST} are needed")
+    ordered = sorted(points, key=lambda p: (p.running, p.kv_tokens))
+    held_out = ordered[HELD_OUT // 2 :: HELD_OUT]
+    kept = [p for i, p in enumerate(ordered) if i % HELD_OUT != HELD_OUT // 2]
+    model = _best_model(kept, prefill)
+    errors = [abs(model.step_s(p.running, p.kv_tokens) - p.step_s) / p.step_s for p in held_out]
+    return Fit(
+        model=model,
+        num_points=len(points),
+        error_median=float(np.median(errors)),
+        error_p90=float(np.quantile(errors, 0.9)),
+        running=(ordered[0].running, ordered[-1].running),
+        kv_tokens=(min(p.kv_tokens for p in points), max(p.kv_tokens for p in points)),
+    )
+
+
+def fit_prefill(tokens: Sequence[float], seconds: Sequence[float]) -> float:
+    """Seconds a token, from times to the first token at several prompt lengths: the median of the slopes between all
+    pairs (Theil-Sen), which one slow measurement cannot move. Never negative."""
+    slopes = [
+        (s2 - s1) / (n2 - n1)
+        for (n1, s1), (n2, s2) in itertools.combinations(zip(tokens, seconds, strict=True), 2)
+        if n1 != n2
+    ]
+    return max(0.0, float(np.median(slopes))) if slopes else 0.0
+
+
+def _best_model(points: Sequence[StepPoint], prefill: float) -> CostModel:
+    running = np.array([p.running for p in points], float)
+    kv = np.array([p.kv_tokens for p in points], float)
+    seconds = np.array([p.step_s for p in points], float)
+    levels = np.unique(running)
+    borders = [-np.inf, *((levels[1:] + levels[:-1]) / 2), np.inf]
+    best: tuple[float, CostModel] | None = None
+    for border in borders:
+        flat = running <= border
+        design = np.stack([kv, np.where(flat, 0.0, running), flat.astype(float), (~flat).astype(float)], axis=1)
+        k1, k3, floor, offset = _robust(design, seconds)
+        if not flat.any():
+            floor = 0.0
+        if flat.all():
+            offset = 0.0
+        k4 = min(floor, offset) if flat.any() and not flat.all() else 0.0
+        model = CostModel(k1=k1, k2=floor - k4, k3=k3, k4=k4, b=offset - k4, prefill=prefill)
+        predicted = np.array([model.step_s(p.running, p.kv_tokens) for p in points])
+        loss = float(_huber_loss((predicted - seconds) / seconds).sum())
+        if best is None or loss < best[0] * (1 - 1e-9):
+            best = loss, model
+    assert best is not None
+    return best[1]
+
+
+def _robust(design: Array, seconds: Array) -> tuple[float, float, float, float]:
+    """Non-negative least squares on relative residuals, reweighted."""
+    weights = np.ones(len(seconds))
+    solution = np.zeros(design.shape[1])
+    for _ in range(ROUNDS):
+        scale = np.sqrt(weights) / seconds
+        solution = _non_negative(design * scale[:, None], seconds * scale)
+        residual = np.abs(design @ solution - seconds) / seconds
+        weights = np.where(residual <= HUBER, 1.0, HUBER / np.maximum(residual, HUBER))
+    k1, k3, floor, offset = (float(x) for x in solution)
+    return k1, k3, floor, offset
+
+
+def _non_negative(design: Array, target: Array) -> Array:
+    """Least squares with coefficients >= 0: four of them, so every choice of which are zero can be tried."""
+    count = design.shape[1]
+    best, best_loss = np.zeros(count), float(target @ target)
+    for size in range(1, count + 1):
+        for chosen in itertools.combinations(range(count), size):
+            part = design[:, chosen]
+            # Columns differ by orders of magnitude: KV tokens beside ones.
+            scale = np.linalg.norm(part, axis=0)
+            if not scale.all():
+                continue
+            solved, *_ = np.linalg.lstsq(part / scale, target, rcond=None)
+            if (solved < 0).any():
+                continue
+            loss = float(np.square(part / scale @ solved - target).sum())
+            if loss < best_loss:
+                best_loss = loss
+                best = np.zeros(count)
+                best[list(chosen)] = solved / scale
+    return best
+
+
+def _huber_loss(residual: Array) -> Array:
+    size = np.abs(residual)
+    loss: Array = np.where(size <= HUBER, size * size / 2, HUBER * (size - HUBER / 2))
+    return loss
+
+
+class CostWatch:
+    """Compares a running job's decode steps with the model in use, and says when they no longer agree."""
+
+    WINDOW = 512
+    """Latest steps that are remembered."""
+    ENOUGH = 30
+    """Steps below which nothing is said."""
+
+    def __init__(self, model: CostModel, tolerance: float) -> None:
+        """tolerance: relative difference of the median step that counts as agreement."""
+        self._model = model
+        self._tolerance = tolerance
+        self._points: deque[StepPoint] = deque(maxlen=self.WINDOW)
+
+    def observe(self, point: StepPoint) -> None:
+        self._points.append(point)
+
+    @property
+    def ratio(self) -> float | None:
+        """Median of measured over predicted step time; None before enough was seen."""
+        if len(self._points) < self.ENOUGH:
+            return None
+        return float(np.median([p.step_s / self._model.step_s(p.running, p.kv_tokens) for p in self._points]))
+
+    @property
+    def drifted(self) -> bool:
+        ratio = self.ratio
+        return ratio is not None and not 1 - self._tolerance <= ratio <= 1 + self._tolerance
+
+    def refit(self) -> Fit | None:
+        """The model that the latest steps ask for; None before enough was seen. Prefill is in its steps: a running
+        engine's statistics do not tell them apart."""
+        if len(self._points) < self.ENOUGH:
+            return None
+        return fit_steps(tuple(self._points), prefill=0.0)

@@ -1,0 +1,215 @@
+"""For `staleflow profile`: times a real engine's decode steps and prefill, here and without a cluster; or takes both
+from what a finished run has measured."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.coordination import journal
+from pipeline.profiling.fit import Fit, StepPoint, fit_prefill, fit_steps
+from pipeline.profiling.latencies import latencies
+from stores.errors import ActorLost, ConfigError, StoreError
+from stores.trajectory import TrajectoryId
+from tasks.engines.base import Engine, Failed, Request
+from tasks.engines.cost_model import CostModel
+
+WARM_TOKENS = 3
+"""Tokens every request has sampled before its steps are counted: by then all of the batch decodes."""
+PATIENCE_S = 120.0
+"""Longest that one measured batch may take."""
+POLL_S = 0.002
+FIRST_WORD, NUM_WORDS = 4, 10
+"""Token ids that prompts are made of: in every vocabulary, and unlike from one prompt to the next, so that no engine
+finds a prompt's beginning in its cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """running counts and context lengths that are measured, each with each as far as the cache holds them."""
+
+    running: tuple[int, ...]
+    contexts: tuple[int, ...]
+    steps: int
+    """Decode steps a batch is watched for."""
+
+
+def make_grid(max_running: int, longest_context: int, steps: int) -> Grid:
+    """Counts by doubling up to max_running; contexts by quadrupling up to the longest."""
+    counts = [1]
+    while counts[-1] * 2 <= max_running:
+        counts.append(counts[-1] * 2)
+    contexts = [max(8, longest_context // 16), max(8, longest_context // 4), max(8, longest_context)]
+    return Grid(running=tuple(counts), contexts=tuple(dict.fromkeys(contexts)), steps=steps)
+
+
+def measure_steps(engine: Engine, grid: Grid, kv_tokens: int, progress: Callable[[str], None]) -> list[StepPoint]:
+    """Decode steps over the grid; several points a batch, since its cache grows while it is watched."""
+    points: list[StepPoint] = []
+    number = 0
+    for context in grid.contexts:
+        for running in grid.running:
+            if running * (context + grid.steps + WARM_TOKENS + 8) > kv_tokens:
+                continue
+            progress(f"{running} running, {context} tokens of context each")
+            ids = [TrajectoryId(number + i) for i in range(running)]
+            number += running
+            points += _watch(engine, ids, context, grid.steps)
+    return points
+
+
+def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tuple[list[float], list[float]]:
+    """(prompt tokens, seconds to the first token) of single requests, each length three times."""
+    tokens: list[float] = []
+    seconds: list[float] = []
+    for i, context in enumerate(c for c in contexts for _ in range(3)):
+        member = TrajectoryId(first + i)
+        begin = time.monotonic()
+        engine.submit([_request(member, context, 4)])
+        while not any(n >= 1 for t, n in engine.load_statistics().progress if t == member):
+            if _ended(engine):
+                break
+            _check(begin, engine)
+            time.sleep(POLL_S / 4)
+        tokens.append(context)
+        seconds.append(time.monotonic() - begin)
+        engine.abort([member])
+    return tokens, seconds
+
+
+def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) -> list[StepPoint]:
+    """Run one batch and time quarters of its steps while all of it decodes."""
+    engine.submit([_request(t, context, steps + WARM_TOKENS + 8) for t in ids])
+    begin = time.monotonic()
+    marks: list[tuple[float, float]] = []  # (seconds, mean tokens sampled)
+    while True:
+        _check(begin, engine)
+        load = engine.load_statistics()
+        now = time.monotonic()
+        sampled = [n for _, n in load.progress]
+        if _ended(engine):
+            break  # what follows is another batch
+        if len(sampled) == len(ids) and min(sampled) >= WARM_TOKENS:
+            mean = sum(sampled) / len(sampled)
+            if not marks or mean > marks[-1][1]:
+                marks.append((now, mean))
+            if mean >= marks[0][1] + steps:
+                break
+        time.sleep(POLL_S)
+    engine.abort(ids)
+    while engine.load_statistics().running:
+        _check(begin, engine)
+        time.sleep(POLL_S)
+    engine.events(0.0)
+    quarters = 4
+    cut = (
+        [marks[round(i * (len(marks) - 1) / quarters)] for i in range(quarters + 1)] if len(marks) > quarters else marks
+    )
+    return [
+        StepPoint(running=len(ids), kv_tokens=len(ids) * (context + (n1 + n2) / 2), step_s=(t2 - t1) / (n2 - n1))
+        for (t1, n1), (t2, n2) in itertools.pairwise(cut)
+        if n2 > n1
+    ]
+
+
+def _ended(engine: Engine) -> bool:
+    """Whether a request has ended. Raises ActorLost if one cannot go on: its batch is not what was asked for."""
+    ended = engine.events(0.0)
+    failed = next((e for e in ended if isinstance(e, Failed)), None)
+    if failed is not None:
+        raise ActorLost(f"the engine failed in a measured batch: {failed.error}")
+    return bool(ended)
+
+
+def _request(member: TrajectoryId, context: int, new_tokens: int) -> Request:
+    tokens = tuple(FIRST_WORD + (member * (i + 3) + i * i) % NUM_WORDS for i in range(context))
+    return Request(trajectory=member, epoch=1, tokens=tokens, max_new_tokens=new_tokens)
+
+
+def _check(begin: float, engine: Engine) -> None:
+    if time.monotonic() - begin > PATIENCE_S:
+        raise ActorLost(f"a measured batch made no progress in {PATIENCE_S:g} s: {engine.load_statistics()}")
+
+
+def profile_engine(
+    engine: Engine, grid: Grid, kv_tokens: int, progress: Callable[[str], None]
+) -> tuple[Fit, list[StepPoint]]:
+    """Measure and fit. Raises ConfigError if the grid leaves too little to fit."""
+    measure_prefill(engine, grid.contexts[:1], 10**6)  # the first forward passes are not like the others
+    tokens, seconds = measure_prefill(engine, grid.contexts, 2 * 10**6)
+    points = measure_steps(engine, grid, kv_tokens, progress)
+    try:
+        return fit_steps(points, fit_prefill(tokens, seconds)), points
+    except ValueError as error:
+        raise ConfigError(f"profile: {error}; raise --max-running, --steps or rollout.engine.kv_tokens") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What `profile = FILE` in a job takes its numbers from. latencies: seconds by knob of [simulation], known of a run
+    only. points: the measured steps, known of an engine only."""
+
+    source: str
+    fit: Fit
+    hardware: dict[str, Any] | None = None
+    points: tuple[StepPoint, ...] = ()
+    latencies: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it is stored: coefficients, ranges, residuals on held-out steps, and where they come from."""
+        fit = self.fit
+        return {
+            "source": self.source,
+            "hardware": self.hardware,
+            "coefficients": asdict(fit.model),
+            "latencies": self.latencies,
+            "held_out_error": {"median": fit.error_median, "p90": fit.error_p90},
+            "range": {"running": fit.running, "kv_tokens": fit.kv_tokens},
+            "num_points": fit.num_points,
+            "points": [asdict(p) for p in self.points],
+        }
+
+
+def profile_run(run_dir: Path) -> Profile:
+    """What a finished run measured while its roles shared their machines: the cost model its decode steps ask for, and
+    the latencies of everything else. Raises ConfigError if it has not ended, or saw too little."""
+    try:
+        refit = json.loads((run_dir / "summary.json").read_text())["cost_model"]["refit"]
+    except OSError as error:
+        raise ConfigError(f"{run_dir}: no finished run: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{run_dir}: summary.json is not of this version: {error!r}") from error
+    if refit is None:
+        raise ConfigError(f"{run_dir}: the run saw too few decode steps to fit a cost model; make it longer")
+    fit = Fit(**{**refit, "model": CostModel(**refit["model"])})
+    return Profile(source=str(run_dir), fit=fit, latencies=latencies(journal.read(run_dir / "events.jsonl")))
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Raises StoreError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(profile.as_dict(), indent=1) + "\n")
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error}; choose another place with --out") from error
+
+
+def hardware() -> dict[str, Any]:
+    """What the numbers hold for."""
+    import os
+
+    from tasks.engines.transformers import resolve_device
+
+    device = resolve_device("auto")
+    name = platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        import torch
+
+        name = torch.cuda.get_device_name()
+    return {"device": device, "name": name, "cores": os.cpu_count(), "python": platform.python_version()}

@@ -1,0 +1,435 @@
+"""The coordinator's body on a real cluster: carries its commands out as actor calls and feeds their outcomes back.
+
+One asyncio loop. Commands to one rollout instance leave in order, on its line (a Route after a Pull must find the new
+weights); so do books to the trajectory server. An actor that is gone is an event, not an exception:
+instances and reward workers are replaced, and only the loss of the trainer or the server ends the run. It decides
+nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import deciding
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.coordinator import Coordinator
+from pipeline.coordination.events import (
+    Event,
+    GroupsArrived,
+    InstanceJoined,
+    InstanceLost,
+    InstanceReported,
+    NewGroup,
+    RunResumed,
+    StopRequested,
+    Tick,
+    TrajectoryScored,
+    VersionPublished,
+)
+from pipeline.coordination.journal import Journal
+from pipeline.coordination.snapshot import Snapshot
+from pipeline.profiling.fit import CostWatch
+from pipeline.runtime.actors import Actors, InstanceHandle
+from pipeline.runtime.evaluation import evaluate, read_evaluations, write_evaluations
+from pipeline.runtime.instance_link import InstanceLink
+from pipeline.runtime.outcomes import Outcomes
+from pipeline.runtime.resumption import Resumption
+from stores import errors
+from stores.base import LedgerState, StepRecord
+from stores.errors import RunStuck
+from stores.trajectory import PolicyVersion, TrajectoryId
+from tasks.actors.trainer import StepResult
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+"""How often time passes for the coordinator."""
+SCORE_BATCH = 32
+"""Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
+
+
+class Driver:
+    """Drives one run. `progress` is called with a snapshot and the last step's metrics about twice a second."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        actors: Actors,
+        run_dir: Path,
+        progress: Callable[[Snapshot, Outcomes, str], None],
+        resumption: Resumption | None = None,
+    ) -> None:
+        self._config = config
+        self._actors = actors
+        self._run_dir = run_dir
+        self._progress = progress
+        self._resumption = resumption
+        self._earlier_s = 0.0 if resumption is None else resumption.elapsed_s
+        self._coordinator: Coordinator = deciding.make_coordinator(config)
+        self._journal = Journal(run_dir / "events.jsonl")
+        self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
+        self._books: asyncio.Queue[Retire | StepRecord] = asyncio.Queue()
+        self._scores: asyncio.Queue[TrajectoryId] = asyncio.Queue()
+        self._background: set[asyncio.Task[None]] = set()
+        self._begin = time.monotonic() - self._earlier_s
+        self._training_since = self._idle_since = 0.0
+        self._last_event_s = 0.0
+        self._ages: list[tuple[float, float]] = []
+        self._stop_requested = ""
+        self._stepping = False
+        self._task: asyncio.Task[Any] | None = None
+        self._decide_s = 0.0
+        self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
+        self._drift_said = False
+        self.outcomes = Outcomes()
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Outcomes:
+        """Place the actors, evaluate, train, evaluate, store the end. Raises StaleflowError with one story."""
+        self._task = asyncio.current_task()
+        self._say("starting actors")
+        await self._actors.place_all(self._now(), self._resumption)
+        await self._take_up()
+        if self._coordinator.ledger.version == 0:
+            await self._evaluate(PolicyVersion(0))
+        self._idle_since = time.monotonic()
+        self._begin = self._idle_since - self._earlier_s
+        self._spawn(self._keep_books(), "books")
+        self._spawn(self._tick(), "clock")
+        for i in range(self._config.reward.workers):
+            self._spawn(self._score_on(f"reward-{i}"), f"reward-{i}")
+        for instance in list(self._actors.instances.values()):
+            self._join(instance)
+        self._stepping = True
+        try:
+            await self._main_loop()
+            self._stepping = False
+            await self._close_books()
+        finally:
+            self.outcomes.snapshot = self._coordinator.snapshot()
+            self._measure_phases()
+        if not self.outcomes.stopped:
+            version = self._coordinator.ledger.version
+            await self._actors.pull_all(version)
+            await self._evaluate(version)
+        await self._actors.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
+        return self.outcomes
+
+    def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
+        """The coordinator's last ones: (when, trajectory, what, cause), newest first."""
+        return self._coordinator.latest(count)
+
+    def tokens_sampled(self) -> dict[str, int]:
+        """By instance, since it was started."""
+        return {str(name): instance.tokens_sampled for name, instance in self._actors.instances.items()}
+
+    async def _take_up(self) -> None:
+        """Go on where a stored run is, if this is one."""
+        if self._resumption is None:
+            return
+        self.outcomes.steps += self._resumption.steps
+        self.outcomes.evaluations += read_evaluations(self._run_dir)
+        state: LedgerState = await self._actors.ask("server", "take_up", within_s=self._config.deadlines.start_s)
+        self._handle(RunResumed(step=state.next_step, num_ended=tuple(state.num_ended.items())))
+
+    def stop(self, why: str) -> None:
+        """End the run at the next moment when no training step is in flight; at once when asked twice, or when it does
+        not train. Safe from a signal handler."""
+        if self._task is not None and (self._stop_requested or not self._stepping):
+            self._task.cancel()
+        self.outcomes.stopped = self._stop_requested = self._stop_requested or why
+
+    async def close(self) -> None:
+        """Stop all tasks, close all actors; never raises."""
+        tasks = [*self._background, *(t for i in self._actors.instances.values() for t in i.tasks)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._actors.close()
+        self._journal.close()
+
+    async def _main_loop(self) -> None:
+        """Events in, commands out, until all steps are trained or a stop is asked for."""
+        deadlines = self._config.deadlines
+        last_progress = time.monotonic()
+        while not self._coordinator.finished:
+            try:
+                item = await asyncio.wait_for(self._inbox.get(), 1.0)
+            except TimeoutError:
+                item = Tick()
+            if isinstance(item, BaseException):
+                raise item
+            if isinstance(item, StepResult):
+                item = self._after_training(item)
+            if not isinstance(item, (Tick, InstanceReported)):
+                last_progress = time.monotonic()
+            self._handle(item)
+            if self._stop_requested and not self._coordinator.training:
+                break
+            limit = deadlines.train_s if self._coordinator.training else deadlines.stuck_s
+            if time.monotonic() - last_progress > limit:
+                raise RunStuck(f"no progress for {limit:g} s: {self._coordinator.waiting_for()}")
+        # Redundancy may have left something in flight even after the last step.
+        self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
+        step = self._coordinator.ledger.next_step
+        self._books.put_nowait(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+
+    def _handle(self, event: Event) -> None:
+        now = self._now()
+        for name, num_running in self._coordinator.loads().items():
+            if num_running and name in self._actors.instances:
+                self._actors.instances[name].assigned_s += now - self._last_event_s
+        self._last_event_s = now
+        begin = time.perf_counter()
+        commands = self._coordinator.handle(event, now * self._config.time_scale)
+        self._decide_s += time.perf_counter() - begin
+        self._journal.append(now * self._config.time_scale, event, commands)
+        for command in commands:
+            kind = type(command).__name__
+            self.outcomes.commands[kind] = self.outcomes.commands.get(kind, 0) + 1
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Route() | Abort() | Interrupt() | Pull():
+                instance = self._actors.instances.get(command.instance)
+                if instance is not None:  # else its loss is already on the way
+                    instance.outbox.put_nowait(command)
+            case Draw():
+                self._spawn(self._draw(command), "draw")
+            case Score():
+                self._scores.put_nowait(command.trajectory)
+            case Retire():
+                self._books.put_nowait(command)
+            case Train():
+                self._training_since = time.monotonic()
+                self._spawn(self._train(command), "train")
+
+    # -- carrying out --------------------------------------------------------------------------------------------
+
+    async def _draw(self, command: Draw) -> None:
+        drawn = await self._actors.ask("server", "draw", command.num_groups)
+        groups = tuple(NewGroup(group=g.group, prompt_tokens=g.prompt_tokens) for g in drawn)
+        self._inbox.put_nowait(GroupsArrived(groups=groups))
+
+    async def _train(self, command: Train) -> None:
+        wait_s = self._training_since - self._idle_since
+        server, train_s = self._actors.actor("server"), self._config.deadlines.train_s
+        result: StepResult = await self._actors.ask(
+            "trainer", "train", server, command.step, command.trajectories, command.versions, within_s=train_s
+        )
+        elapsed_s = time.monotonic() - self._training_since
+        result.metrics.update(
+            **self._mean_ages(),
+            wait_s=wait_s,
+            overhead_s=elapsed_s - result.metrics["train_s"] - result.metrics["publish_s"],
+            elapsed_s=time.monotonic() - self._begin,
+        )
+        self._inbox.put_nowait(result)
+
+    def _after_training(self, result: StepResult) -> Event:
+        """Book the step as the ledger stands now, then let its version be known."""
+        self._actors.publish(result)
+        result.metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
+        self._idle_since = time.monotonic()
+        record = StepRecord(
+            kind="step",
+            step=result.version - 1,
+            ledger=self._ledger_state(),
+            metrics=result.metrics,
+            weight_fingerprint=result.fingerprint,
+            loaded_fingerprints={
+                i.id: (i.version, i.fingerprint) for i in self._actors.instances.values() if i.fingerprint
+            },
+        )
+        self._books.put_nowait(record)
+        every = self._config.training.checkpoint_every
+        if every and result.version % every == 0 and result.version < self._config.steps:
+            self._spawn(self._actors.checkpoint(f"step-{result.version:06d}"), "checkpoint")
+        ordered = {PolicyVersion(view.version) for view in self._coordinator.snapshot().instances}
+        self._spawn(self._actors.prune(ordered), "prune")
+        return VersionPublished(version=result.version)
+
+    async def _keep_books(self) -> None:
+        """Tell the server how trajectories ended and have it commit steps, in the order decided."""
+        while True:
+            item = await self._books.get()
+            if isinstance(item, Retire):
+                await self._actors.ask("server", "retire", item.endings, item.versions)
+            else:
+                metrics = await self._actors.ask("server", "commit", item)
+                if item.kind == "step":
+                    self.outcomes.steps.append({"step": float(item.step), **item.metrics, **metrics})
+                    self._say("")
+            self._books.task_done()
+
+    async def _close_books(self) -> None:
+        """Wait until everything is stored, or raise what kept it from being stored."""
+        done = asyncio.ensure_future(self._books.join())
+        while not done.done():
+            await asyncio.wait({done}, timeout=0.1)
+            while not self._inbox.empty():
+                item = self._inbox.get_nowait()
+                if isinstance(item, BaseException):
+                    done.cancel()
+                    raise item
+
+    async def _score_on(self, name: str) -> None:
+        """Feed one reward worker; replace it when it is lost, and score again what it held."""
+        call_s = self._config.deadlines.call_s
+        while True:
+            batch = [await self._scores.get()]
+            while len(batch) < SCORE_BATCH and not self._scores.empty():
+                batch.append(self._scores.get_nowait())
+            budget_s = call_s + len(batch) * self._config.reward.timeout_s
+            try:
+                server = self._actors.actor("server")
+                scored = await self._actors.ask(name, "score", server, tuple(batch), within_s=budget_s)
+            except errors.ActorLost as lost:
+                self._actors.lose(name, lost, self._now())
+                await self._actors.place_reward(name)
+                for trajectory in batch:
+                    self._scores.put_nowait(trajectory)
+                continue
+            for trajectory, reward, error in scored:
+                if error:
+                    logger.warning("trajectory %d: reward failed: %s", trajectory, error)
+                self._inbox.put_nowait(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))
+
+    async def _tick(self) -> None:
+        """Let time pass for the coordinator and for the display, and note how old the work is."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._inbox.put_nowait(Tick())
+            snapshot = self._coordinator.snapshot()
+            self._ages.append((snapshot.staleness_in_flight, snapshot.staleness_in_queue))
+            if self._cost_watch.drifted and not self._drift_said:
+                self._drift_said = True
+                logger.warning(
+                    "decode steps take %.2f times what the cost model says; `staleflow profile` measures it anew",
+                    self._cost_watch.ratio,
+                )
+            self._progress(snapshot, self.outcomes, "")
+
+    # -- instances -----------------------------------------------------------------------------------------------
+
+    def _join(self, instance: InstanceHandle) -> None:
+        """Start working with an instance and tell the coordinator."""
+        config = self._config
+        line = InstanceLink(
+            instance, self._actors, config.deadlines, config.time_scale, self._cost_watch, self._inbox.put_nowait
+        )
+        for work in line.work():
+            instance.tasks.append(asyncio.ensure_future(self._guard(instance, work)))
+        engine = config.rollout.engine
+        self._inbox.put_nowait(
+            InstanceJoined(
+                instance=instance.id,
+                version=instance.version,
+                kv_capacity=engine.kv_tokens,
+                max_running=engine.max_running,
+            )
+        )
+
+    async def _guard(self, instance: InstanceHandle, work: Coroutine[Any, Any, None]) -> None:
+        """A lost instance is an event and is replaced; any other failure ends the run."""
+        try:
+            try:
+                await work
+            except errors.ActorLost as lost:
+                if instance.id in self._actors.instances:  # else another of its tasks saw it first
+                    for task in instance.tasks:
+                        if task is not asyncio.current_task():
+                            task.cancel()
+                    self._inbox.put_nowait(InstanceLost(instance=instance.id, why=str(lost)))
+                    self._actors.lose(instance.placed.name, lost, self._now())
+                    self._spawn(self._replace(instance.index), "replace")
+        except Exception as error:  # noqa: BLE001  carried to the main loop, which raises it
+            self._inbox.put_nowait(error)
+
+    async def _replace(self, index: int) -> None:
+        self._join(await self._actors.place_instance(index))
+
+    async def _evaluate(self, version: PolicyVersion) -> None:
+        if not self._config.task.eval_prompts or self._config.emulated:  # there is no policy to judge
+            return
+        self._say(f"evaluating version {version}")
+        for instance in self._actors.instances.values():
+            for task in instance.tasks:
+                task.cancel()  # they would take the evaluation's answers for the run's
+        self.outcomes.evaluations.append(await evaluate(self._actors, self._config, version))
+        write_evaluations(self._run_dir, self.outcomes.evaluations)
+        self._say("")
+
+    # -- measuring -----------------------------------------------------------------------------------------------
+
+    def _ledger_state(self) -> LedgerState:
+        ledger = self._coordinator.ledger
+        return LedgerState(
+            num_started=ledger.num_started,
+            num_ended={f"{fate.value}:{reason.value}": n for (fate, reason), n in ledger.num_ended.items()},
+            live=(),
+            next_step=ledger.next_step,
+            version=ledger.version,
+        )
+
+    def _measure_phases(self) -> None:
+        """Seconds by what was going on, and the system's own share of them."""
+        wall_s = time.monotonic() - self._begin
+        steps = self.outcomes.steps
+        idle = [max(0.0, i.assigned_s - i.busy_s) for i in self._actors.instances.values()]
+        count = max(1, len(self._actors.instances))
+        self.outcomes.losses, self.outcomes.alarms = self._actors.losses, self._actors.alarms
+        self.outcomes.cost_ratio = self._cost_watch.ratio
+        self.outcomes.cost_drifted = self._cost_watch.drifted
+        self.outcomes.cost_refit = self._cost_watch.refit()
+        self.outcomes.phases = {
+            "wall_s": wall_s,
+            "train_s": sum(s["train_s"] for s in steps),
+            "publish_s": sum(s["publish_s"] for s in steps),
+            "trainer_overhead_s": sum(s["overhead_s"] for s in steps),
+            "trainer_waits_for_batch_s": sum(s["wait_s"] for s in steps),
+            "commit_s": sum(s["commit_s"] for s in steps),
+            "fetch_s": sum(s["fetch_s"] for s in steps),
+            "decide_s": self._decide_s,
+            "rollout_busy_s": sum(i.busy_s for i in self._actors.instances.values()) / count,
+            "rollout_assigned_s": sum(i.assigned_s for i in self._actors.instances.values()) / count,
+            "rollout_idle_with_work_s": sum(idle) / count,
+            "tokens_sampled": float(sum(i.tokens_sampled for i in self._actors.instances.values())),
+        }
+
+    def _mean_ages(self) -> dict[str, float]:
+        """Staleness in flight and in queue, mean over the ticks since the last step ended."""
+        ages, self._ages = self._ages or [(0.0, 0.0)], []
+        return {
+            "staleness_in_flight": sum(a for a, _ in ages) / len(ages),
+            "staleness_in_queue": sum(b for _, b in ages) / len(ages),
+        }
+
+    def _now(self) -> float:
+        return time.monotonic() - self._begin
+
+    def _say(self, what: str) -> None:
+        self._progress(self._coordinator.snapshot(), self.outcomes, what)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Run in the background; a failure reaches the main loop."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
+                logger.debug("%s failed", what, exc_info=True)
+                self._inbox.put_nowait(error)
+
+        task = asyncio.ensure_future(guarded())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

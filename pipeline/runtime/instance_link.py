@@ -1,0 +1,157 @@
+"""The driver's line to one rollout instance: its commands leave in order, what ends comes back, silence is a loss.
+
+An instance can be gone in three ways, and each shows within a deadline. Its process answers no call (deadlines.call_s,
+seen by whoever calls); its engine is broken and says so; or its process is well and its engine stands still, which only
+shows in what it samples (deadlines.sample_s).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from pipeline.config.schema import DeadlineConfig
+from pipeline.coordination.commands import Abort, Command, Interrupt, Pull, Route
+from pipeline.coordination.events import (
+    Event,
+    InstanceReported,
+    PullFinished,
+    TrajectoryFailed,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+)
+from pipeline.profiling.fit import CostWatch, StepPoint
+from pipeline.runtime.actors import Actors, InstanceHandle
+from stores.errors import ActorLost
+from tasks.actors.rollout_instance import Outcome, RouteItem
+from tasks.engines.base import EngineLoad
+
+POLL_S = 0.5
+"""Longest an event poll waits at an instance; it returns at once when something ended."""
+REPORT_S = 0.5
+"""How often an instance reports its progress."""
+
+
+class InstanceLink:
+    """Everything here raises ActorLost when the instance is to be replaced. tell: gets every event."""
+
+    def __init__(
+        self,
+        instance: InstanceHandle,
+        actors: Actors,
+        deadlines: DeadlineConfig,
+        time_scale: float,
+        costs: CostWatch,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._instance = instance
+        self._name = instance.placed.name
+        self._actors = actors
+        self._deadlines = deadlines
+        self._time_scale = time_scale
+        self._costs = costs
+        self._tell = tell
+        self._stillness = Stillness(deadlines.sample_s)
+
+    def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """To be run side by side for as long as the instance lives."""
+        return self._send(), self._listen(), self._watch()
+
+    async def _send(self) -> None:
+        """Carry out commands in order; consecutive ones of a kind travel together, pulls apart."""
+        outbox = self._instance.outbox
+        pending: Command | None = None
+        while True:
+            command = pending or await outbox.get()
+            pending = None
+            batch = [command]
+            if not isinstance(command, Pull):
+                while not outbox.empty():
+                    following = outbox.get_nowait()
+                    if type(following) is not type(command):
+                        pending = following
+                        break
+                    batch.append(following)
+            await self._carry_out(batch)
+
+    async def _carry_out(self, batch: list[Command]) -> None:
+        server = self._actors.actor("server")
+        match batch[0]:
+            case Route():
+                items = tuple(
+                    RouteItem(trajectory=c.trajectory, epoch=c.epoch, version=c.version)
+                    for c in batch
+                    if isinstance(c, Route)
+                )
+                await self._actors.ask(self._name, "route", server, items)
+            case Abort():
+                ids = tuple(c.trajectory for c in batch if isinstance(c, Abort))
+                await self._actors.ask(self._name, "abort", ids)
+            case Interrupt():
+                ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
+                for o in await self._actors.ask(self._name, "interrupt", server, ids):
+                    self._tell(TrajectoryInterrupted(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens))
+            case Pull(instance=instance, version=version):
+                await self._actors.pull(self._instance, version)
+                self._tell(PullFinished(instance=instance, version=version))
+
+    async def _listen(self) -> None:
+        """Pass on what ends."""
+        server = self._actors.actor("server")
+        within_s = self._deadlines.call_s + POLL_S
+        while True:
+            outcomes: list[Outcome] = await self._actors.ask(
+                self._name, "next_events", server, POLL_S, within_s=within_s
+            )
+            for o in outcomes:
+                event: Event = TrajectorySampled(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens)
+                if o.error:
+                    event = TrajectoryFailed(trajectory=o.trajectory, epoch=o.epoch, error=o.error)
+                self._tell(event)
+
+    async def _watch(self) -> None:
+        """Report progress, sum up how long it had work and did none, and see when it stands still."""
+        instance = self._instance
+        instance.busy_before_s = (await self._actors.ask(self._name, "report")).busy_s
+        while True:
+            await asyncio.sleep(REPORT_S)
+            load: EngineLoad = await self._actors.ask(self._name, "report")
+            still_s = self._stillness.observe(load, time.monotonic())
+            if still_s:
+                raise ActorLost(
+                    f"{self._name} has {load.running} trajectories to sample and has sampled nothing for "
+                    f"{still_s:.0f} s; deadlines.sample_s allows {self._deadlines.sample_s:g}"
+                )
+            self._compare_cost(load)
+            instance.busy_s = load.busy_s - (instance.busy_before_s or 0.0)
+            instance.tokens_sampled = load.tokens_sampled
+            self._tell(InstanceReported(instance=instance.id, progress=load.progress))
+
+    def _compare_cost(self, load: EngineLoad) -> None:
+        """Compare the decode steps since the last report with the cost model."""
+        instance = self._instance
+        busy_s = load.busy_s - (instance.busy_before_s or 0.0) - instance.busy_s
+        tokens = load.tokens_sampled - instance.tokens_sampled
+        if load.running and busy_s > REPORT_S / 2 and tokens > 0:
+            step_s = busy_s * self._time_scale * load.running / tokens
+            self._costs.observe(StepPoint(running=load.running, kv_tokens=load.kv_tokens, step_s=step_s))
+
+
+class Stillness:
+    """How long an engine that has work has shown no sign of any."""
+
+    def __init__(self, allowed_s: float) -> None:
+        self._allowed_s = allowed_s
+        self._seen: object = None
+        self._since_s = 0.0
+
+    def observe(self, load: EngineLoad, now: float) -> float:
+        """Seconds that it has stood still, once they are more than allowed; else 0. A load of weights, a request taken
+        in and one that ended are signs too."""
+        sign = (load.version, load.tokens_sampled, load.progress)
+        if sign != self._seen or not load.running:
+            self._seen, self._since_s = sign, now
+        still_s = now - self._since_s
+        return still_s if still_s > self._allowed_s else 0.0

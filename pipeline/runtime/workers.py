@@ -1,0 +1,286 @@
+"""Which Dask worker gets which actor, and how a lost one is replaced.
+
+Dask's resources only filter placement and are released when a constructor returns, so exclusivity is kept here, in a
+slot table: a rollout instance or a trainer has its worker process for itself, because all plain work of a process
+shares one interpreter. Light actors (server, reward) share a worker only when there are not enough. On a cluster that
+others use too a worker belongs to one run at a time; the board on the scheduler (pipeline/scheduler/board.py) knows
+to which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import Client, LocalCluster
+
+from pipeline.config.schema import RunConfig
+from pipeline.scheduler import board
+from pipeline.scheduler.connection import Where
+from pipeline.scheduler.plugin import ensure
+from stores.errors import ActorLost, ConfigError, StaleflowError
+
+logger = logging.getLogger(__name__)
+
+HEAVY_ROLES = ("rollout", "trainer")
+ROLES = ("server", "reward", *HEAVY_ROLES)
+
+
+@dataclass(slots=True)
+class Placed:
+    """An actor, where it lives, and the future that keeps it alive."""
+
+    name: str
+    role: str
+    worker: str
+    address: str
+    host: str
+    actor: Any
+    future: Any
+
+
+@dataclass(slots=True)
+class ActorCluster:
+    """A connected Dask cluster and the actors of one run on it."""
+
+    client: Any
+    local: Any | None
+    run: str
+    start_s: float
+    slots: dict[str, list[str]] = field(default_factory=dict)
+    """Roles by worker name."""
+    generation: int = 0
+    placed: dict[str, Placed] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    """Addresses of workers that lost an actor: a hung one is still listed, and must not be chosen again."""
+    restarts: set[asyncio.Future[None]] = field(default_factory=set)
+    folder: str = ""
+    """Of the run: what workers are claimed for."""
+    own_worker: str = ""
+    num_heavy: int = 0
+    """How many workers the run's rollout instances and trainer need."""
+    choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    shared: bool = False
+    """Whether workers have to be claimed, because others may use the cluster too."""
+    waiting: dict[str, str] = field(default_factory=dict)
+    """What has no worker yet, and what it needs: for whoever watches."""
+
+    @property
+    def dashboard(self) -> str:
+        """Address of the staleflow page; empty if there is no dashboard."""
+        link = str(self.client.dashboard_link or "")
+        return link.removesuffix("status") + "staleflow" if link.endswith("/status") else link
+
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        """Create an actor on a worker for `role`, waiting for one to become free until the start deadline."""
+        deadline = time.monotonic() + self.start_s
+        try:
+            while (worker := await self._take_slot(role)) is None:
+                left_s = deadline - time.monotonic()
+                if left_s < 0:
+                    raise ConfigError(
+                        f"cluster: no free worker for {name} after {self.start_s:g} s; the run needs one worker "
+                        f"process for each rollout instance and the trainer, with resource {role}=1 if workers declare "
+                        "resources"
+                    )
+                self.waiting[name] = f"a free worker process, with resource {role}=1 if any declare resources"
+                await asyncio.sleep(0.2)
+        finally:
+            self.waiting.pop(name, None)
+        return await self._create(worker, name, role, cls, args, max(1.0, deadline - time.monotonic()))
+
+    async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        """Create a light actor on the worker of another."""
+        where = (neighbour.worker, neighbour.address, neighbour.host)
+        self.slots[neighbour.worker].append(role)
+        return await self._create(where, name, role, cls, args, self.start_s)
+
+    async def _create(
+        self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
+    ) -> Placed:
+        worker, address, host = where
+        self.generation += 1  # in the key: one cannot be used again while anyone holds the old future
+        future = self.client.submit(
+            cls,
+            *args,
+            actor=True,
+            workers=[address],
+            allow_other_workers=False,
+            key=f"staleflow-{self.run}-{name}-{self.generation}",
+            pure=False,
+        )
+        try:
+            actor = await asyncio.wait_for(_result(future), within_s)
+        except TimeoutError:
+            raise ActorLost(f"{name} was not ready within {self.start_s:g} s on {address}") from None
+        except StaleflowError:
+            raise
+        except Exception as error:
+            raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}") from error
+        self.placed[name] = Placed(
+            name=name, role=role, worker=worker, address=address, host=host, actor=actor, future=future
+        )
+        logger.debug("%s placed on %s (%s)", name, worker, address)
+        return self.placed[name]
+
+    def forget(self, name: str) -> None:
+        """Give up an actor; its worker's slot is free again."""
+        placed = self.placed.pop(name, None)
+        if placed is not None:
+            self.slots[placed.worker].remove(placed.role)
+            placed.future.release()
+
+    def lose(self, name: str) -> None:
+        """Give up an actor that is gone. Its process is not used for another: it may hang, or hold memory of what
+        failed in it. If nothing that cannot be replaced lives there too, a nanny is asked to start it anew."""
+        lost = self.placed[name]
+        self.forget(name)
+        self.lost.add(lost.address)
+        beside = [p for p in self.placed.values() if p.address == lost.address]
+        if all(p.role == "parameters" for p in beside):
+            for other in beside:
+                self.forget(other.name)
+            restart = asyncio.ensure_future(self._restart(lost.address))
+            self.restarts.add(restart)
+            restart.add_done_callback(self.restarts.discard)
+
+    async def _restart(self, address: str) -> None:
+        # Whoever died is restarted already; without a nanny nobody can.
+        with contextlib.suppress(Exception):
+            await self.client.restart_workers([address], timeout=self.start_s, raise_for_error=False)
+
+    async def _take_slot(self, role: str) -> tuple[str, str, str] | None:
+        """(name, address, host) of a worker for the role, which has a slot there from now on; None if there is none."""
+        async with self.choosing:
+            chosen = await self._choose(role)
+            if chosen is not None:
+                self.slots.setdefault(chosen[0], []).append(role)
+            return chosen
+
+    async def _choose(self, role: str) -> tuple[str, str, str] | None:
+        workers = await self._workers()
+        declared = any(set(w["resources"]) & set(ROLES) for w in workers.values())
+        able = {a: w for a, w in workers.items() if not declared or w["resources"].get(role, 0) > 0}
+        free = [(a, w) for a, w in able.items() if not self.slots.get(str(w["name"]))]
+        if role not in HEAVY_ROLES:
+            # Light roles share a worker where others want some too, or the heavy ones need the rest.
+            held = [r for roles in self.slots.values() for r in roles if r in HEAVY_ROLES]
+            wanted = 0 if declared else self.num_heavy - len(held)
+            if len(free) <= wanted or (self.shared and not declared):
+                roles_of = [(a, w, set(self.slots.get(str(w["name"]), ()))) for a, w in able.items()]
+                free = [(a, w) for a, w, roles in roles_of if roles and not roles & set(HEAVY_ROLES)] or free
+        for address, worker in sorted(free, key=lambda item: str(item[1]["name"])):
+            if await self._claim(address):
+                return str(worker["name"]), address, str(worker["host"])
+        return None
+
+    async def _claim(self, address: str) -> bool:
+        """Have a worker for this run alone."""
+        if not self.shared:
+            return True
+        return bool(await board.ask(self.client, "claim", owner=self._id, run=self.folder, address=address))
+
+    async def settle(self, own_worker: str = "") -> bool:
+        """Wait until nothing of an earlier driver of this run is left on the cluster. own_worker: address of the worker
+        that this very process is; no heavy actor is placed there. False if it is another run's."""
+        if not self.shared:
+            return True
+        while await board.ask(self.client, "dirty", run=self.folder):
+            await asyncio.sleep(0.2)
+        if own_worker:
+            workers = await self._workers()
+            if own_worker not in workers or not await self._claim(own_worker):
+                return False
+            self.slots[str(workers[own_worker]["name"])] = ["driver"]
+            self.own_worker = own_worker
+        return True
+
+    async def _workers(self) -> dict[str, Any]:
+        info = await self.client.scheduler.identity(n_workers=-1)
+        others = await board.ask(self.client, "taken", owner=self._id) if self.shared else []
+        return {a: w for a, w in info["workers"].items() if a not in self.lost and a not in others}
+
+    @property
+    def _id(self) -> str:
+        return str(self.client.id)
+
+    async def close(self) -> None:
+        """Release the actors and, for a local cluster, its processes. The actors' own `close` comes before."""
+        for restart in self.restarts:
+            restart.cancel()
+        addresses = list({self.own_worker, *(p.address for p in self.placed.values())} - {""})
+        for name in list(self.placed):
+            self.forget(name)
+        if self.shared:
+            with contextlib.suppress(Exception):
+                await board.ask(self.client, "release", owner=self._id, addresses=addresses)
+        with contextlib.suppress(Exception):
+            await self.client.close()
+        if self.local is not None:
+            with contextlib.suppress(Exception):
+                await self.local.close()
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Of a worker process. Dask has workers return freed memory to the system at once; training and sampling free and
+    take the same buffers all the time: that made a step four times slower (measured on the demo), all in page faults.
+    """
+    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    kept = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
+
+
+async def connect(config: RunConfig, security: Any = None) -> ActorCluster:
+    """Start or join the cluster the job names. security: Dask's, for a cluster with TLS; else as Dask is configured.
+    ConfigError, in one line, if it cannot be reached."""
+    cluster = config.cluster
+    local: Any = None
+    if cluster.kind == "local":
+        import dask
+
+        dask.config.set(
+            {
+                "distributed.nanny.pre-spawn-environ": worker_environment(cluster.threads),
+                # Imports of torch in several processes at once starve the event loops for seconds: no news.
+                "distributed.admin.tick.limit": "60s",
+            }
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
+            local = await LocalCluster(
+                n_workers=2 + config.reward.workers + config.rollout.instances,
+                threads_per_worker=1,
+                processes=True,
+                memory_limit=0,
+                dashboard_address="127.0.0.1:8787" if cluster.dashboard else None,
+                asynchronous=True,
+            )
+        client = await Client(local, asynchronous=True, direct_to_workers=True)
+        try:
+            await ensure(client)
+        except BaseException:
+            await client.close()
+            raise
+    else:
+        named = Where(address=cluster.address, security=security)
+        if cluster.kind == "file":
+            named = Where(scheduler_file=cluster.scheduler_file, security=security)
+        client = await named.client(direct_to_workers=True)
+    return ActorCluster(
+        client=client,
+        local=local,
+        run=config.name,
+        start_s=config.deadlines.start_s,
+        folder=str(config.run_dir),
+        shared=local is None,
+        num_heavy=config.rollout.instances + 1,
+    )
+
+
+async def _result(future: Any) -> Any:
+    return await future

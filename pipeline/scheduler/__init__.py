@@ -1,0 +1,1 @@
+"""What lives in the Dask scheduler, and how to connect to one."""

@@ -1,0 +1,370 @@
+"""The staleflow page on the Dask dashboard, its JSON routes and its Prometheus metrics. In the scheduler's process.
+
+A view that could be deleted: it reads what runs have told the board, when someone looks, and decides nothing. Nothing
+here costs the scheduler's loop anything while nobody does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+from bokeh.layouts import column, row
+from bokeh.models import ColumnDataSource, DataRange1d, DataTable, Div, HoverTool, Range1d, TableColumn
+from bokeh.plotting import figure
+from distributed.dashboard.components.scheduler import env
+from distributed.dashboard.core import BokehApplication
+from distributed.dashboard.scheduler import template_variables
+from prometheus_client import REGISTRY
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from tornado import web
+from tornado.ioloop import IOLoop
+
+from pipeline.scheduler.board import Board, Job
+
+REFRESH_MS = 500
+"""As often as runs report."""
+BY_LAG = ("#1b7837", "#7fbf7b", "#f6c244", "#f08a24", "#d6301f")
+"""Colours by version lag: fresh is green, four versions behind or more is red."""
+EMPTY = "#ececec"
+STATE_COLOURS = {
+    "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
+}  # fmt: skip
+HISTORY = (
+    "step", "reward", "staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue",
+    "response_mean", "response_max", "tokens_per_s",
+)  # fmt: skip
+
+
+def add_to(scheduler: Any, board: Board) -> None:
+    """Put the page, its tab and its routes on a scheduler's dashboard, if it has one."""
+    application = getattr(scheduler, "http_application", None)
+    if application is None or "dashboard" not in getattr(scheduler, "services", {"dashboard": None}):
+        return
+    variables = template_variables(scheduler)
+    if "staleflow" not in variables["pages"]:
+        variables["pages"].append("staleflow")  # one list, which every page's navigation reads
+    pages = {"/staleflow": lambda server, extra, doc: page(board, extra, doc)}
+    bokeh = BokehApplication(pages, scheduler, template_variables=variables)
+    application.add_application(bokeh)
+    bokeh.initialize(IOLoop.current())
+    bokeh.start()
+    application.add_handlers(
+        r".*",
+        [(r"/staleflow/jobs\.json", Jobs, {"board": board}), (r"/staleflow/job/(.+)\.json", OneJob, {"board": board})],
+    )
+    export_metrics(board)
+
+
+# -- JSON and Prometheus ---------------------------------------------------------------------------------------------
+
+
+class Jobs(web.RequestHandler):
+    """All jobs, without their histories."""
+
+    def initialize(self, board: Board) -> None:
+        self._board = board
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "application/json")
+        self.write(json.dumps(self._board.all_jobs()))
+
+
+class OneJob(Jobs):
+    """A job with the metrics of all its steps."""
+
+    def get(self, id: str) -> None:  # type: ignore[override]
+        job = self._board.jobs.get(id)
+        if job is None:
+            raise web.HTTPError(404, f"no job {id}")
+        self.set_header("Content-Type", "application/json")
+        self.write(json.dumps(job.plain() | {"steps": list(job.history.values())}))
+
+
+class JobsCollector(Collector):
+    """Metrics of the jobs on every board of this process; a test or a notebook may start several schedulers in one."""
+
+    boards: ClassVar[weakref.WeakSet[Board]] = weakref.WeakSet()
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        told: dict[str, tuple[str, Callable[[Job], float | None]]] = {
+            "step": ("Training steps done", lambda job: len(job.history)),
+            "reward": ("Mean reward of the last batch", lambda job: last(job).get("reward")),
+            "staleness_max": ("Of the last batch, versions", lambda job: last(job).get("staleness_max")),
+            "staleness_in_flight": (
+                "Mean of what is sampled, versions",
+                lambda job: job.status.get("staleness_in_flight"),
+            ),
+            "staleness_in_queue": ("Mean of what waits, versions", lambda job: job.status.get("staleness_in_queue")),
+            "tokens_per_second": ("Response tokens of the last step", lambda job: rate(last(job))),
+        }
+        for name, (doc, value) in told.items():
+            family = GaugeMetricFamily(f"staleflow_{name}", doc, labels=["job"])
+            for job in (job for board in self.boards for job in board.jobs.values()):
+                if (number := value(job)) is not None:
+                    family.add_metric([job.id], float(number))
+            yield family
+
+
+def export_metrics(board: Board) -> None:
+    """Have /metrics tell of jobs too: what is in this process's registry shows there."""
+    if not JobsCollector.boards:
+        with contextlib.suppress(ValueError):  # it is there from an earlier scheduler
+            REGISTRY.register(JobsCollector())
+    JobsCollector.boards.add(board)
+
+
+def last(job: Job) -> Mapping[str, float]:
+    return next(reversed(job.history.values()), {})
+
+
+def rate(step: Mapping[str, float]) -> float | None:
+    """Response tokens a second, over a step from one version to the next."""
+    if not step:
+        return None
+    return step["response_tokens"] / max(step["wait_s"] + step["train_s"] + step["publish_s"], 1e-9)
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def page(board: Board, extra: Mapping[str, Any], doc: Any) -> None:
+    """One document for one viewer: of the job its address names (?job=ID), else of the latest."""
+    arguments = doc.session_context.request.arguments if doc.session_context else {}
+    (wanted,) = arguments.get("job", [b""])
+    view = View(board, wanted.decode())
+    view.update()
+    doc.title = "Dask: staleflow"
+    doc.add_root(view.root)
+    doc.template = env.get_template("simple.html")
+    doc.template_variables.update(extra)
+    doc.add_periodic_callback(view.update, REFRESH_MS)
+
+
+class View:
+    """What one viewer sees."""
+
+    def __init__(self, board: Board, wanted: str) -> None:
+        self._board = board
+        self._wanted = wanted
+        self._shown = ("", -1)
+        self._tokens: tuple[float, Mapping[str, int]] = (0.0, {})
+        self._rates: dict[str, float] = {}
+        self._head = Div(sizing_mode="stretch_width")
+        self._slots = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
+        self._lanes = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
+        self._history = ColumnDataSource({name: [] for name in HISTORY})
+        self._drops = ColumnDataSource({name: [] for name in ("why", "count")})
+        self._decisions = ColumnDataSource({name: [] for name in ("at", "who", "what", "cause")})
+        self._buffers = self._buffer_picture()
+        self._instances = self._instance_picture()
+        self._reasons = figure(
+            title="ended without being trained on, by reason", y_range=["none"], x_range=DataRange1d(start=0),
+            height=220, toolbar_location=None, sizing_mode="stretch_width",
+        )  # fmt: skip
+        self._reasons.hbar(y="why", right="count", height=0.6, color="#8c6bb1", source=self._drops)
+        table = DataTable(
+            source=self._decisions, height=220, index_position=None, sizing_mode="stretch_width",
+            columns=[
+                TableColumn(field="at", title="at, s", width=70),
+                TableColumn(field="who", title="trajectory", width=80),
+                TableColumn(field="what", title="decision", width=360), TableColumn(field="cause", title="because of"),
+            ],
+        )  # fmt: skip
+        lines = (
+            self._lines("reward", {"reward": ("#08519c", "batch")}),
+            self._lines(
+                "staleness, versions",
+                {
+                    "staleness_mean": ("#08519c", "consumed, mean"), "staleness_max": ("#d6301f", "consumed, max"),
+                    "staleness_in_flight": ("#807dba", "in flight"), "staleness_in_queue": ("#f08a24", "in queue"),
+                },
+            ),
+            self._lines(
+                "response length, tokens",
+                {"response_mean": ("#1b7837", "mean"), "response_max": ("#7fbf7b", "longest")},
+            ),
+            self._lines("response tokens a second", {"tokens_per_s": ("#08519c", "step")}),
+        )  # fmt: skip
+        self.root = column(
+            self._head,
+            row(self._buffers, self._instances, sizing_mode="stretch_width"),
+            row(*lines[:2], sizing_mode="stretch_width"),
+            row(*lines[2:], sizing_mode="stretch_width"),
+            row(self._reasons, table, sizing_mode="stretch_width"),
+            sizing_mode="stretch_width",
+        )
+
+    # -- what is drawn -------------------------------------------------------------------------------------------
+
+    def _buffer_picture(self) -> Any:
+        picture = figure(
+            title="staleness buffers: the groups of each coming step", height=240, toolbar_location=None,
+            sizing_mode="stretch_width", y_range=Range1d(0, 1), x_range=Range1d(0, 1),
+        )  # fmt: skip
+        picture.rect(
+            x="x",
+            y="y",
+            width=0.9,
+            height=0.8,
+            fill_color="colour",
+            line_color="line",
+            line_width=2,
+            source=self._slots,
+        )
+        picture.add_tools(HoverTool(tooltips="@what"))
+        picture.xaxis.axis_label = "place"
+        picture.yaxis.axis_label = "step"
+        picture.grid.visible = False
+        return picture
+
+    def _instance_picture(self) -> Any:
+        picture = figure(
+            title="rollout instances: running trajectories (bar), KV cache (line)", height=240, toolbar_location=None,
+            sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.6),
+        )  # fmt: skip
+        picture.hbar(y="y", right="right", height=0.5, color="colour", source=self._lanes)
+        picture.scatter(x="kv", y="y", marker="dash", angle=1.5708, size=26, color="#222222", source=self._lanes)
+        picture.text(x=1.02, y="y", text="text", text_baseline="middle", text_font_size="11px", source=self._lanes)
+        picture.xaxis.axis_label = "share of max_running, of kv_tokens"
+        return picture
+
+    def _lines(self, title: str, series: Mapping[str, tuple[str, str]]) -> Any:
+        picture = figure(
+            title=title, height=220, toolbar_location=None, sizing_mode="stretch_width",
+            tools="xwheel_zoom,xpan,reset", x_axis_label="step",
+        )  # fmt: skip
+        for name, (colour, label) in series.items():
+            picture.line(x="step", y=name, color=colour, line_width=2, legend_label=label, source=self._history)
+        picture.legend.location = "top_left"
+        picture.legend.label_text_font_size = "10px"
+        picture.legend.padding = 3
+        picture.legend.background_fill_alpha = 0.6
+        return picture
+
+    # -- what changes --------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Look at the board again."""
+        jobs = self._board.jobs
+        job = jobs.get(self._wanted) or next(reversed(jobs.values()), None)
+        if job is None:
+            self._head.text = "<h3>No job here yet.</h3><code>staleflow submit job.toml</code>"
+            return
+        self._head.text = headline(job, list(jobs.values()))
+        status = job.status
+        if status:
+            self._show_buffers(status)
+            self._show_instances(status)
+            self._show_drops(status)
+            decisions = status.get("decisions", ())
+            self._decisions.data = {
+                "at": [f"{d[0]:.1f}" for d in decisions], "who": [d[1] for d in decisions],
+                "what": [d[2] for d in decisions], "cause": [d[3] for d in decisions],
+            }  # fmt: skip
+        if self._shown != (job.id, len(job.history)):
+            self._shown = (job.id, len(job.history))
+            steps = list(job.history.values())
+            values: dict[str, list[Any]] = {n: [s.get(n) for s in steps] for n in HISTORY[:-1]}
+            self._history.data = values | {"tokens_per_s": [rate(s) for s in steps]}
+
+    def _show_buffers(self, status: Mapping[str, Any]) -> None:
+        slots: dict[str, list[Any]] = {name: [] for name in ("x", "y", "colour", "line", "what")}
+        published, widest = status["version"], 1
+        for buffer in status["buffers"]:
+            at = 0
+            for state in ("occupied", "reserved"):
+                for version, count in sorted(buffer[state].items(), key=lambda item: int(item[0])):
+                    colour = BY_LAG[min(max(published - int(version), 0), len(BY_LAG) - 1)]
+                    for _ in range(count):
+                        slots["x"].append(at + 0.5)
+                        slots["y"].append(buffer["step"])
+                        slots["colour"].append(colour if state == "occupied" else "white")
+                        slots["line"].append(colour)
+                        slots["what"].append(f"step {buffer['step']}: {state}, version {version}")
+                        at += 1
+            for _ in range(buffer["capacity"] - at):
+                slots["x"].append(at + 0.5)
+                slots["y"].append(buffer["step"])
+                slots["colour"].append(EMPTY)
+                slots["line"].append(EMPTY)
+                slots["what"].append(f"step {buffer['step']}: empty")
+                at += 1
+            widest = max(widest, at)
+        self._slots.data = slots
+        steps = [b["step"] for b in status["buffers"]] or [0]
+        self._buffers.x_range.update(start=0, end=widest)
+        self._buffers.y_range.update(start=max(steps) + 0.6, end=min(steps) - 0.6)
+        self._buffers.yaxis.ticker = steps
+
+    def _show_instances(self, status: Mapping[str, Any]) -> None:
+        now, tokens = time.monotonic(), status.get("tokens_sampled", {})
+        before_s, before = self._tokens
+        if tokens != before:
+            self._rates = {
+                name: max(0.0, (tokens[name] - before.get(name, tokens[name])) / max(now - before_s, 1e-9))
+                for name in tokens
+            }
+            self._tokens = (now, dict(tokens))
+        lanes = status["instances"]
+        names = [lane["instance"] for lane in lanes]
+        if names and self._instances.y_range.factors != names[::-1]:
+            self._instances.y_range.factors = names[::-1]
+        lag = [status["version"] - lane["version"] for lane in lanes]
+        self._lanes.data = {
+            "y": names,
+            "right": [lane["num_running"] / max(1, lane["max_running"]) for lane in lanes],
+            "kv": [lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in lanes],
+            "colour": [BY_LAG[min(max(n, 0), len(BY_LAG) - 1)] for n in lag],
+            "label": names,
+            "text": [
+                f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
+                f"{lane['kv_tokens']} KV, {self._rates.get(lane['instance'], 0.0):.0f} tokens/s"
+                for lane, n in zip(lanes, lag, strict=True)
+            ],
+        }
+
+    def _show_drops(self, status: Mapping[str, Any]) -> None:
+        drops = {why: n for why, n in status["ended"].items() if not why.startswith("consumed")}
+        names = sorted(drops, key=lambda why: drops[why]) or ["none"]
+        if self._reasons.y_range.factors != names:
+            self._reasons.y_range.factors = names
+        self._drops.data = {"why": names, "count": [drops.get(name, 0) for name in names]}
+
+
+def headline(job: Job, jobs: list[Job]) -> str:
+    """The job in one line, and the way to the others."""
+    step = last(job)
+    parts = [
+        f"<b>{escaped(job.id)}</b>",
+        f"<b style='color:{STATE_COLOURS[job.state]}'>{job.state}</b>",
+        f"step <b>{len(job.history)}</b> of {job.steps}",
+    ]
+    if step:
+        parts.append(f"reward <b>{step['reward']:.3f}</b>")
+        parts.append(f"staleness {step['staleness_mean']:.2f}, at most {step['staleness_max']:.0f}")
+        parts.append(f"{rate(step) or 0:.0f} tokens/s")
+    if job.status.get("doing") and job.state == "running":
+        parts.append(escaped(job.status["doing"]))
+    if job.why:
+        parts.append(escaped(job.why))
+    line = " &nbsp;·&nbsp; ".join(parts)
+    if len(jobs) > 1:
+        links = (
+            f"<a href='staleflow?job={escaped(other.id)}' style='color:{STATE_COLOURS[other.state]}'>"
+            f"{escaped(other.id)}</a>"
+            for other in jobs
+        )
+        line += "<br>jobs: " + " &nbsp; ".join(links)
+    return f"<div style='font-size:15px; padding:6px 0'>{line}</div>"
+
+
+def escaped(text: str) -> str:
+    from html import escape
+
+    return escape(str(text), quote=True)

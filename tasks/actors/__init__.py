@@ -1,0 +1,1 @@
+"""The Dask actors of a run, and how they are called."""

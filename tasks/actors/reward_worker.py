@@ -1,0 +1,40 @@
+"""The reward actor: fetches finished responses, scores them in its scoring process, hands the scores to the server."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from stores.trajectory import TrajectoryId
+from tasks.actors.calls import call
+from tasks.scoring import ScoredResponse, Scorer, ScoringSettings
+
+
+class RewardWorker:
+    """One of several; each owns one scoring process. Idempotent: scoring twice stores the same score."""
+
+    def __init__(self, settings: ScoringSettings, call_s: float) -> None:
+        self._scorer = Scorer(settings)
+        self._call_s = call_s
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="reward")
+
+    async def check(self) -> None:
+        """Raise ConfigError if the reward function cannot be loaded."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._scorer.check)
+
+    async def score(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, float, str]]:
+        """(trajectory, reward, error) for each that is still alive; scores and their parts go to the server."""
+        items = await call(server, "scoring_items", trajectories, within_s=self._call_s, who="trajectory server")
+        scores = await self.score_texts([(response, record) for _, response, record in items])
+        scored = [(item[0], score) for item, score in zip(items, scores, strict=True)]
+        await call(server, "rewarded", scored, within_s=self._call_s, who="trajectory server")
+        return [(trajectory, score.reward, score.error) for trajectory, score in scored]
+
+    async def score_texts(self, items: list[tuple[str, Any]]) -> list[ScoredResponse]:
+        """Scores of (response, record) pairs that are no trajectories, such as an evaluation's."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._scorer.score, items)
+
+    async def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._scorer.close()

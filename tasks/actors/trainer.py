@@ -1,0 +1,106 @@
+"""The trainer's Dask actor."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stores import parameters
+from stores.parameters import ParameterFolder
+from stores.resume_points import ResumePoints
+from stores.trajectory import PolicyVersion, TrajectoryId
+from tasks.actors.calls import call
+from tasks.training.packing import PackedRows, Row
+from tasks.training.policy_trainer import Policy, PolicySettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did: metrics by name (see stores/metrics.py), and the published weights."""
+
+    version: PolicyVersion
+    metrics: dict[str, float]
+    fingerprint: str
+    path: str
+    probe: tuple[float, ...] = ()
+    """What these weights make of the probe's tokens; see Engine.logprobs."""
+
+
+class Trainer:
+    """The Dask actor: fetches batches from the trajectory server, trains in a thread of its own, publishes weights."""
+
+    def __init__(
+        self, settings: PolicySettings, folder: str, threads: int, call_s: float, points: str, point_every: int
+    ) -> None:
+        """points: folder of the run's resume points, one every `point_every` steps, 0 for none."""
+        torch.set_num_threads(threads)
+        self._call_s = call_s
+        self._policy: Policy = settings.build()
+        parameters.sweep(Path(folder).parent)
+        self._folder = ParameterFolder(Path(folder))
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._probe: tuple[int, ...] = ()
+        self._points, self._point_every = ResumePoints(Path(points)), point_every
+        self._saving: Future[None] | None = None
+
+    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion) -> StepResult:
+        """Publish the base model as version 0, or a later version from its resume point. probe: tokens whose logprobs
+        go out with every version."""
+        self._probe = probe
+        if version:
+            await self._in_thread(self._policy.load_state, self._points.path(version))
+        result: StepResult = await self._in_thread(self._publish, version, {})
+        return result
+
+    async def train(
+        self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
+    ) -> StepResult:
+        """Run training step `step` on these trajectories, of these v_traj, and publish version step + 1. Its resume
+        point is written afterwards, before the next step."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
+        begin = time.monotonic()
+        packed: PackedRows = await call(
+            server, "batch", step, trajectories, versions, within_s=self._call_s, who="trajectory server"
+        )
+        fetched = time.monotonic()
+        result: StepResult = await self._in_thread(self._train, step, packed.rows(), fetched - begin)
+        if self._point_every and result.version % self._point_every == 0:
+            self._saving = self._executor.submit(self._points.write, result.version, self._policy.save_state)
+        return result
+
+    async def save_checkpoint(self, folder: str) -> None:
+        """Save the present weights where `from_pretrained` finds them."""
+        await self._in_thread(self._policy.save, Path(folder))
+
+    async def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._folder.remove()
+
+    def _train(self, step: int, rows: list[Row], fetch_s: float) -> StepResult:
+        begin = time.monotonic()
+        metrics = self._policy.step(step, rows)
+        trained = time.monotonic()
+        result = self._publish(PolicyVersion(step + 1), metrics)
+        result.metrics.update(fetch_s=fetch_s, train_s=trained - begin, publish_s=time.monotonic() - trained)
+        return result
+
+    def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
+        named = self._policy.published()
+        path = self._folder.publish(version, named)
+        return StepResult(
+            version=version,
+            metrics=dict(metrics),
+            fingerprint=parameters.fingerprint(named),
+            path=str(path),
+            probe=self._policy.probe(self._probe) if self._probe else (),
+        )
+
+    async def _in_thread(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)

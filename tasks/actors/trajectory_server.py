@@ -1,0 +1,316 @@
+"""The trajectory server: an actor that holds the payloads of live trajectories and is the store's only committer.
+
+Tokens and texts travel between it and the other actors, worker to worker; the driver and the coordinator see ids,
+lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits run in a
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stores.base import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
+from stores.errors import ConfigError, ProtocolViolation
+from stores.staleness import Ending
+from stores.trajectory import (
+    AbortReason,
+    Ended,
+    Fate,
+    GroupId,
+    PolicyVersion,
+    Timings,
+    Trajectory,
+    TrajectoryId,
+)
+from stores.versioned import VersionedStore
+from tasks.engines.base import Sampled
+from tasks.environments import Record, Task
+from tasks.prompts import HeldOut, Prompts, PromptSettings
+from tasks.scoring import ScoredResponse
+from tasks.training.advantage import advantages
+from tasks.training.packing import PackedRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """See BatchConfig and RewardConfig. store: the store's folder. reward: its name, for messages. resumed: whether the
+    store is there already, and is gone on with."""
+
+    prompts: PromptSettings
+    reward: str
+    group_size: int
+    members_started: int
+    advantage: str
+    max_error_share: float
+    store: str
+    header: RunHeader
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnGroup:
+    """A prompt by its group's id and its length in tokens."""
+
+    group: GroupId
+    prompt_tokens: int
+
+
+class TrajectoryServer:
+    """The Dask actor. Idempotent where it is asked twice: draws are numbered, deliveries carry whole segments."""
+
+    def __init__(self, settings: ServerSettings, start_s: float) -> None:
+        self._settings = settings
+        # Seconds since the run's start, as the driver counts them.
+        self._epoch = time.monotonic() - start_s
+        self._prompts: Prompts = settings.prompts.build()
+        store = Path(settings.store)
+        self._store = VersionedStore.open(store) if settings.resumed else VersionedStore.create(store, settings.header)
+        self._live: dict[TrajectoryId, Trajectory] = {}
+        self._records: dict[GroupId, Record] = {}
+        self._num_drawn = 0
+        # Ended since the last commit; the consumed ones under their step, in the trainer's order.
+        self._ended: list[Ended] = []
+        self._consumed: dict[int, list[Ended]] = {}
+        self._fingerprints: dict[int, asyncio.Future[str]] = {}
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+
+    async def take_up(self) -> LedgerState:
+        """Go on with a stored run: what was in flight at its last commit is lost, and is committed as given up. Returns
+        the books after that. Done twice, it changes nothing."""
+        records = self._store.steps()
+        if not records:
+            return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
+        state = records[-1].ledger
+        members = self._settings.members_started
+        self._num_drawn = state.num_started // members
+        if not state.live:
+            return state
+        lost = [i for first, last in state.live for i in range(first, last)]
+        key = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value}"
+        num_ended = {**state.num_ended, key: state.num_ended.get(key, 0) + len(lost)}
+        state = replace(state, live=(), num_ended=num_ended)
+
+        def give_up() -> None:
+            prompts = {g: self._prompts.encode(self._prompts.task(g)) for g in {i // members for i in lost}}
+            ended = [
+                Ended(
+                    trajectory=Trajectory(
+                        id=TrajectoryId(i),
+                        group=GroupId(i // members),
+                        prompt_tokens=np.asarray(prompts[i // members], np.int32),
+                    ),
+                    fate=Fate.ABORTED,
+                    reason=AbortReason.RUN_ENDED,
+                    step=state.next_step,
+                    loss_mask=False,
+                )
+                for i in lost
+            ]
+            self._store.commit(StepRecord(kind="resume", step=state.next_step, ledger=state), ended)
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, give_up)
+        return state
+
+    async def draw(self, num_groups: int) -> list[DrawnGroup]:
+        """The next groups of the task source, by id and length."""
+        first = self._num_drawn
+        self._num_drawn += num_groups
+        tasks = await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, first, num_groups)
+        now = self._now()
+        for group, (task, tokens) in enumerate(tasks, first):
+            self._records[GroupId(group)] = task.record
+            prompt = np.asarray(tokens, np.int32)
+            for i in range(self._settings.members_started):
+                member = TrajectoryId(group * self._settings.members_started + i)
+                self._live[member] = Trajectory(
+                    id=member, group=GroupId(group), prompt_tokens=prompt, timings=Timings(arrived_s=now)
+                )
+        return [DrawnGroup(group=GroupId(g), prompt_tokens=len(t[1])) for g, t in enumerate(tasks, first)]
+
+    async def held_out(self, count: int) -> list[HeldOut]:
+        """The first `count` held-out prompts."""
+
+        def encode() -> list[HeldOut]:
+            tasks = [self._prompts.task(i, held_out=True) for i in range(count)]
+            return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in tasks]
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+
+    async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
+        """Texts of token ids."""
+        return [self._prompts.text(r) for r in responses]
+
+    async def payloads(
+        self, trajectories: tuple[TrajectoryId, ...]
+    ) -> dict[TrajectoryId, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(prompt, tokens sampled so far) of those still alive."""
+        now = self._now()
+        found = {}
+        for member in trajectories:
+            t = self._live.get(member)
+            if t is not None:
+                self._live[member] = replace(t, timings=replace(t.timings, routed_s=t.timings.routed_s or now))
+                found[member] = (tuple(t.prompt_tokens.tolist()), tuple(t.response_tokens.tolist()))
+        return found
+
+    async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
+        """Take what an instance sampled; returns each trajectory's tokens in all. Ended ones are dropped."""
+        now = self._now()
+        totals = {}
+        for item in sampled:
+            t = self._live.get(item.trajectory)
+            if t is None:
+                continue
+            for segment in item.segments:
+                t = t.with_segment(segment)
+            t = replace(t, finish=item.finish, timings=replace(t.timings, sampled_s=now))
+            self._live[item.trajectory] = t
+            totals[item.trajectory] = t.num_tokens
+        return totals
+
+    async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, str, Record]]:
+        """(id, response text, record) of those still alive."""
+        alive = [t for i in trajectories if (t := self._live.get(i)) is not None]
+        return [(t.id, self._prompts.text(t.response_tokens.tolist()), self._records[t.group]) for t in alive]
+
+    async def rewarded(self, scored: list[tuple[TrajectoryId, ScoredResponse]]) -> None:
+        """Note the rewards of those still alive."""
+        now = self._now()
+        for member, score in scored:
+            t = self._live.get(member)
+            if t is not None:
+                self._live[member] = replace(
+                    t,
+                    reward=score.reward,
+                    reward_parts=score.parts,
+                    error=score.error,
+                    timings=replace(t.timings, rewarded_s=now),
+                )
+
+    async def batch(
+        self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
+    ) -> PackedRows:
+        """The rows of training step `step`, groups side by side; they count as consumed from here on.
+
+        versions: each trajectory's v_traj, as the ledger decided it."""
+        if step not in self._consumed:
+            placed = zip(trajectories, versions, strict=True)
+            self._consume(step, [replace(self._live[t], v_traj=v) for t, v in placed])
+        return _packed(self._consumed[step])
+
+    async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
+        """These ended without being trained on; the next commit stores them with their v_traj."""
+        for ending, version in zip(endings, versions, strict=True):
+            t = replace(self._live.pop(ending.trajectory), v_traj=version)
+            self._ended.append(
+                Ended(trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False)
+            )
+
+    async def commit(self, record: StepRecord) -> dict[str, float]:
+        """Store a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
+
+        `record.ledger.live` is filled in here: what was started by then and is neither stored nor in this commit."""
+        begin = time.monotonic()
+        consumed = self._consumed.pop(record.step, []) if record.kind == "step" else []
+        ended, self._ended = [*consumed, *self._ended], []
+        # Drawn groups that the ledger has not heard of yet are not started for it.
+        started = record.ledger.num_started
+        training = {e.trajectory.id for rows in self._consumed.values() for e in rows}
+        live = id_ranges(i for i in (*self._live, *training) if i < started)
+        metrics = self._metrics.pop(record.step, {}) if record.kind == "step" else {}
+        record = replace(
+            record,
+            ledger=replace(record.ledger, live=live),
+            metrics=metrics | record.metrics,
+            batch_fingerprint=await self._fingerprints.pop(record.step) if record.kind == "step" else "",
+        )
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.commit, record, ended)
+        for group in {e.trajectory.group for e in ended}:
+            first = group * self._settings.members_started
+            members = range(first, first + self._settings.members_started)
+            if not any(TrajectoryId(m) in self._live for m in members):
+                self._records.pop(group, None)
+        return metrics | {"commit_s": time.monotonic() - begin}
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return time.monotonic() - self._epoch
+
+    def _encode(self, first: int, count: int) -> list[tuple[Task, tuple[int, ...]]]:
+        tasks = [self._prompts.task(i) for i in range(first, first + count)]
+        return [(task, self._prompts.encode(task)) for task in tasks]
+
+    def _consume(self, step: int, batch: list[Trajectory]) -> None:
+        errors = [t for t in batch if t.error]
+        if len(errors) > self._settings.max_error_share * len(batch):
+            raise ConfigError(
+                f"reward.function = {self._settings.reward!r}: failed on {len(errors)} of {len(batch)} "
+                f"responses of step {step} (limit: reward.max_error_share = {self._settings.max_error_share:g}); "
+                f"first: {errors[0].error}"
+            )
+        size = self._settings.group_size
+        if len(batch) % size or any(
+            len({t.group for t in batch[i : i + size]}) > 1 for i in range(0, len(batch), size)
+        ):
+            raise ProtocolViolation(f"step {step}: the batch does not consist of whole groups")
+        rewards = np.asarray([t.reward for t in batch], np.float64).reshape(-1, size)
+        valid = np.asarray([not t.error for t in batch], bool).reshape(-1, size)
+        estimate = advantages(self._settings.advantage, rewards, valid).reshape(-1)
+        consumed = [
+            Ended(trajectory=t, fate=Fate.CONSUMED, step=step, advantage=float(a), loss_mask=not t.error)
+            for t, a in zip(batch, estimate, strict=True)
+        ]
+        for t in batch:
+            del self._live[t.id]
+        self._consumed[step] = consumed
+        # Not before the batch leaves: the trainer waits for it.
+        self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(
+            self._thread, batch_fingerprint, [(e.trajectory, e.advantage) for e in consumed]
+        )
+        self._metrics[step] = _batch_metrics(consumed, rewards, valid)
+
+
+def _packed(consumed: list[Ended]) -> PackedRows:
+    trajectories = [e.trajectory for e in consumed]
+    return PackedRows(
+        prompt_tokens=np.concatenate([t.prompt_tokens for t in trajectories]),
+        response_tokens=np.concatenate([s.tokens for t in trajectories for s in t.segments]),
+        behaviour=np.concatenate([s.logprobs for t in trajectories for s in t.segments]),
+        lengths=np.asarray([(len(t.prompt_tokens), t.num_tokens) for t in trajectories], np.int64),
+        advantages=np.asarray([e.advantage for e in consumed], np.float32),
+        staleness=np.asarray([e.staleness for e in consumed], np.int64),
+        trained=np.asarray([e.loss_mask for e in consumed], bool),
+    )
+
+
+def _batch_metrics(
+    consumed: list[Ended], rewards: np.ndarray[Any, Any], valid: np.ndarray[Any, Any]
+) -> dict[str, float]:
+    lengths = np.asarray([e.trajectory.num_tokens for e in consumed])
+    staleness = np.asarray([e.staleness for e in consumed])
+    queued = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
+    return {
+        "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
+        "reward_errors": float((~valid).sum()),
+        "groups_with_signal": float((rewards.max(axis=1) - rewards.min(axis=1) > 1e-9).mean()),
+        "response_tokens": float(lengths.sum()),
+        "response_mean": float(lengths.mean()),
+        "response_max": float(lengths.max()),
+        "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in consumed])),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "sampling_s": float(queued.mean()),
+        "mixed_versions": float(np.mean([len({s.version for s in e.trajectory.segments}) > 1 for e in consumed])),
+    }

@@ -1,0 +1,128 @@
+"""What an engine runs: requests, the tokens they have so far by version, and the time there were any. Not thread-safe:
+each engine guards its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from tasks.engines.base import EngineLoad, Request, Sampled
+
+
+class ClosedSegment(NamedTuple):
+    """A closed segment, not yet in arrays: an update of the weights closes every running one while decoding waits."""
+
+    version: PolicyVersion
+    instance: InstanceId
+    tokens: list[int]
+    logprobs: list[float]
+
+    @property
+    def segment(self) -> Segment:
+        return Segment(
+            version=self.version,
+            instance=self.instance,
+            tokens=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+        )
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    """One request. key: what the engine calls it, while it runs."""
+
+    request: Request
+    key: str = ""
+    closed: list[ClosedSegment] = field(default_factory=list)
+    """Its earlier segments."""
+    tokens: list[int] = field(default_factory=list)  # of the current segment
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(part.tokens) for part in self.closed) + len(self.tokens)
+
+    def sampled(self, finish: FinishReason) -> Sampled:
+        """The event that ends it; its current segment is closed by then."""
+        request, segments = self.request, tuple(part.segment for part in self.closed)
+        return Sampled(trajectory=request.trajectory, epoch=request.epoch, segments=segments, finish=finish)
+
+
+class RunningRequests:
+    """Every request that runs, by the engine's key and by its trajectory."""
+
+    def __init__(self, instance: InstanceId) -> None:
+        self.instance = instance
+        self.version = PolicyVersion(0)
+        self._running: dict[str, RunningRequest] = {}
+        self._by_trajectory: dict[TrajectoryId, RunningRequest] = {}
+        self._num_entered = 0
+        self._tokens_sampled = 0
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[RunningRequest]:
+        return iter(tuple(self._running.values()))
+
+    def get(self, key: str) -> RunningRequest | None:
+        return self._running.get(key)
+
+    def of(self, trajectory: TrajectoryId) -> RunningRequest | None:
+        return self._by_trajectory.get(trajectory)
+
+    def enter(self, running: RunningRequest) -> str:
+        """It runs from now on; returns a key that was never used before."""
+        request = running.request
+        self._num_entered += 1
+        running.key = f"{request.trajectory}.{request.epoch}.{self._num_entered}"
+        if not self._running:
+            self._busy_since = time.monotonic()
+        self._running[running.key] = running
+        self._by_trajectory[request.trajectory] = running
+        return running.key
+
+    def leave(self, running: RunningRequest) -> None:
+        """It runs no more; its current segment is closed."""
+        self.close_segment(running)
+        del self._running[running.key]
+        if self._by_trajectory.get(running.request.trajectory) is running:
+            del self._by_trajectory[running.request.trajectory]
+        if not self._running and self._busy_since is not None:
+            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_since = None
+
+    def extend(self, running: RunningRequest, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """It has sampled these, under the present version."""
+        running.tokens += tokens
+        running.logprobs += logprobs
+        self._tokens_sampled += len(tokens)
+
+    def close_segment(self, running: RunningRequest) -> None:
+        """What it samples from now on is of another version, or of another instance."""
+        if running.tokens:
+            running.closed.append(ClosedSegment(self.version, self.instance, running.tokens, running.logprobs))
+            running.tokens, running.logprobs = [], []
+
+    def load(self, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
+        busy_s = self._busy_s
+        if self._busy_since is not None:
+            busy_s += time.monotonic() - self._busy_since
+        running = self._running.values()
+        return EngineLoad(
+            version=self.version,
+            running=len(running),
+            kv_tokens=sum(len(r.request.tokens) + r.num_sampled for r in running),
+            busy_s=busy_s,
+            tokens_sampled=self._tokens_sampled,
+            progress=tuple((r.request.trajectory, r.request.num_prior + r.num_sampled) for r in running),
+            waiting=waiting,
+            preemptions=preemptions,
+        )

@@ -1,0 +1,104 @@
+"""Tasks as token ids, and token ids as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from stores.errors import ConfigError
+from tasks.engines.emulated import words
+from tasks.environments import Record, Task, TaskSource, make_source
+from tasks.texts import NumberTexts, tokenizer_texts
+from tasks.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A held-out prompt: token ids, and what its verifier needs."""
+
+    tokens: tuple[int, ...]
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSettings:
+    """Where prompts come from and how they become token ids; see TaskConfig. tokenizer: folder or hub name of the
+    model. context: tokens the model can attend to; kv_tokens: tokens an engine's cache can hold."""
+
+    tokenizer: str
+    source: str
+    options: dict[str, Any]
+    seed: int
+    template: str
+    chat: bool
+    max_new_tokens: int
+    context: int
+    kv_tokens: int
+    workload: Workload | None = None
+    """Where prompts come from when no model reads them: then there is no tokenizer either."""
+
+    def build(self) -> Prompts:
+        return TokenizedPrompts(self) if self.workload is None else EmulatedPrompts(self.workload)
+
+
+class Prompts(Protocol):
+    """Tasks as token ids, and token ids as text."""
+
+    def task(self, index: int, *, held_out: bool = False) -> Task: ...
+
+    def encode(self, task: Task) -> tuple[int, ...]: ...
+
+    def text(self, tokens: Sequence[int]) -> str: ...
+
+
+class EmulatedPrompts:
+    """Prompts of the lengths that a workload says; their words mean nothing."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._texts = NumberTexts()
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        return Task(prompt="", record={"prompt": "", "answer": "", "group": index})
+
+    def encode(self, task: Task) -> tuple[int, ...]:
+        group = int(task.record["group"])
+        return tuple(words(group, 0, self._workload.prompt_tokens(group)).tolist())
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self._texts.text(tokens)
+
+
+class TokenizedPrompts:
+    """Prompts of a task source, read by the model's tokenizer."""
+
+    def __init__(self, settings: PromptSettings) -> None:
+        self._settings = settings
+        self._source: TaskSource = make_source(settings.source, settings.options, settings.seed)
+        self._texts = tokenizer_texts(settings.tokenizer)
+        self._tokenizer = self._texts.tokenizer
+
+    def encode(self, task: Task) -> tuple[int, ...]:
+        """The prompt's token ids. ConfigError if prompt and response cannot fit the model's context together."""
+        text = self._settings.template.format(prompt=task.prompt)
+        if self._settings.chat:
+            turn = [{"role": "user", "content": text}]
+            text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        settings = self._settings
+        room = min(settings.context, settings.kv_tokens) - settings.max_new_tokens
+        if not 0 < len(ids) <= room:
+            smaller = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
+            raise ConfigError(
+                f"a prompt has {len(ids)} tokens; it must have 1 to {room}, {smaller} of "
+                f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
+                f"{task.prompt[:60]!r}..."
+            )
+        return ids
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        return self._source.task(index, held_out=held_out)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self._texts.text(tokens)

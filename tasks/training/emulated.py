@@ -1,0 +1,62 @@
+"""A trainer without a model: a step takes the time the job says, and publishes a version of one number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tasks.engines.emulated import weights, word_logprobs
+from tasks.training.packing import Row
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedTraining:
+    """train_s: seconds a step; s_per_token: and for each token of its batch, prompts counted. See SimulationConfig."""
+
+    train_s: float
+    s_per_token: float
+    time_scale: float
+
+    def build(self) -> EmulatedPolicy:
+        return EmulatedPolicy(self)
+
+
+class EmulatedPolicy:
+    """What the Trainer actor asks of a policy."""
+
+    def __init__(self, settings: EmulatedTraining) -> None:
+        self._settings = settings
+        self._version = 0
+
+    def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
+        """Let a training step's time pass."""
+        settings = self._settings
+        tokens = sum(len(r.prompt) + len(r.response) for r in rows)
+        time.sleep((settings.train_s + settings.s_per_token * tokens) / settings.time_scale)
+        self._version = step + 1
+        names = ("loss", "grad_norm", "clip_share", "learning_rate", "mismatch_mean", "mismatch_max", "kl_rollout")
+        trained = float(sum(len(r.response) for r in rows if r.has_gradient))
+        return {**dict.fromkeys(names, 0.0), "ratio_mean": 1.0, "tokens_trained": trained}
+
+    def published(self) -> dict[str, torch.Tensor]:
+        return weights(self._version)
+
+    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
+
+    def save(self, folder: Path) -> None:
+        """There is nothing to save."""
+
+    def save_state(self, path: Path) -> None:
+        path.write_text(str(self._version))
+
+    def load_state(self, path: Path) -> None:
+        self._version = int(path.read_text())

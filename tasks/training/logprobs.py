@@ -1,0 +1,51 @@
+"""What a causal LM makes of given responses: the log-probability of each token, at the sampling temperature.
+
+The trainer compares with it before a step and differentiates through it in one; offline, any checkpoint is read so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tasks.training.packing import MicroBatch, Row, microbatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """A model, and how it is read. half: forward under bfloat16 autocast. token_budget: padded tokens a forward."""
+
+    model: Any
+    device: str
+    half: bool
+    temperature: float
+    token_budget: int
+
+    def batch(self, batch: MicroBatch) -> torch.Tensor:
+        """[N, T] log-probabilities of the targets, nats, float32; with gradient where torch keeps one."""
+        ids = torch.from_numpy(batch.input_ids).to(self.device)
+        attention = torch.from_numpy(batch.attention_mask).to(self.device)
+        keep = torch.arange(batch.start, ids.shape[1] - 1, device=self.device)
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.half):
+            logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False, logits_to_keep=keep).logits
+        targets = torch.from_numpy(np.ascontiguousarray(batch.targets)).to(self.device)
+        scaled = logits.float() / self.temperature
+        flat = torch.nn.functional.cross_entropy(scaled.flatten(0, 1), targets.flatten(), reduction="none")
+        return -flat.view(targets.shape)
+
+    def rows(self, rows: Sequence[Row], chosen: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
+        """Of each chosen row: [T] log-probabilities of its response, nats. Without gradient."""
+        found: dict[int, npt.NDArray[np.float32]] = {}
+        ones = np.ones(len(chosen), np.float32)
+        with torch.no_grad():
+            for batch in microbatches(rows, chosen, ones, self.token_budget):
+                logprobs = self.batch(batch).cpu().numpy()
+                for k, i in enumerate(batch.rows):
+                    begin = len(rows[i].prompt) - 1 - batch.start
+                    found[i] = logprobs[k, begin : begin + len(rows[i].response)]
+        return found

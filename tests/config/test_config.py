@@ -1,0 +1,101 @@
+"""The job file: what is read is what was written, and every mistake is one line that helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import fields, loading, schema
+from pipeline.config.schema import RunConfig
+from stores.errors import ConfigError
+
+GOOD = '[model]\npath = "somewhere"\n'
+
+
+def load(tmp_path: Path, text: str = GOOD, *overrides: str) -> RunConfig:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return loading.load(path, overrides)
+
+
+def test_defaults_are_valid_and_survive_a_round_trip(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD, 'task.options={a = 1, b = "x\\"y", c = [1, 2]}', "task.answer_pattern=so(\\d+)\\.")
+    assert load(tmp_path, fields.to_toml(config)) == config
+
+
+def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD, "steps=3", "rollout.engine.max_running=7", "name=my-run", "task.chat=true")
+    assert (config.steps, config.rollout.engine.max_running, config.name, config.task.chat) == (3, 7, "my-run", True)
+
+
+def test_derived_numbers(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD, "batch.groups_per_step=4", "batch.group_size=3", "batch.extra_members=1")
+    assert config.trajectories_per_step == 12
+    assert config.max_trajectories_in_flight == 2 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("staleness.etta=2", r"unknown key staleness.etta; did you mean staleness.eta\?"),
+        ("nonsense=2", "unknown key nonsense; known here: name"),
+        ("staleness.eta=-1", "staleness.eta = -1 is out of range; it must be >= 0, <= 1000"),
+        ("staleness.eta=1.5", "staleness.eta must be a whole number, not 1.5"),
+        ("staleness.eta=true", "staleness.eta must be a whole number, not True"),
+        ("training.learning_rate=0", "learning_rate = 0.0 is out of range; it must be > 0"),
+        ("training.learning_rate=nan", "learning_rate = nan must be finite"),
+        ("staleness=3", "staleness must be a table, not 3"),
+        (
+            "rollout.routing=best",
+            "must be one of random, round_robin, least_requests, throughput_optimal, deadline, not 'best'",
+        ),
+        ("training.loss.name=ppo_clap", r"did you mean 'ppo_clip'\?"),
+        ("steps", "expected key=value"),
+        ("model.path=", "model.path is missing"),
+        ("task.template=hello", r"must contain \{prompt\}"),
+        ("name=a/b", "must be a plain folder name"),
+        ("batch.group_size=1", "gives grpo nothing to compare with; it must be >= 2"),
+        ("training.minibatches=1000", "is more than the 128 trajectories of a step"),
+        ("rollout.max_new_tokens=100000", "cannot hold one response"),
+        ("cluster.kind=address", "needs cluster.address"),
+        ("workload.kind=recorded", "needs workload.run"),
+        ("rollout.cost={k2=0, k3=0, k4=0, b=0}", "a decode step of one trajectory takes no time"),
+        ("simulation.report_s=0", "out of range; it must be >= 0.01"),
+        ("rollout.engine.options={a=1}", "not known to the transformers engine"),
+        (
+            "rollout.engine={name='vllm', options={logprobs_mode='raw_logprobs'}}",
+            "options.logprobs_mode: tokens could no",
+        ),
+        ("rollout.engine={name='vllm', options={logits_processors=[]}}", "of the policy that sampled; remove it"),
+        (
+            "rollout.engine={name='vllm', options={top_p=0.9}}",
+            "options.top_p: it would sample from another distribution",
+        ),
+        ("rollout.top_p=0.9", "rollout.top_p is not offered: it would sample from another distribution"),
+        ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not offered"),
+        ("simulation.colocated=true", 'needs staleness.admission = "synchronous"'),
+    ],
+)
+def test_each_mistake_is_one_line(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(tmp_path, GOOD, override)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such job file"):
+        loading.load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(tmp_path, "a = = 1")
+
+
+def test_every_knob_says_what_it_means(tmp_path: Path) -> None:
+    rows = schema.explain(load(tmp_path))
+    assert all(r.doc for r in rows)
+    assert {r.key for r in rows} >= {"staleness.eta", "rollout.engine.kv_tokens", "trajectories_per_step"}
+
+
+@pytest.mark.parametrize("path", sorted(Path("examples").glob("*.toml")), ids=lambda p: p.name)
+def test_the_examples_are_valid(path: Path) -> None:
+    loading.load(path)

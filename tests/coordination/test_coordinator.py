@@ -1,0 +1,413 @@
+"""Events in, commands out: the brain's decisions as tables, without sleep or mock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.coordinator import Coordinator, Strategies
+from pipeline.coordination.events import (
+    Event,
+    GroupsArrived,
+    InstanceJoined,
+    InstanceLost,
+    InstanceReported,
+    NewGroup,
+    PullFinished,
+    StopRequested,
+    Tick,
+    TrajectoryFailed,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+    TrajectoryScored,
+    VersionPublished,
+)
+from pipeline.coordination.forecast import LengthForecast
+from pipeline.coordination.pacing import Pacing
+from pipeline.strategies.admission import make_admission
+from pipeline.strategies.filtering import Stragglers, Straggling, make_filtering
+from pipeline.strategies.migration import make_migration
+from pipeline.strategies.routing import make_routing
+from pipeline.strategies.synchronization import make_synchronization
+from stores.errors import ProtocolViolation
+from stores.staleness import StalenessLedger
+from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.cost_model import CostModel
+
+A, B = InstanceId("a"), InstanceId("b")
+
+
+class Bench:
+    """A coordinator under test; validated after every event."""
+
+    def __init__(
+        self,
+        *,
+        eta: int = 1,
+        groups: int = 1,
+        size: int = 1,
+        admission: str = "staleflow",
+        filtering: str = "keep_all",
+        synchronization: str = "greedy",
+        routing: str = "least_requests",
+        migration: str = "none",
+        stragglers: str = "wait",
+        max_attempts: int = 1,
+        **redundancy: int,
+    ) -> None:
+        ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
+        cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002)
+        strategies = Strategies(
+            admission=make_admission(admission, eta, alpha=eta),
+            routing=make_routing(routing, cost, 0.1, np.random.default_rng(0)),
+            synchronization=make_synchronization(synchronization, 0.5, cost),
+            filtering=make_filtering(filtering),
+            migration=make_migration(migration, cost, 0.2),
+            stragglers=Stragglers(action=Straggling(stragglers)),
+            max_attempts=max_attempts,
+        )
+        forecast = LengthForecast(100, rare=0.01)
+        pacing = Pacing(cost, forecast, eta=eta, trajectories=groups * size, slack=1.0)
+        self.coordinator = Coordinator(ledger, strategies, forecast, pacing, validate_each=True)
+        self.now = 0.0
+        self.epochs: dict[int, int] = {}
+
+    def tell(self, event: Event) -> list[Command]:
+        self.now += 1.0
+        commands = self.coordinator.handle(event, self.now)
+        self.epochs.update({c.trajectory: c.epoch for c in commands if isinstance(c, Route)})
+        return commands
+
+    def join(self, instance: InstanceId = A, version: int = 0, max_running: int = 8, kv: int = 10_000) -> list[Command]:
+        return self.tell(
+            InstanceJoined(instance=instance, version=PolicyVersion(version), kv_capacity=kv, max_running=max_running)
+        )
+
+    def arrive(self, *groups: int, prompt: int = 10) -> list[Command]:
+        return self.tell(GroupsArrived(groups=tuple(NewGroup(group=GroupId(g), prompt_tokens=prompt) for g in groups)))
+
+    def sampled(self, trajectory: int, tokens: int = 5) -> list[Command]:
+        return self.tell(
+            TrajectorySampled(trajectory=TrajectoryId(trajectory), epoch=self.epochs[trajectory], tokens=tokens)
+        )
+
+    def scored(self, trajectory: int, reward: float = 1.0, error: str = "") -> list[Command]:
+        return self.tell(TrajectoryScored(trajectory=TrajectoryId(trajectory), reward=reward, error=error))
+
+    def finish(self, *trajectories: int) -> list[Command]:
+        commands: list[Command] = []
+        for trajectory in trajectories:
+            self.sampled(trajectory)
+            commands = self.scored(trajectory)
+        return commands
+
+    def publish(self, version: int) -> list[Command]:
+        return self.tell(VersionPublished(version=PolicyVersion(version)))
+
+
+def only(commands: Iterable[Command], kind: type[Any]) -> list[Any]:
+    return [c for c in commands if isinstance(c, kind)]
+
+
+def test_it_draws_as_many_groups_as_can_be_promised_a_place() -> None:
+    bench = Bench(eta=2, groups=4)
+    assert only(bench.join(), Draw)[0].num_groups == 12
+
+
+def test_it_does_not_draw_before_there_is_an_instance() -> None:
+    assert Bench().tell(Tick()) == []
+
+
+def test_a_trajectorys_way_through() -> None:
+    bench = Bench(eta=0)
+    bench.join()
+    (route,) = only(bench.arrive(0), Route)
+    assert (route.trajectory, route.instance, route.version, route.epoch) == (0, A, 0, 1)
+    assert route.cause.startswith("GroupsArrived#")
+    assert [type(c) for c in bench.sampled(0)] == [Score]
+    (train,) = only(bench.scored(0), Train)
+    assert (train.step, train.trajectories, train.versions) == (0, (0,), (0,))
+    commands = bench.publish(1)
+    assert [type(c) for c in commands] == [Pull, Draw]
+    assert bench.coordinator.story(TrajectoryId(0))[-1].split("  ")[-2].strip() == "consumed by step 0"
+
+
+def test_all_members_of_a_group_are_routed_before_the_next_group() -> None:
+    bench = Bench(eta=0, groups=2, size=3)
+    bench.join(max_running=4)
+    routes = only(bench.arrive(0, 1), Route)
+    assert [r.trajectory for r in routes] == [0, 1, 2, 3]
+
+
+def test_continued_work_goes_before_new_work() -> None:
+    bench = Bench(eta=1, groups=2)
+    bench.join(max_running=2)
+    bench.arrive(0, 1, 2, 3)
+    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), epoch=1, tokens=7))
+    assert [r.trajectory for r in only(commands, Route)] == [0]
+    assert only(commands, Route)[0].epoch == 2
+
+
+def test_the_bound_keeps_work_queued_until_a_version_is_published() -> None:
+    bench = Bench(eta=0)
+    bench.join()
+    bench.arrive(0)
+    bench.arrive(1)  # more than asked for: it has to wait
+    assert bench.coordinator.snapshot().num_queued == 1
+    bench.finish(0)
+    assert [r.trajectory for r in only(bench.publish(1), Route)] == [1]
+
+
+def test_a_late_answer_to_an_older_routing_is_ignored() -> None:
+    bench = Bench(eta=1)
+    bench.join()
+    bench.arrive(0)
+    bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), epoch=1, tokens=3))
+    assert bench.tell(TrajectorySampled(trajectory=TrajectoryId(0), epoch=1, tokens=9)) == []
+    assert only(bench.sampled(0), Score)
+
+
+def test_a_stale_report_changes_no_membership_and_no_progress_backwards() -> None:
+    bench = Bench(eta=1)
+    bench.join()
+    bench.arrive(0)
+    bench.tell(InstanceReported(instance=A, progress=((TrajectoryId(0), 6), (TrajectoryId(99), 4))))
+    bench.tell(InstanceReported(instance=A, progress=((TrajectoryId(0), 2),)))
+    (view,) = bench.coordinator.snapshot().instances
+    assert (view.num_running, view.kv_tokens) == (1, 16)
+
+
+def test_a_lost_instances_work_moves_and_keeps_its_version() -> None:
+    bench = Bench(eta=1, groups=2)
+    bench.join(A)
+    bench.arrive(0, 1)
+    bench.join(B)
+    commands = bench.tell(InstanceLost(instance=A, why="killed"))
+    assert {(r.trajectory, r.instance, r.version) for r in only(commands, Route)} == {(0, B, 0), (1, B, 0)}
+
+
+def test_a_trajectory_that_keeps_failing_takes_its_group_with_it() -> None:
+    bench = Bench(eta=0, size=2, max_attempts=1)
+    bench.join()
+    bench.arrive(0)
+    for _ in range(2):
+        commands = bench.tell(
+            TrajectoryFailed(trajectory=TrajectoryId(1), epoch=bench.epochs[1], error="out of memory")
+        )
+    (abort,) = only(commands, Abort)
+    assert abort.trajectory == 0
+    (retire,) = only(commands, Retire)
+    reasons = {e.trajectory: e.reason for e in retire.endings}
+    assert reasons == {1: AbortReason.ENGINE_FAILED, 0: AbortReason.GROUP_FAILED}
+    assert only(commands, Draw)[0].num_groups == 1
+
+
+def test_a_spare_member_may_fail_alone() -> None:
+    bench = Bench(eta=0, size=1, members_started=2, max_attempts=0)
+    bench.join()
+    bench.arrive(0)
+    commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), epoch=1, error="x"))
+    assert [e.trajectory for e in only(commands, Retire)[0].endings] == [1]
+    assert only(bench.finish(0), Train)
+
+
+def test_a_group_without_signal_is_filtered_and_replaced() -> None:
+    bench = Bench(eta=0, size=2, filtering="no_signal")
+    bench.join()
+    bench.arrive(0)
+    commands = bench.finish(0, 1)
+    assert {e.reason for e in only(commands, Retire)[0].endings} == {AbortReason.NO_SIGNAL}
+    assert only(commands, Draw)[0].num_groups == 1
+    assert not only(commands, Train)
+
+
+def test_surplus_members_are_aborted_where_they_run() -> None:
+    bench = Bench(eta=0, size=1, members_started=2)
+    bench.join()
+    bench.arrive(0)
+    commands = bench.finish(1)
+    assert [a.trajectory for a in only(commands, Abort)] == [0]
+    assert only(commands, Train)[0].trajectories == (1,)
+
+
+def test_synchronous_admission_starts_nothing_while_training() -> None:
+    bench = Bench(eta=3, admission="synchronous")
+    assert only(bench.join(), Draw)[0].num_groups == 1
+    bench.arrive(0)
+    commands = bench.finish(0)
+    assert only(commands, Train)
+    assert not only(commands, Draw)
+    assert only(bench.publish(1), Draw)[0].num_groups == 1
+
+
+def test_asynchronous_admission_starts_the_next_batch_while_training() -> None:
+    bench = Bench(eta=1)
+    bench.join()
+    bench.arrive(0, 1)
+    assert only(bench.finish(0), Train)
+    assert only(bench.tell(Tick()), Draw) == []  # step 1 is promised to group 1
+    commands = bench.publish(1)
+    assert only(commands, Draw)[0].num_groups == 1
+
+
+def test_greedy_pulls_at_once_and_routes_under_the_new_version() -> None:
+    bench = Bench(eta=1)
+    bench.join()
+    bench.arrive(0, 1)
+    bench.finish(0)
+    commands = bench.publish(1)
+    assert [(p.instance, p.version) for p in only(commands, Pull)] == [(A, 1)]
+    assert only(bench.arrive(2), Route)[0].version == 1  # the pull is ordered, the route will find it done
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+
+
+def test_status_pulls_only_when_it_cannot_be_fed_and_has_drained() -> None:
+    bench = Bench(eta=1, groups=4, synchronization="status")
+    bench.join(max_running=4)
+    bench.arrive(*range(8))
+    for trajectory in range(4):
+        bench.finish(trajectory)
+    assert only(bench.publish(1), Pull) == []  # four more of version 0 run
+    bench.sampled(4)
+    assert only(bench.scored(4), Pull) == []
+    assert [p.version for p in only(bench.sampled(5), Pull)] == [1]  # two of four run
+
+
+def test_kv_memory_and_concurrency_are_respected() -> None:
+    bench = Bench(eta=1, groups=4)
+    bench.join(max_running=8, kv=25)
+    assert len(only(bench.arrive(0, 1, 2, 3, prompt=10), Route)) == 2
+    assert bench.coordinator.snapshot().refusals == {"KV memory": 1}
+
+
+def test_a_stop_ends_everything_in_flight_with_its_reason() -> None:
+    bench = Bench(eta=1, groups=2)
+    bench.join()
+    bench.arrive(0, 1)
+    commands = bench.tell(StopRequested(why="test"))
+    assert {e.reason for e in only(commands, Retire)[0].endings} == {AbortReason.RUN_ENDED}
+    assert len(only(commands, Abort)) == 2
+    assert bench.coordinator.snapshot().num_live == 0
+    assert bench.tell(Tick()) == []
+
+
+def test_it_says_what_a_stuck_step_waits_for() -> None:
+    bench = Bench(eta=0, size=2)
+    bench.join()
+    bench.arrive(0)
+    bench.finish(0)
+    text = bench.coordinator.waiting_for()
+    assert "step 0 waits for 1 more" in text
+    assert "trajectory 1: running" in text
+    assert "on a" in text
+
+
+def test_a_violation_carries_the_trajectorys_story() -> None:
+    bench = Bench(eta=0)
+    bench.join()
+    bench.arrive(0)
+    with pytest.raises(ProtocolViolation, match="version 2 published after 0"):
+        bench.publish(2)
+
+
+def test_throughput_optimal_prefers_the_lighter_instance_and_declines_a_crowded_one() -> None:
+    bench = Bench(eta=3, groups=64, routing="throughput_optimal")
+    bench.join(A, max_running=200)
+    bench.join(B, max_running=200)
+    routes = only(bench.arrive(*range(10)), Route)
+    assert sum(r.instance == A for r in routes) == 5
+
+
+def test_a_known_name_that_joins_again_was_lost() -> None:
+    bench = Bench(eta=0)
+    bench.join()
+    bench.arrive(0)
+    commands = bench.join()
+    assert [(r.trajectory, r.epoch) for r in only(commands, Route)] == [(0, 2)]
+
+
+def test_single_trajectories_move_from_a_crowd_to_an_empty_instance() -> None:
+    bench = Bench(eta=0, groups=150, migration="largest_gain")
+    bench.join(A, max_running=200)
+    bench.arrive(*range(150))
+    bench.join(B, max_running=200)
+    interrupts = only(bench.tell(Tick()), Interrupt)
+    assert 0 < len(interrupts) < 150
+    assert {i.instance for i in interrupts} == {A}
+    first = interrupts[0].trajectory
+    (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=first, epoch=1, tokens=3)), Route)
+    assert (route.trajectory, route.instance, route.epoch) == (first, B, 2)
+    assert any("moves to b" in line for line in bench.coordinator.story(first))
+    assert only(bench.tell(Tick()), Interrupt) == []  # the others are on their way, and nothing moves twice a version
+
+
+def test_a_move_to_an_instance_that_filled_up_meanwhile_ends_elsewhere() -> None:
+    bench = Bench(eta=0, groups=150, migration="largest_gain")
+    bench.join(A, max_running=200)
+    bench.arrive(*range(150))
+    bench.join(B, max_running=200)
+    moved = only(bench.tell(Tick()), Interrupt)[0].trajectory
+    bench.tell(InstanceLost(instance=B, why="gone"))
+    (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=moved, epoch=1, tokens=3)), Route)
+    assert route.instance == A
+
+
+@pytest.mark.parametrize("action", ["truncate", "retry"])
+def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> None:
+    bench = Bench(eta=0, groups=2, stragglers=action)
+    bench.join(A)
+    bench.arrive(0, 1)
+    bench.finish(0, 1)
+    bench.publish(1)
+    bench.join(B, version=1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.arrive(2, 3)
+    bench.finish(2)
+    place = next(i.instance for i in bench.coordinator.snapshot().instances if i.num_running)
+    bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
+    orders: list[Any] = []
+    for _ in range(20):
+        orders += only(bench.tell(Tick()), Interrupt)
+    assert [o.trajectory for o in orders] == [3]
+    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), epoch=1, tokens=4))
+    if action == "truncate":
+        assert [c.trajectory for c in only(commands, Score)] == [3]
+        assert only(bench.scored(3), Train)
+    else:
+        (route,) = only(commands, Route)
+        assert route.instance != place
+
+
+def test_new_work_waits_rather_than_slow_down_what_is_urgent() -> None:
+    """Deadline routing learns lengths, then declines; and a refusal stands in the story once."""
+    bench = Bench(eta=1, groups=40, routing="deadline")
+    bench.join(A, max_running=64)
+    bench.arrive(*range(80))
+    for t in range(40):
+        bench.sampled(t, tokens=90)
+        bench.scored(t)
+    bench.publish(1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.tell(InstanceReported(instance=A, progress=tuple((TrajectoryId(t), 1) for t in range(40, 80))))
+    bench.arrive(*range(80, 120))
+    assert bench.coordinator.snapshot().refusals.get("pace too slow", 0) > 0
+    waiting = [
+        t for t in range(80, 120) if any("waits: pace" in line for line in bench.coordinator.story(TrajectoryId(t)))
+    ]
+    assert waiting
+    bench.tell(Tick())
+    story = bench.coordinator.story(TrajectoryId(waiting[0]))
+    assert sum("waits" in line for line in story) == 1
+
+
+def test_a_lagging_instance_pulls_when_it_pays_and_not_before() -> None:
+    bench = Bench(eta=1, groups=8, synchronization="hypothesis")
+    bench.join(A, max_running=64)
+    bench.arrive(*range(16))
+    bench.finish(*range(8))
+    (pull,) = only(bench.publish(1), Pull)  # room for eight new groups is worth prefilling eight small contexts
+    assert (pull.instance, pull.version) == (A, 1)

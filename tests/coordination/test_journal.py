@@ -1,0 +1,165 @@
+"""The journal: what is written is read back, and a replay notices any other answer."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import loading
+from pipeline.config.deciding import make_coordinator
+from pipeline.coordination import journal
+from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.coordinator import Coordinator
+from pipeline.coordination.events import (
+    Event,
+    GroupsArrived,
+    InstanceJoined,
+    InstanceLost,
+    InstanceReported,
+    NewGroup,
+    PullFinished,
+    StopRequested,
+    Tick,
+    TrajectoryFailed,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+    TrajectoryScored,
+    VersionPublished,
+)
+from stores.errors import ConfigError
+from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+
+BASE = ("model.path=x", "steps=6", "batch.groups_per_step=3", "batch.group_size=2", "staleness.eta=2")
+SHAPES = {
+    "plain": (),
+    "strict": ("staleness.eta=0", "batch.filtering=no_signal"),
+    "redundant": ("batch.extra_members=1", "batch.extra_groups=1", "batch.filtering=no_signal"),
+    "status": ("rollout.synchronization=status", "rollout.routing=throughput_optimal", "batch.extra_groups=2"),
+    "synchronous": ("staleness.admission=synchronous", "batch.extra_members=2"),
+    "one_step": ("staleness.admission=one_step", "rollout.routing=random"),
+    "credits": ("staleness.admission=credits", "staleness.alpha=1.5", "rollout.routing=round_robin"),
+    "deadline": ("rollout.routing=deadline", "rollout.synchronization=hypothesis", "rollout.migration=largest_gain"),
+    "retry": ("batch.stragglers=retry", "batch.straggler_patience=0.1", "batch.straggler_share=1"),
+    "truncate": ("batch.stragglers=truncate", "batch.straggler_patience=0.1", "batch.straggler_share=1"),
+}
+
+
+def coordinator(tmp_path: Path, shape: str = "redundant") -> Coordinator:
+    path = tmp_path / "job.toml"
+    path.write_text("")
+    return make_coordinator(loading.load(path, (*BASE, *SHAPES[shape])), validate_each=True)
+
+
+class TinyBody:
+    """Carries commands out in random order, with failures: a body of a few lines, for recording eventful journals."""
+
+    def __init__(self, brain: Coordinator, path: Path, seed: int) -> None:
+        self.brain, self.rng, self.journal = brain, random.Random(seed), journal.Journal(path)
+        self.pending: list[Event] = []
+        self.next_group = 0
+        self.now = 0.0
+        self.ended: dict[int, Fate] = {}
+        self.losses = 0
+
+    def tell(self, event: Event) -> None:
+        self.now += self.rng.random()
+        commands = self.brain.handle(event, self.now)
+        self.journal.append(self.now, event, commands)
+        for command in commands:
+            self.carry_out(command)
+
+    def carry_out(self, command: Command) -> None:
+        match command:
+            case Draw():
+                groups = range(self.next_group, self.next_group + command.num_groups)
+                self.next_group = groups.stop
+                new = tuple(NewGroup(group=GroupId(g), prompt_tokens=5) for g in groups)
+                self.pending.append(GroupsArrived(groups=new))
+            case Route():
+                t, e = command.trajectory, command.epoch
+                answer: Event = TrajectorySampled(trajectory=t, epoch=e, tokens=self.rng.randint(1, 9))
+                if self.rng.random() < 0.05:
+                    answer = TrajectoryFailed(trajectory=t, epoch=e, error="x")
+                self.pending.append(answer)
+            case Score():
+                reward = float(self.rng.random() < 0.5)
+                self.pending.append(TrajectoryScored(trajectory=command.trajectory, reward=reward))
+            case Pull():
+                self.pending.append(PullFinished(instance=command.instance, version=command.version))
+            case Train():
+                for t, v in zip(command.trajectories, command.versions, strict=True):
+                    assert v <= command.step <= v + 2
+                    assert self.ended.setdefault(t, Fate.CONSUMED) is Fate.CONSUMED
+                self.pending.append(VersionPublished(version=PolicyVersion(command.step + 1)))
+            case Retire():
+                for ending in command.endings:
+                    assert ending.trajectory not in self.ended
+                    self.ended[ending.trajectory] = ending.fate
+            case Interrupt():
+                t, e = command.trajectory, command.epoch
+                self.pending.append(TrajectoryInterrupted(trajectory=t, epoch=e, tokens=self.rng.randint(1, 9)))
+            case Abort():
+                pass
+
+    def run(self) -> None:
+        for name in ("a", "b"):
+            self.join(name)
+        while not self.brain.finished:
+            assert self.pending, self.brain.waiting_for()
+            event = self.pending.pop(self.rng.randrange(len(self.pending)))
+            self.tell(event)
+            if self.rng.random() < 0.02 and self.losses < 3:
+                self.losses += 1
+                self.tell(InstanceLost(instance=InstanceId("ab"[self.losses % 2] + "'" * (self.losses // 3)), why="x"))
+                self.join("ab"[self.losses % 2])
+            for one in (InstanceId("a"), InstanceId("b")):
+                progress = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 9))
+                self.tell(InstanceReported(instance=one, progress=progress))
+            self.tell(Tick())
+        self.tell(StopRequested(why="all steps are trained"))
+        self.journal.close()
+
+    def join(self, name: str) -> None:
+        version = self.brain.ledger.version
+        self.tell(InstanceJoined(instance=InstanceId(name), version=version, kv_capacity=500, max_running=7))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(12))
+def test_an_eventful_run_keeps_every_promise_and_replays_to_the_same_commands(
+    tmp_path: Path, seed: int, shape: str
+) -> None:
+    """Random order, failures, lost instances, redundancy and filters at once: no deadlock, bound, conservation."""
+    body = TinyBody(coordinator(tmp_path, shape), tmp_path / "events.jsonl", seed)
+    body.run()
+    assert len(body.ended) == body.brain.ledger.num_started
+    assert sum(f is Fate.CONSUMED for f in body.ended.values()) == 6 * 3 * 2
+    replayed = journal.replay(coordinator(tmp_path, shape), journal.read(tmp_path / "events.jsonl"))
+    assert replayed.difference == ""
+    assert replayed.num_commands > 80
+    story = body.brain.story(TrajectoryId(0))
+    assert "arrived" in story[0]
+    assert any(word in story[-1] for word in ("consumed", "aborted", "filtered"))
+
+
+def test_a_changed_command_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    TinyBody(coordinator(tmp_path), path, 0).run()
+    text = path.read_text()
+    assert text.count('"instance":"b"') > 3
+    at = text.index('"type":"Route"')
+    path.write_text(text[:at] + text[at:].replace('"instance":"a"', '"instance":"b"', 1))
+    assert "recorded" in journal.replay(coordinator(tmp_path), journal.read(path)).difference
+
+
+def test_a_torn_last_line_is_left_out_and_another_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    TinyBody(coordinator(tmp_path), path, 1).run()
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-1], lines[-1][:20]]))
+    assert len(list(journal.read(path))) == len(lines) - 1
+    path.write_text("\n".join([lines[0], "{", *lines[2:]]))
+    with pytest.raises(ConfigError, match="line 2: not JSON"):
+        list(journal.read(path))

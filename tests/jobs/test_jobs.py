@@ -1,0 +1,220 @@
+"""Jobs on a cluster started by hand: scheduler and workers in processes of their own, the command line in others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.scheduler.connection import Where
+from stores.trajectory import Fate
+from stores.versioned import VersionedStore
+from tests.commands import command
+from tests.runtime.test_run import ENVIRONMENT, check, staleflow
+
+PATIENCE_S = 150.0
+
+
+class Cluster:
+    """A scheduler and workers, as `dask scheduler` and `dask worker` start them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.file = folder / "scheduler.json"
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._dask("scheduler", "--port", "0")
+
+    def _dask(self, what: str, *options: str) -> None:
+        command = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self.file), "--no-dashboard", *options]
+        self._started.append(subprocess.Popen(command, env=ENVIRONMENT, cwd=self._folder, start_new_session=True))
+
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            self._dask("worker", "--nthreads", "1", "--local-directory", str(self._folder))
+
+    def __call__(self, verb: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return command(verb, *arguments, "--scheduler-file", self.file)
+
+    def job(self, id: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self("status", id, "--json").stdout)
+        return found
+
+    def until(self, id: str, *states: str, steps: int = 0) -> dict[str, Any]:
+        """Wait until a job is in one of the states and has done so many steps."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            job = self.job(id)
+            done = int(job["last"]["step"]) + 1 if job["last"] else 0
+            if job["state"] in states and done >= steps:
+                return job
+            assert job["state"] not in ("failed", "done", "stopped"), job
+            assert time.monotonic() < deadline, job
+            time.sleep(0.5)
+
+    def until_it_waits_for(self, id: str, what: str) -> str:
+        deadline = time.monotonic() + PATIENCE_S
+        while what not in (job := self.job(id))["why"] or "driver" in job["why"]:
+            assert time.monotonic() < deadline, job
+            time.sleep(0.5)
+        return str(job["why"])
+
+    def close(self) -> None:
+        scheduler, *workers = self._started
+        for group in (workers, [scheduler]):
+            for process in group:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
+            for process in group:
+                try:
+                    process.wait(15)
+                except subprocess.TimeoutExpired:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    one = Cluster(tmp_path)
+    deadline = time.monotonic() + PATIENCE_S
+    while not one.file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield one
+    one.close()
+
+
+def where_is(cluster: Cluster) -> dict[str, int]:
+    """Process that each of staleflow's tasks and actors lives in, by key."""
+
+    def places(dask_scheduler: Any) -> dict[str, str]:  # in here, so that it travels by value
+        found = {}
+        for key, task in dask_scheduler.tasks.items():
+            worker = task.processing_on or next(iter(task.who_has or ()), None)
+            if worker is not None:
+                found[str(key)] = worker.address
+        return found
+
+    async def ask() -> dict[str, int]:
+        async with Where(scheduler_file=str(cluster.file)).connected() as client:
+            tasks = await client.run_on_scheduler(places)
+            pids = await client.run(os.getpid)
+            return {name: pids[address] for name, address in tasks.items()}
+
+    return asyncio.run(ask())
+
+
+def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """Submitted by one process, watched by others; the driver's worker is killed in the middle, with the trajectory
+    server that shares it; the job goes on by itself and the audit is clean."""
+    cluster.add(3)
+    (tmp_path / "mine.py").write_text(
+        "def reward(answer, record):\n    return float(len(answer) % 2)\n\n"
+        "class Sums:\n    def __init__(self, options, seed):\n        pass\n"
+        "    def record(self, index, held_out):\n        return {'prompt': f'{index % 9}+1='}\n"
+        "    def score(self, answer, record):\n        return 0.0\n"
+    )
+    submitted = cluster(
+        "submit", job, "--set", "steps=20", "--set", f"reward.function={tmp_path}/mine.py:reward", "--name", "far",
+        "--set", "task.eval_prompts=0", "--set", "deadlines.call_s=20", "--set", f"task.source={tmp_path}/mine.py:Sums",
+    )  # fmt: skip
+    assert submitted.returncode == 0, submitted.stderr
+    id = submitted.stdout.strip()
+    (tmp_path / "mine.py").unlink()  # it has travelled
+    cluster.until(id, "running", steps=3)
+    assert "running" in cluster("jobs").stdout
+    shown = cluster("status", id).stdout
+    assert "rollout-0" in shown
+    assert "tokens/s" in shown
+
+    far = tmp_path / "runs" / "far"
+    export = (
+        "store",
+        "export",
+        far,
+        "--to",
+        "jsonl",
+        "--out",
+        tmp_path / "far.jsonl",
+        "--scheduler-file",
+        cluster.file,
+    )
+    refused = command(*export)
+    assert (refused.returncode, "none of its 3 workers is free, jobs have 3" in refused.stderr) == (2, True)
+
+    os.kill(where_is(cluster)[f"staleflow-job-{id}"], signal.SIGKILL)
+    job_end = cluster.until(id, "done")
+    assert job_end["why"] == ""
+    store = check(far, 20)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 20 * 16
+    exported = command(*export)  # there is room now
+    assert exported.returncode == 0, exported.stderr
+    assert len((tmp_path / "far.jsonl").read_text().splitlines()) == len(list(store.ended()))
+    log = cluster("logs", id)
+    assert "going on from version" in log.stdout
+    assert "step 19/20" in log.stdout
+    followed = cluster("logs", id[:-2], "-f")  # the beginning of an id will do, and it has ended
+    assert followed.stdout == log.stdout
+
+
+@pytest.mark.slow  # six workers and two jobs on whatever cores there are
+def test_a_cancelled_job_is_gone_on_with_and_two_jobs_share_no_worker(
+    job: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.add(5)  # three each are needed: the second job waits for one
+    common = ("--set", "task.eval_prompts=0", "--set", "steps=200")
+    one = cluster("submit", job, *common, "--name", "one").stdout.strip()
+    cluster.until(one, "running", steps=1)
+    two = cluster("submit", job, *common, "--name", "two").stdout.strip()
+    assert "gives up" in cluster.until_it_waits_for(two, "needs a free worker process")
+    cluster.add(1)
+    cluster.until(two, "running", steps=2)
+
+    tasks = where_is(cluster)
+    of = {name: {pid for key, pid in tasks.items() if f"-{name}-" in key} for name in ("one", "two")}
+    assert len(of["one"]) == 3
+    assert len(of["two"]) == 3
+    assert not of["one"] & of["two"]
+
+    for id in (one, two):
+        assert "stops at its next step" in cluster("cancel", id).stdout
+    for id, name in ((one, "one"), (two, "two")):
+        assert cluster.until(id, "stopped")["why"] == "cancelled"
+        records = VersionedStore.open(tmp_path / "runs" / name / "store").steps()
+        assert records[-1].kind == "end"
+    assert "has ended already" in cluster("cancel", one).stdout
+    trained = sum(r.kind == "step" for r in VersionedStore.open(tmp_path / "runs" / "one" / "store").steps())
+    resumed = staleflow(
+        "resume", tmp_path / "runs" / "one", "--set", f"steps={trained + 2}", "--set", "cluster.kind=file",
+        "--set", f"cluster.scheduler_file={cluster.file}",
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    check(tmp_path / "runs" / "one", trained + 2)
+
+
+def test_wrong_input_to_each_command_is_one_line(job: Path, cluster: Cluster, tmp_path: Path) -> None:
+    for verb in ("status", "logs", "cancel"):
+        answer = cluster(verb, "no-such-job")
+        assert (answer.returncode, answer.stdout) == (2, "")
+        assert answer.stderr == "staleflow: 'no-such-job' is no job of this cluster; `staleflow jobs` lists them\n"
+    assert "no jobs" in cluster("jobs").stdout
+    nowhere = command("submit", job, "--scheduler", "tcp://127.0.0.1:9")
+    assert nowhere.returncode == 2
+    assert nowhere.stderr.startswith("staleflow: no scheduler at tcp://127.0.0.1:9: ")
+    assert nowhere.stderr.count("\n") == 1
+    assert "which cluster?" in command("jobs").stderr
+    assert "no such file" in command("jobs", "--scheduler-file", tmp_path / "none.json").stderr
+    assert "with TLS all three" in command("jobs", "--scheduler", "tls://127.0.0.1:9", "--tls-cert", "x").stderr
+    missing = cluster("submit", job, "--set", "reward.function=none.py:f")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "reward.function = " in missing.stderr

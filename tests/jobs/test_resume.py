@@ -1,0 +1,153 @@
+"""Going on with stored runs: after a kill -9 of everything, after a clean stop, further than planned, and when not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import loading
+from pipeline.runtime import resumption
+from stores.errors import ConfigError
+from stores.resume_points import KEPT, ResumePoints
+from stores.trajectory import AbortReason, Fate, PolicyVersion
+from stores.versioned import VersionedStore, repository_at
+from tests.commands import command
+from tests.runtime.test_run import ENVIRONMENT, check, run, staleflow
+
+
+def start(job: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A run in a process group of its own, its workers included."""
+    sets = [word for o in ("task.eval_prompts=0", *overrides) for word in ("--set", o)]
+    command = [sys.executable, "-m", "cli.main", "run", str(job), *sets]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
+
+
+def until_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith(f"step {step}/"):
+            return
+    pytest.fail(f"the run ended before step {step}")
+
+
+def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job: Path) -> None:
+    folder = job.parent / "runs" / "job"
+    with start(job, "steps=400") as process:
+        until_step(process, 3)
+        held = command("resume", folder)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert held.returncode == 2
+    assert f"is running now, in process {process.pid}" in held.stderr
+    deadline = time.monotonic() + 20
+    while list(Path("/dev/shm").glob("staleflow-job-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)  # the workers' nannies end a moment later
+    before = check(folder, len(VersionedStore.open(folder / "store").steps()))
+    trained = len(before.steps())
+    assert trained >= 3
+    assert len(ResumePoints(folder / "resume").versions()) <= KEPT
+
+    resumed = staleflow("resume", folder, "--set", f"steps={trained + 3}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on from version" in resumed.stderr
+    store = check(folder, trained + 3)
+    assert [r.kind for r in store.steps()].count("resume") <= 1
+    lost = [e for e in store.ended() if e.reason is AbortReason.RUN_ENDED]
+    assert all(e.fate is Fate.ABORTED and len(e.trajectory.prompt_tokens) for e in lost)
+    shown = command("replay", folder)
+    assert "the same commands" in shown.stdout
+
+    again = command("resume", folder)
+    assert again.returncode == 2
+    assert f"all {trained + 3} steps are trained; --set steps=N" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_stopped_run_loses_nothing_and_one_without_its_latest_points_undoes_steps(job: Path) -> None:
+    folder = job.parent / "runs" / "job"
+    with start(job, "steps=400") as process:
+        until_step(process, 4)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    config = resumption.load(folder)
+    first = VersionedStore.open(folder / "store").steps()
+    trained = sum(r.kind == "step" for r in first)
+    points = ResumePoints(folder / "resume")
+    assert points.versions()[-1] == trained
+    points.path(points.versions()[-1]).unlink()
+
+    undone = resumption.prepare(config)
+    assert undone.version == trained - 1
+    assert undone.fingerprint == first[trained - 2].weight_fingerprint
+    assert len(undone.steps) == trained - 1
+    end = staleflow("resume", folder, "--set", f"steps={trained + 1}")
+    assert end.returncode == 0, end.stderr
+    check(folder, trained + 1)
+
+
+def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(job: Path) -> None:
+    end = run(job, "steps=2")
+    repository = repository_at(end.run_dir / "store")
+    (last_step,) = (
+        s.id for s in repository.ancestry(branch="main") if s.metadata == {**s.metadata, "kind": "step", "step": 1}
+    )
+    repository.reset_branch("main", last_step)
+    (end.run_dir / "summary.json").unlink()
+    (end.run_dir / "evaluations.json").write_text(json.dumps(end.summary["evaluations"][:1]))  # type: ignore[index]
+    resumed = staleflow("resume", end.run_dir)
+    assert resumed.returncode == 0, resumed.stderr
+    check(end.run_dir, 2)
+    assert VersionedStore.open(end.run_dir / "store").steps()[-1].kind == "end"
+    summary = json.loads((end.run_dir / "summary.json").read_text())
+    assert [e["version"] for e in summary["evaluations"]] == [0, 2]
+
+
+def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(stored, folder)
+    config = dataclasses.replace(loading.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5)
+    points = ResumePoints(folder / "resume")
+    assert resumption.reached(config) == 3
+    newest = points.path(PolicyVersion(3))
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    assert resumption.reached(config) == 2
+    assert resumption.prepare(config).version == 2
+    assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
+
+
+def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -> None:
+    end = run(job, "task.eval_prompts=0", "steps=2", "training.resume_every=0")
+    for overrides, message in (
+        ((), "all 2 steps are trained"),
+        (("steps=4",), "2 steps are stored and no whole resume point; training.resume_every was 0"),
+        (("staleness.eta=3",), "a run keeps what it was started with"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            resumption.prepare(resumption.load(end.run_dir, overrides))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="no run here"):
+        resumption.load(tmp_path / "nothing")
+
+
+def test_a_point_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    from stores.errors import StoreError
+
+    def full(path: Path) -> None:
+        path.write_text("half")
+        raise OSError("No space left on device")
+
+    points = ResumePoints(tmp_path / "resume")
+    points.write(PolicyVersion(1), Path.touch)
+    with pytest.raises(StoreError, match="cannot be written: No space left"):
+        points.write(PolicyVersion(2), full)
+    assert points.versions() == [1]
+    assert [p.name for p in (tmp_path / "resume").iterdir()] == ["v00000001.pt"]

@@ -1,0 +1,307 @@
+"""The cost model's fit, the forecast of lengths and the pace of a run: what is learned from measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from cli.profile import command
+from pipeline.config import deciding, fields, loading
+from pipeline.coordination.commands import Draw, Pull, Score, Train
+from pipeline.coordination.events import (
+    GroupsArrived,
+    NewGroup,
+    PullFinished,
+    Tick,
+    TrajectorySampled,
+    TrajectoryScored,
+    VersionPublished,
+)
+from pipeline.coordination.forecast import LengthForecast
+from pipeline.coordination.journal import Journal
+from pipeline.coordination.pacing import Pacing, best_plan
+from pipeline.profiling.fit import CostWatch, Fit, StepPoint, fit_prefill, fit_steps
+from pipeline.profiling.measure import Grid, measure_prefill, measure_steps, profile_run
+from stores.errors import ActorLost, ConfigError
+from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.base import EngineLoad, Failed, Request
+from tasks.engines.cost_model import CostModel
+
+PUBLISHED = {
+    "7B": CostModel(k1=3.35e-08, k2=0.0064, b=0.0027, k3=0.0001231, k4=0.0028),
+    "32B": CostModel(k1=6.3e-08, k2=0.0250194, b=0.0183826, k3=0.0002446, k4=2e-10),
+    "no floor": CostModel(k1=2e-7, k2=0.0, b=0.003, k3=0.00012, k4=0.0),
+    "all floor": CostModel(k1=1e-7, k2=0.02, b=0.0, k3=0.0, k4=0.0),
+}
+
+
+def points_of(model: CostModel, rng: np.random.Generator, noise: float) -> list[StepPoint]:
+    grid = itertools.product((1, 2, 4, 8, 16, 32, 64, 128), (200, 2000, 8000), range(2))
+    return [
+        StepPoint(running=n, kv_tokens=n * c, step_s=model.step_s(n, n * c) * math.exp(noise * rng.standard_normal()))
+        for n, c, _ in grid
+    ]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_fit_predicts_what_it_has_not_seen(name: str) -> None:
+    model, rng = PUBLISHED[name], np.random.default_rng(0)
+    fit = fit_steps(points_of(model, rng, noise=0.02))
+    assert fit.error_median < 0.03
+    assert fit.error_p90 < 0.06
+    for n, context in ((3, 500), (48, 3000), (100, 7000)):
+        assert fit.model.step_s(n, n * context) == pytest.approx(model.step_s(n, n * context), rel=0.05)
+    assert min(fit.model.k1, fit.model.k2, fit.model.k3, fit.model.k4, fit.model.b) >= 0
+
+
+def test_interrupted_steps_do_not_bend_the_line() -> None:
+    model, rng = PUBLISHED["7B"], np.random.default_rng(1)
+    points = points_of(model, rng, noise=0.01)
+    spoiled = [StepPoint(running=p.running, kv_tokens=p.kv_tokens, step_s=p.step_s * 8) for p in points[::9]]
+    fit = fit_steps([*points, *spoiled])
+    for n, context in ((3, 500), (48, 3000), (100, 7000)):
+        assert fit.model.step_s(n, n * context) == pytest.approx(model.step_s(n, n * context), rel=0.06)
+
+
+def test_prefill_is_the_slope_between_prompt_lengths() -> None:
+    tokens = [100.0, 400.0, 1600.0] * 3
+    seconds = [0.01 + 0.0002 * n for n in tokens]
+    seconds[4] += 5.0
+    assert fit_prefill(tokens, seconds) == pytest.approx(0.0002, rel=1e-6)
+    assert fit_prefill([100.0], [1.0]) == 0.0
+
+
+def test_too_few_points_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 measured steps; at least 8"):
+        fit_steps([StepPoint(running=1, kv_tokens=1.0, step_s=1.0)] * 3)
+
+
+def test_the_watch_says_when_steps_no_longer_agree_and_what_would() -> None:
+    model, rng = PUBLISHED["7B"], np.random.default_rng(2)
+    watch = CostWatch(model, tolerance=0.25)
+    for point in points_of(model, rng, 0.02)[:20]:
+        watch.observe(point)
+    assert watch.ratio is None
+    assert watch.refit() is None
+    for point in points_of(model, rng, 0.02):
+        watch.observe(point)
+    assert not watch.drifted
+    for _ in range(20):
+        for p in points_of(model, rng, 0.02):
+            watch.observe(StepPoint(running=p.running, kv_tokens=p.kv_tokens, step_s=2 * p.step_s))
+    assert watch.drifted
+    assert watch.ratio == pytest.approx(2.0, rel=0.03)
+    refit = watch.refit()
+    assert refit is not None
+    assert refit.model.step_s(64, 64_000) == pytest.approx(2 * model.step_s(64, 64_000), rel=0.05)
+
+
+# -- forecast and pace -------------------------------------------------------------------------------------------
+
+
+def learned(lengths: list[list[int]], max_tokens: int = 16_000, rare: float = 0.01) -> LengthForecast:
+    """From groups of lengths, siblings left known."""
+    forecast = LengthForecast(max_tokens, rare)
+    for group, members in enumerate(lengths):
+        for length in members:
+            forecast.finished(GroupId(group), length, forecast.expected_remaining(GroupId(group), 0))
+    return forecast
+
+
+def test_the_forecast_is_the_mean_of_those_that_came_further() -> None:
+    forecast = learned([[n] for n in range(1, 1001)])
+    unknown = GroupId(-1)
+    assert forecast.expected_remaining(unknown, 0) == pytest.approx(500, rel=0.05)
+    assert forecast.expected_remaining(unknown, 500) == pytest.approx(250, rel=0.05)
+    assert forecast.longest_remaining(unknown, 0) == pytest.approx(990, rel=0.03)
+    assert forecast.longest_remaining(unknown, 600) == pytest.approx(390, rel=0.06)
+    assert forecast.longest_remaining(unknown, 5000) == 11_000
+
+
+def test_with_a_heavy_tail_more_is_expected_of_those_that_came_far() -> None:
+    rng = np.random.default_rng(0)
+    forecast = learned([[int(n)] for n in np.minimum(16_000, 2000 * np.exp(rng.standard_normal(3000)))])
+    remaining = [forecast.expected_remaining(GroupId(-1), tokens) for tokens in (0, 2000, 4000)]
+    assert remaining == sorted(remaining)
+
+
+def test_before_it_knows_it_expects_half_and_fears_all() -> None:
+    forecast = learned([[10]] * 5, max_tokens=1000)
+    assert not forecast.knows
+    assert forecast.expected_remaining(GroupId(0), 200) == 400
+    assert forecast.longest_remaining(GroupId(0), 200) == 800
+
+
+def test_siblings_help_as_far_as_they_are_alike_and_the_error_says_so() -> None:
+    rng = np.random.default_rng(3)
+    for correlation in (0.0, 0.9):
+        alike = rng.standard_normal((800, 1))
+        z = math.sqrt(correlation) * alike + math.sqrt(1 - correlation) * rng.standard_normal((800, 4))
+        lengths = (500 * np.exp(0.7 * z)).astype(int).tolist()
+        forecast = learned([*lengths, [1500], [150]])
+        assert forecast.error.sibling_correlation == pytest.approx(correlation, abs=0.1)
+        after_long = forecast.expected_remaining(GroupId(800), 0)
+        after_short = forecast.expected_remaining(GroupId(801), 0)
+        assert (after_long > 2 * after_short) is (correlation > 0)
+        forecast.forget(GroupId(800))
+        assert forecast.expected_remaining(GroupId(800), 0) == forecast.expected_remaining(GroupId(-1), 0)
+        assert 0 < forecast.error.mean_error < forecast.error.mean_length
+        assert abs(forecast.error.bias) < 0.2 * forecast.error.mean_length
+
+
+def test_the_window_follows_a_policy_that_drifts() -> None:
+    forecast = learned([[100]] * 5000 + [[900]] * 5000)
+    assert forecast.mean == pytest.approx(900)
+
+
+def test_the_plan_weighs_rate_against_the_longest() -> None:
+    def running(eta: int, train_s: float = 20.0, longest: float = 16_000.0) -> float:
+        plan = best_plan(
+            PUBLISHED["7B"], eta=eta, trajectories=256, instances=4, max_running=256, mean_tokens=3100.0,
+            mean_context=3000.0, longest_tokens=longest, train_s=train_s,
+        )  # fmt: skip
+        return plan.running
+
+    assert running(0) < running(1) < running(3)
+    assert running(3) < running(3, longest=4000.0)
+    assert running(3, longest=1.0) == 256 or running(3, longest=1.0) > 200
+
+
+def test_later_steps_are_due_later_and_late_ones_shift_all() -> None:
+    forecast = learned([[1000]] * 100)
+    pacing = Pacing(PUBLISHED["7B"], forecast, eta=1, trajectories=64, slack=1.0)
+    assert pacing.pace_s(3, GroupId(0), 0, 5.0) == math.inf
+    pacing.step_started(4, 100.0)
+    pacing.step_finished(110.0)
+    pacing.replan(4, 64, 500.0)
+    interval = pacing.plan.interval_s
+    assert pacing.due_s(6, 110.0) == pytest.approx(100 + 2 * interval)
+    assert pacing.due_s(6, 1000.0) == pytest.approx(1000 + interval)
+    assert pacing.pace_s(6, GroupId(-1), 0, 110.0) > pacing.pace_s(5, GroupId(-1), 0, 110.0) >= 0
+    assert pacing.pace_s(6, GroupId(-1), 900, 110.0) > pacing.pace_s(6, GroupId(-1), 0, 110.0)
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
+    path, out = tmp_path / "job.toml", tmp_path / "profile.json"
+    path.write_text(
+        'name = "p"\n[rollout]\nmax_new_tokens = 30\n'
+        '[rollout.engine]\nname = "emulated"\nmax_running = 8\nkv_tokens = 4000\ntime_scale = 1.0\n'
+        "[rollout.cost]\nk1 = 1e-6\nk2 = 0.004\nk3 = 0.0004\nb = 0.002\nk4 = 0.0\nprefill = 1e-5\n"
+        "[workload]\nmedian = 400\n"
+    )
+    result = CliRunner().invoke(command, [str(path), "--out", str(out), "--steps", "12"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "on steps kept from the fit it is off by" in result.output
+    value = json.loads(out.read_text())
+    assert set(value) == {
+        "source", "hardware", "coefficients", "latencies", "held_out_error", "range", "num_points", "points"
+    }  # fmt: skip
+    assert value["range"]["running"] == [1, 8]
+    config = loading.load(path, (f"profile={out}",))
+    used = deciding.cost_model(config)
+    assert dataclasses.asdict(used) == value["coefficients"]
+    assert loading.from_tree(tomllib.loads(fields.to_toml(config))) == config  # and needs the file no more
+    # Sleeping and polling make steps seem longer here, never shorter.
+    assert used.step_s(8, 800) >= 0.9 * deciding.cost_model(loading.load(path)).step_s(8, 800)
+
+
+def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
+    job, profile = tmp_path / "job.toml", tmp_path / "x.json"
+    job.write_text('[rollout.engine]\nname = "emulated"\n')
+    for text, message in (
+        ("{}", "not a profile"),
+        ("nonsense", "not a profile"),
+        ('{"coefficients": {"k1": -1, "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0}}', "k1 = -1.0 is out of range"),
+        ('{"coefficients": {"k1": "a", "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0}}', "k1 must be a number"),
+    ):
+        profile.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            loading.load(job, (f"profile={profile}",))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        loading.load(job, (f"profile={tmp_path / 'y.json'}",))
+
+
+def finished_run(folder: Path, refit: Fit | None) -> Path:
+    """A run's folder, as far as profile reads it: one step of one trajectory, which took what the numbers below say."""
+    folder.mkdir()
+    summary = {"cost_model": {"refit": dataclasses.asdict(refit) if refit else None}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    book = Journal(folder / "events.jsonl")
+    one, two = TrajectoryId(0), TrajectoryId(1)
+    book.append(0.0, Tick(), [Draw(num_groups=1, cause="")])
+    book.append(0.5, GroupsArrived(groups=(NewGroup(group=GroupId(0), prompt_tokens=5),)), [])
+    book.append(2.0, TrajectorySampled(trajectory=one, epoch=1, tokens=9), [Score(trajectory=one, cause="")])
+    book.append(2.1, TrajectorySampled(trajectory=two, epoch=1, tokens=9), [Score(trajectory=two, cause="")])
+    book.append(2.4, TrajectoryScored(trajectory=two, reward=1.0), [])
+    train = Train(step=0, trajectories=(one, two), versions=(PolicyVersion(0), PolicyVersion(0)), cause="")
+    book.append(2.5, TrajectoryScored(trajectory=one, reward=1.0), [train])
+    pull = Pull(instance=InstanceId("a"), version=PolicyVersion(1), cause="")
+    book.append(9.5, VersionPublished(version=PolicyVersion(1)), [pull])
+    book.append(9.7, PullFinished(instance=InstanceId("a"), version=PolicyVersion(1)), [])
+    book.append(9.8, TrajectoryScored(trajectory=one, reward=1.0), [])  # nobody asked: left out
+    book.close()
+    return folder
+
+
+def test_a_finished_run_is_a_profile_too_with_its_latencies(tmp_path: Path) -> None:
+    refit = fit_steps(points_of(PUBLISHED["7B"], np.random.default_rng(0), 0.01), prefill=0.0)
+    run, out, job = finished_run(tmp_path / "ran", refit), tmp_path / "p.json", tmp_path / "job.toml"
+    result = CliRunner().invoke(command, [str(run), "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "train_s" in result.output
+    job.write_text('[rollout.engine]\nname = "emulated"\n[simulation]\ntrain_s = 1.0\ncommand_s = 0.25\n')
+    config = loading.load(job, (f"profile={out}",))
+    assert deciding.cost_model(config) == refit.model
+    seconds = config.simulation
+    assert (seconds.draw_s, seconds.reward_s, seconds.train_s, seconds.pull_s, seconds.command_s) == pytest.approx(
+        (0.5, 0.4, 7.0, 0.2, 0.25)
+    )
+
+
+def test_a_run_that_saw_too_little_or_has_not_ended_is_no_profile(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too few decode steps"):
+        profile_run(finished_run(tmp_path / "short", None))
+    with pytest.raises(ConfigError, match="no finished run"):
+        profile_run(tmp_path)
+
+
+class Broken:
+    """An engine that cannot sample."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.asked = requests
+
+    def events(self, timeout_s: float) -> list[Failed]:
+        return [Failed(trajectory=r.trajectory, epoch=r.epoch, error="no such kernel") for r in self.asked]
+
+    def load_statistics(self) -> EngineLoad:
+        return EngineLoad(version=PolicyVersion(0), running=0, kv_tokens=0, busy_s=0.0, tokens_sampled=0, progress=())
+
+
+@pytest.mark.parametrize("measure", [measure_prefill, measure_steps])
+def test_an_engine_that_fails_is_said_at_once(measure: Any) -> None:
+    grid = Grid(running=(1,), contexts=(8,), steps=4)
+    arguments = ((8,), 0) if measure is measure_prefill else (grid, 1000, lambda _: None)
+    with pytest.raises(ActorLost, match="no such kernel"):
+        measure(Broken(), *arguments)
+
+
+def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(tmp_path: Path) -> None:
+    job, file = tmp_path / "job.toml", tmp_path / "file"
+    job.write_text('[rollout.engine]\nname = "emulated"\n')
+    file.write_text("")
+    with pytest.raises(ConfigError, match="choose another place with --out"):
+        CliRunner().invoke(command, [str(job), "--out", str(file / "p.json")], catch_exceptions=False)

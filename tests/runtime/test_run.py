@@ -1,0 +1,373 @@
+"""Whole runs on a real Dask cluster, with real actors, engine, store and faults. And what wrong input says."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import loading
+from pipeline.config.deciding import make_coordinator
+from pipeline.config.model_facts import inspect_model
+from pipeline.coordination import journal
+from pipeline.jobs.execution import RunEnd, execute
+from pipeline.jobs.run_folder import prepare_run_dir
+from pipeline.runtime.actors import Actors
+from pipeline.runtime.driver import Driver
+from pipeline.runtime.resumption import parts
+from pipeline.runtime.workers import connect
+from stores import metrics
+from stores.audit import audit
+from stores.errors import ActorLost, ConfigError, StoreError
+from stores.trajectory import Fate
+from stores.versioned import VersionedStore
+from tasks.actors.rollout_instance import RolloutInstance
+from tasks.engines.transformers import TransformersEngine
+from tests.commands import command
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(job: Path, *overrides: str) -> RunEnd:
+    return asyncio.run(execute(loading.load(job, overrides), lambda *_: None, lambda _: None))
+
+
+def check(folder: Path, steps: int) -> VersionedStore:
+    """Audit the store, and replay the journal."""
+    store = VersionedStore.open(folder / "store")
+    result = audit(store)
+    assert result.findings == ()
+    assert result.num_steps == steps
+    num_commands = 0
+    for config, events in parts(folder):
+        coordinator = make_coordinator(loading.load(config), validate_each=True)
+        replayed = journal.replay(coordinator, journal.read(events))
+        assert replayed.difference == ""
+        num_commands += replayed.num_commands
+    assert num_commands > 0
+    return store
+
+
+def staleflow(*args: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cli.main", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=200, **kwargs)
+
+
+def test_a_run_trains_stores_and_explains_itself(job: Path) -> None:
+    end = run(job, "staleness.eta=2", "training.checkpoint_every=2")
+    store = check(end.run_dir, 5)
+    assert len(list(store.ended())) == 5 * 16
+    assert {r.kind for r in store.steps()} == {"step", "end"}
+    summary: dict[str, Any] = json.loads((end.run_dir / "summary.json").read_text())
+    assert [e["version"] for e in summary["evaluations"]] == [0, 5]
+    assert sum(summary["staleness_histogram"].values()) == 80
+    assert set(map(int, summary["staleness_histogram"])) <= {0, 1, 2}
+    # What the rollout engine stored and what the trainer recomputes at equal weights is the same to float32.
+    assert 0 < summary["logprob_mismatch"]["max"] < 1e-3
+    assert (end.run_dir / "summary.png").stat().st_size > 10_000
+    assert sorted(p.name for p in (end.run_dir / "checkpoints").iterdir()) == [
+        "step-000002",
+        "step-000004",
+        "step-000005",
+    ]
+    assert not list(Path("/dev/shm").glob("staleflow-job-*"))
+    assert all(set(r.metrics) <= metrics.NAMES for r in store.steps())
+    fingerprints = [r.weight_fingerprint for r in store.steps() if r.kind == "step"]
+    assert len(set(fingerprints)) >= 3  # the policy moved wherever a batch had signal
+
+    shown = command("store", "show", end.run_dir, "--trajectory", 3, "--json")
+    assert json.loads(shown.stdout)[0]["fate"] == "consumed"
+    assert command("store", "audit", end.run_dir).returncode == 0
+    assert "the same commands" in command("replay", end.run_dir, "--story", 3).stdout
+    listed = json.loads(command("store", "ls", end.run_dir.parent, "--json").stdout)
+    assert [(r["steps"], r["state"]) for r in listed] == [(5, "ended")]
+    again = command("run", job)
+    assert again.returncode == 2
+    assert "already holds a run" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("staleness.admission=synchronous", "rollout.synchronization=status"),
+        ("rollout.instances=2", "staleness.eta=3", "rollout.routing=throughput_optimal", "reward.workers=2"),
+        ("batch.extra_groups=1", "batch.extra_members=1", "staleness.eta=1", "rollout.routing=round_robin"),
+    ],
+    ids=["synchronous", "two-instances", "redundancy"],
+)
+def test_other_shapes_keep_the_promise_too(job: Path, overrides: tuple[str, ...]) -> None:
+    end = run(job, "task.eval_prompts=0", "steps=4", *overrides)
+    store = check(end.run_dir, 4)
+    if "staleness.admission=synchronous" in overrides:
+        assert {e.staleness for e in store.ended()} == {0}
+
+
+def test_groups_without_signal_are_dropped_and_replaced(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def some(answer, record):\n    return float(len(answer) % 2)\n")
+    end = run(
+        job, "task.eval_prompts=0", "steps=2", "batch.filtering=no_signal", f"reward.function={tmp_path}/reward.py:some"
+    )
+    rows = list(check(end.run_dir, 2).ended())
+    for group in {r.trajectory.group for r in rows}:
+        members = [r for r in rows if r.trajectory.group == group]
+        signal_there = len({r.trajectory.reward for r in members}) > 1
+        assert signal_there == (members[0].fate is Fate.CONSUMED)
+
+
+async def sabotaged(
+    job: Path,
+    overrides: tuple[str, ...],
+    victim: str,
+    strike: Callable[[int], None] = lambda _: None,
+    inside: Callable[[], object] = os.getpid,
+) -> Driver:
+    """Run a job; once a step is done, `strike` the worker process that holds the actor `victim`, or have it do
+    something `inside`."""
+    config = loading.load(job, overrides)
+    facts = inspect_model(config)
+    cluster = await connect(config)
+    run_dir = prepare_run_dir(config)
+    driver = Driver(config, Actors(config, cluster, run_dir, facts), run_dir, lambda *_: None)
+
+    async def saboteur() -> None:
+        while not driver.outcomes.steps:
+            await asyncio.sleep(0.05)
+        address = cluster.placed[victim].address
+        strike((await cluster.client.run(os.getpid, workers=[address]))[address])
+        if inside is not os.getpid:
+            await cluster.client.run(inside, workers=[address])
+
+    saboteur_task = asyncio.ensure_future(saboteur())
+    try:
+        await driver.run()
+        await saboteur_task
+    finally:
+        saboteur_task.cancel()
+        await driver.close()
+        await cluster.close()
+    return driver
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_lost_rollout_worker_is_replaced_and_nothing_is_lost(job: Path, blow: signal.Signals) -> None:
+    """Its trajectories continue on the other instance, and on the one that replaces it."""
+    struck: list[int] = []
+
+    def strike(pid: int) -> None:
+        struck.append(pid)
+        os.kill(pid, blow)
+
+    overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=2", "deadlines.call_s=6")
+    try:
+        driver = asyncio.run(sabotaged(job, overrides, "rollout-0", strike))
+    finally:
+        for pid in struck:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+    assert driver.outcomes.losses
+    store = check(job.parent / "runs" / "job", 8)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 8 * 16
+
+
+def stand_still() -> None:
+    """Have the decoding of this process's engine wait for ever, as a kernel that never returns would."""
+    (instance,) = (o for o in gc.get_objects() if isinstance(o, RolloutInstance))
+    engine = instance._engine
+    assert isinstance(engine, TransformersEngine)
+    pause = engine._managers[False].pause()
+    pause.__enter__()
+    engine.held = pause  # type: ignore[attr-defined]
+
+
+def test_an_engine_that_stands_still_in_a_process_that_is_well_is_replaced(job: Path) -> None:
+    """No call to its process fails; what it samples gives it away. Its process is started anew."""
+    overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=1", "deadlines.sample_s=2")
+    driver = asyncio.run(sabotaged(job, overrides, "rollout-0", inside=stand_still))
+    (loss,) = driver.outcomes.losses
+    assert "rollout-0 has" in loss
+    assert "to sample and has sampled nothing for" in loss
+    store = check(job.parent / "runs" / "job", 8)
+    assert {s.instance for e in store.ended() for s in e.trajectory.segments} == {"rollout-0", "rollout-0.1"}
+
+
+def test_a_lost_reward_worker_is_replaced(job: Path) -> None:
+    overrides = ("task.eval_prompts=0", "steps=8")
+    driver = asyncio.run(sabotaged(job, overrides, "reward-0", lambda pid: os.kill(pid, signal.SIGKILL)))
+    assert driver.outcomes.losses
+    check(job.parent / "runs" / "job", 8)
+
+
+def test_a_lost_trainer_ends_the_run_with_one_line_and_a_whole_store(job: Path) -> None:
+    overrides = ("task.eval_prompts=0", "steps=500")
+    with pytest.raises(ActorLost, match="trainer is gone"):
+        asyncio.run(sabotaged(job, overrides, "trainer", lambda pid: os.kill(pid, signal.SIGKILL)))
+    store = VersionedStore.open(job.parent / "runs" / "job" / "store")
+    assert store.steps()
+    assert audit(store).findings == ()
+
+
+def test_a_full_disk_stops_the_run_and_keeps_what_was_stored(job: Path) -> None:
+    """Past a file size limit the server's writes fail as they do on a full disk."""
+
+    def strike(pid: int) -> None:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (4_000, resource.RLIM_INFINITY))
+
+    with pytest.raises(StoreError, match=r"could not be stored.*free space or move runs_dir"):
+        asyncio.run(sabotaged(job, ("task.eval_prompts=0", "steps=500"), "server", strike))
+    store = VersionedStore.open(job.parent / "runs" / "job" / "store")
+    assert store.steps()
+    assert audit(store).findings == ()
+
+
+def test_ctrl_c_stops_cleanly_and_the_store_is_whole(job: Path) -> None:
+    command = [sys.executable, "-m", "cli.main", "run", str(job), "--set", "steps=500", "--set", "task.eval_prompts=0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 2/"):
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(60) == 130
+    assert "stopped: interrupted" in rest
+    assert "staleflow store show" in rest
+    folder = job.parent / "runs" / "job"
+    store = VersionedStore.open(folder / "store")
+    records = store.steps()
+    assert records[-1].kind == "end"
+    check(folder, len(records) - 1)
+
+
+def test_ctrl_c_while_the_actors_start_stops_at_once(job: Path) -> None:
+    command = [sys.executable, "-m", "cli.main", "run", str(job)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "starting actors" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(60) == 130
+    assert "stopped: interrupted; all 0 steps that were finished are stored" in rest
+    assert "Traceback" not in rest
+
+
+def test_a_stuck_run_says_what_it_waits_for(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef slow(answer, record):\n    time.sleep(60)\n    return 1.0\n")
+    result = staleflow(
+        "run", job, "--set", f"reward.function={tmp_path}/slow.py:slow", "--set", "reward.timeout_s=100",
+        "--set", "deadlines.stuck_s=4", "--set", "task.eval_prompts=0",
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "RunStuck: no progress for 4 s: step 0 waits for 4 more of its 4 groups" in result.stderr
+    assert "scoring for" in result.stderr
+
+
+@pytest.fixture
+def foreign_cluster(tmp_path: Path) -> Iterator[Path]:
+    """A scheduler and four workers started by hand with the `dask` command, roles as resources; its scheduler file."""
+    file = tmp_path / "scheduler.json"
+    dask = [sys.executable, "-m", "dask"]
+    common = ["--scheduler-file", str(file), "--no-dashboard"]
+    processes = [subprocess.Popen([*dask, "scheduler", *common, "--port", "0"], env=ENVIRONMENT)]
+    for resources in ("server=1,reward=1", "rollout=1", "rollout=1", "trainer=1"):
+        worker = [*dask, "worker", *common, "--nthreads", "1", "--no-nanny", "--resources", resources]
+        processes.append(subprocess.Popen(worker, env=ENVIRONMENT, cwd=tmp_path))
+    yield file
+    scheduler, *workers = processes
+    for group in (workers, [scheduler]):  # workers say goodbye to a scheduler that is still there
+        for process in group:
+            process.terminate()
+        for process in group:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def test_a_cluster_started_by_hand_with_roles_as_resources(job: Path, foreign_cluster: Path) -> None:
+    where = (
+        "cluster.kind=file",
+        f"cluster.scheduler_file={foreign_cluster}",
+        "rollout.instances=2",
+        "reward.workers=2",
+    )
+    # A relative path: the workers were started in another folder.
+    end = run(job, *where, f"runs_dir={os.path.relpath(job.parent / 'here')}")
+    assert end.run_dir == job.parent / "here" / "job"
+    store = check(end.run_dir, 5)
+    assert {s.instance for e in store.ended() for s in e.trajectory.segments} <= {"rollout-0", "rollout-1"}
+
+
+def test_a_role_no_worker_can_hold_is_named(job: Path, foreign_cluster: Path) -> None:
+    where = ("cluster.kind=file", f"cluster.scheduler_file={foreign_cluster}", "deadlines.start_s=15")
+    with pytest.raises(ConfigError, match=r"no free worker for rollout-\d after 15 s.*resource rollout=1"):
+        run(job, *where, "rollout.instances=3")
+
+
+WRONG = {
+    "missing model": (["model.path=runs/none"], "no such folder"),
+    "no scheduler": (
+        ["cluster.kind=address", "cluster.address=tcp://127.0.0.1:9"],
+        "no scheduler at tcp://127.0.0.1:9",
+    ),
+    "long prompt": (["task.template=" + "1 " * 200 + "{prompt}"], "a prompt has "),
+    "long prompt for the cache": (
+        ["task.template=" + "1 " * 60 + "{prompt}", "rollout.engine.kv_tokens=64"],
+        "rollout.engine.kv_tokens of 64 less",
+    ),
+    "no context": (["rollout.max_new_tokens=128"], "leaves no room for a prompt"),
+    "no dataset": (["task.source=jsonl:none.jsonl"], "cannot be read"),
+    "no reward": (["reward.function=none.py:f"], "no such file"),
+    "no memory folder": (["cluster.shared_memory=/proc/none"], "set cluster.shared_memory"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_one_line_and_exit_code_2(job: Path, case: str) -> None:
+    overrides, message = WRONG[case]
+    result = command("run", job, *(x for o in overrides for x in ("--set", o)))
+    lines = [line for line in result.stderr.splitlines() if line.startswith("staleflow:")]
+    assert len(lines) == 1, result.stderr
+    assert message in lines[0]
+    assert result.returncode == 2 if case != "no memory folder" else result.returncode in (1, 2)
+    assert "Traceback" not in result.stderr
+
+
+def test_a_reward_that_always_fails_stops_the_run_with_its_message(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def bad(answer, record):\n    raise KeyError('gold')\n")
+    with pytest.raises(ConfigError, match=r"failed on 16 of 16 responses of step 0.*KeyError: 'gold'"):
+        run(job, "task.eval_prompts=0", f"reward.function={tmp_path}/bad.py:bad")
+
+
+def test_a_reward_that_sometimes_fails_is_recorded_by_row(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(
+        "def odd(answer, record):\n    assert len(answer) % 3, 'a third'\n    return float(len(answer) % 2)\n"
+    )
+    end = run(
+        job, "task.eval_prompts=0", "steps=3", "reward.max_error_share=1", f"reward.function={tmp_path}/odd.py:odd"
+    )
+    rows = list(check(end.run_dir, 3).ended())
+    failed = [r for r in rows if r.trajectory.error]
+    assert failed
+    assert len(failed) < len(rows)
+    assert all(not r.loss_mask and r.advantage == 0 and "a third" in r.trajectory.error for r in failed)
+
+
+def test_doctor_and_explain(job: Path) -> None:
+    found = json.loads(command("doctor", "--json").stdout)
+    assert found["problems"] == []
+    assert found["engines"]["transformers"].startswith("works")
+    explained = command("config", "explain", job).stdout
+    assert "trajectories_per_step" in explained

@@ -1,0 +1,111 @@
+"""The staleflow page on a Dask dashboard: its routes, its metrics, and in a real browser what a person sees."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster
+
+from pipeline.scheduler import board
+from pipeline.scheduler.plugin import ensure
+
+STATUS: dict[str, Any] = {
+    "version": 3, "num_queued": 4, "num_running": 6, "num_scoring": 1, "doing": "training", "losses": [],
+    "staleness_in_flight": 0.5, "staleness_in_queue": 1.0, "ended": {"consumed": 48, "filtered:no_signal": 8},
+    "buffers": [
+        {"step": 3, "occupied": {"2": 2, "3": 1}, "reserved": {"3": 1}, "capacity": 6},
+        {"step": 4, "occupied": {}, "reserved": {"3": 2}, "capacity": 6},
+    ],
+    "instances": [
+        {"instance": "rollout-0", "version": 2, "pulling": True, "num_running": 6, "max_running": 8, "kv_tokens": 100,
+         "kv_capacity": 400},
+    ],
+    "decisions": [[12.5, 17, "routed to rollout-0 at version 3", "Tick#9"]], "tokens_sampled": {"rollout-0": 900},
+}  # fmt: skip
+STEP = {
+    "step": 2.0, "reward": 0.625, "staleness_mean": 0.5, "staleness_max": 1.0, "response_tokens": 400.0, "wait_s": 1.0,
+    "train_s": 1.0, "publish_s": 0.0, "response_mean": 20.0, "response_max": 31.0, "staleness_in_flight": 0.5,
+    "staleness_in_queue": 1.0,
+}  # fmt: skip
+
+
+def with_two_jobs(look: Callable[[Any, str], Coroutine[Any, Any, None]]) -> None:
+    """Run `look` on a scheduler's address with two jobs told to its board."""
+
+    async def scenario() -> None:
+        async with (
+            LocalCluster(n_workers=0, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await ensure(client)
+            await ensure(client)  # whoever comes second finds it there
+            for id in ("one", "two<b>"):
+                await board.ask(client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=9)
+            await tell(client, "one", STEP)
+            await look(client, str(client.dashboard_link).removesuffix("status"))
+
+    asyncio.run(scenario())
+
+
+async def tell(client: Any, id: str, step: dict[str, float]) -> None:
+    await board.ask(client, "report", id=id, state="running", why="", status=STATUS, steps=[step], lines=["a line"])
+
+
+async def get(url: str) -> str:
+    def read() -> str:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return str(answer.read().decode())
+
+    return await asyncio.to_thread(read)
+
+
+def test_routes_and_metrics_tell_what_runs_have_told() -> None:
+    async def look(client: Any, address: str) -> None:
+        jobs = json.loads(await get(f"{address}staleflow/jobs.json"))
+        assert [(j["id"], j["state"], j["status"].get("version")) for j in jobs] == [
+            ("one", "running", 3), ("two<b>", "waiting", None),
+        ]  # fmt: skip
+        one = json.loads(await get(f"{address}staleflow/job/one.json"))
+        assert [s["reward"] for s in one["steps"]] == [0.625]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            await get(f"{address}staleflow/job/none.json")
+        metrics = await get(f"{address}metrics")
+        assert 'staleflow_reward{job="one"} 0.625' in metrics
+        assert 'staleflow_tokens_per_second{job="one"} 200.0' in metrics
+        assert "Staleflow" in await get(f"{address}status")  # the tab, on every page of the dashboard
+        assert await board.ask(client, "lines", id="one", after=0) == (1, ("a line",))
+
+    with_two_jobs(look)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("playwright") is None or not shutil.which("chromium"), reason="needs playwright, chromium"
+)
+def test_a_browser_shows_live_data() -> None:
+    async def look(client: Any, address: str) -> None:
+        from playwright.async_api import async_playwright
+
+        async with async_playwright() as playwright:
+            browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            page = await browser.new_page(viewport={"width": 1400, "height": 1000})
+            faults: list[str] = []
+            page.on("pageerror", lambda error: faults.append(str(error)))
+            await page.goto(f"{address}staleflow?job=one")
+            await page.get_by_text("reward 0.625").wait_for()
+            await page.get_by_text("routed to rollout-0 at version 3").wait_for()
+            await tell(client, "one", STEP | {"step": 3.0, "reward": 0.75})
+            await page.get_by_text("reward 0.750").wait_for()
+            await page.get_by_text("two<b>").click()  # the other job's page
+            await page.get_by_text("no worker has taken its driver yet").wait_for()
+            assert faults == []
+            await browser.close()
+
+    with_two_jobs(look)

@@ -1,0 +1,410 @@
+"""The coordinator's second body: virtual time obeys the cost model, and every promise holds whatever goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cli.simulate import command
+from pipeline.config import actor_settings, deciding, fields, loading
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.commands import Command, Retire, Route, Train
+from pipeline.coordination.events import Event
+from pipeline.simulator.body import SimulatedRun
+from pipeline.simulator.measure import bound_of, explanation, measure
+from pipeline.simulator.trace import Trace
+from pipeline.strategies.admission import ADMISSION_NAMES
+from pipeline.strategies.routing import ROUTING_NAMES
+from pipeline.strategies.synchronization import SYNCHRONIZATION_NAMES
+from stores.errors import ActorLost, ConfigError, RunStuck
+from stores.trajectory import Fate
+from tasks.engines.cost_model import CostModel
+from tasks.engines.decoding import DecodingInstance
+from tasks.workload import Turn
+
+BASE = {
+    "rollout.engine.name": "emulated", "steps": 8, "batch.groups_per_step": 6, "batch.group_size": 3,
+    "rollout.instances": 3, "rollout.max_new_tokens": 400, "rollout.engine.max_running": 16,
+    "rollout.engine.kv_tokens": 4000, "workload.median": 60.0, "workload.prompt_tokens": 20,
+    "simulation.train_s": 0.5, "simulation.pull_s": 0.05, "simulation.reward_s": 0.01, "simulation.report_s": 0.1,
+}  # fmt: skip
+
+
+def job(**changes: Any) -> RunConfig:
+    """keys with dots written as double underscores."""
+    tree: dict[str, Any] = {}
+    for key, value in (BASE | {k.replace("__", "."): v for k, v in changes.items()}).items():
+        *tables, name = key.split(".")
+        node = tree
+        for table in tables:
+            node = node.setdefault(table, {})
+        node[name] = value
+    return loading.from_tree(tree)
+
+
+def run(config: RunConfig, **kwargs: Any) -> Trace:
+    return SimulatedRun(config, actor_settings.make_workload(config), **kwargs).run()
+
+
+# -- one instance ------------------------------------------------------------------------------------------------
+
+COST = CostModel(k1=1e-5, k2=0.004, k3=0.0002, k4=0.001, b=0.002, prefill=0.0005)
+
+
+def step_by_step(cost: CostModel, lengths: list[int], prompt: int, max_running: int) -> dict[int, float]:
+    """When each of these responses ends, all submitted at 0: one decode step after the other."""
+    waiting, running, clock, ended = list(range(len(lengths))), {}, 0.0, {}
+    while waiting or running:
+        while waiting and len(running) < max_running:
+            clock += cost.prefill * prompt
+            running[waiting.pop(0)] = 0
+        clock += cost.step_s(len(running), sum(prompt + done for done in running.values()))
+        for one in list(running):
+            running[one] += 1
+            if running[one] == lengths[one]:
+                ended[one] = clock
+                del running[one]
+    return ended
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), max_running=st.integers(1, 6))
+def test_decoding_in_closed_form_is_decoding_step_by_step(lengths: list[int], max_running: int) -> None:
+    instance = DecodingInstance(COST, kv_capacity=10**9, max_running=max_running)
+    for i, length in enumerate(lengths):
+        instance.submit(0.0, i, 1, 10, 0, (Turn(length),))
+    ended = {f.trajectory: f.at_s for f in instance.advance(1e9)}
+    # Admission at time 0 happens one by one, so the first has not begun when the last arrives: same order, same sum.
+    assert ended == pytest.approx(step_by_step(COST, lengths, 10, max_running))
+    assert instance.work.tokens == sum(lengths)
+    assert (instance.kv_tokens, instance.num_requests) == (0, 0)
+
+
+def test_an_interrupted_response_goes_on_elsewhere_with_one_more_prefill() -> None:
+    first = DecodingInstance(COST, kv_capacity=1000, max_running=4)
+    first.submit(0.0, 7, 1, 10, 0, (Turn(100),))
+    assert first.advance(0.2) == []
+    stopped = first.remove(0.2, 7)
+    assert stopped is not None
+    epoch, tokens = stopped
+    assert (epoch, 0 < tokens < 100) == (1, True)
+    second = DecodingInstance(COST, kv_capacity=1000, max_running=4)
+    second.submit(0.0, 7, 2, 10, tokens, (Turn(100),))
+    (ended,) = second.advance(1e9)
+    assert (ended.tokens, ended.epoch) == (100, 2)
+    assert first.work.tokens + second.work.tokens == 100
+    assert second.work.reprefilled == 10 + tokens
+
+
+def test_a_full_cache_preempts_the_newest_and_loses_nothing() -> None:
+    instance = DecodingInstance(COST, kv_capacity=100, max_running=8)
+    for i in range(5):
+        instance.submit(0.0, i, 1, 10, 0, (Turn(40),))
+    ended = instance.advance(1e9)
+    assert {f.trajectory: f.tokens for f in ended} == dict.fromkeys(range(5), 40)
+    assert ended[0].trajectory == 0
+    assert instance.work.preemptions > 0
+    assert instance.work.reprefilled > 0
+
+
+def test_tools_take_their_time_and_their_answers_are_prefilled() -> None:
+    instance = DecodingInstance(COST, kv_capacity=1000, max_running=8)
+    instance.submit(0.0, 0, 1, 10, 0, (Turn(5, 3.0, 20), Turn(6)))
+    (ended,) = instance.advance(1e9)
+    assert ended.tokens == 5 + 20 + 6
+    alone = COST.decode_s(1, 10, 5) + 3.0 + COST.decode_s(1, 35, 6) + COST.prefill * 30
+    assert ended.at_s == pytest.approx(alone)
+    continued = DecodingInstance(COST, kv_capacity=1000, max_running=8)
+    continued.submit(0.0, 0, 2, 10, 25, (Turn(5, 3.0, 20), Turn(6)))
+    assert continued.advance(1e9)[0].tokens == 31
+
+
+def test_weights_in_place_prefill_what_runs_again_or_keep_it() -> None:
+    for keep, again in ((False, 2), (True, 0)):
+        instance = DecodingInstance(COST, kv_capacity=1000, max_running=8)
+        for i in range(2):
+            instance.submit(0.0, i, 1, 10, 0, (Turn(50),))
+        instance.advance(0.1)
+        tokens = sum(n for _, n in instance.progress(0.1))
+        loaded_s = instance.load(0.1, 1.0, keep=keep)
+        assert loaded_s >= 1.1
+        assert instance.work.reprefilled <= again * (10 + tokens)
+        assert (instance.work.reprefilled > 0) is not keep
+        assert [f.tokens for f in instance.advance(1e9)] == [50, 50]
+
+
+# -- workloads ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["lognormal", "bimodal", "power_law", "agentic"])
+def test_a_workload_is_a_function_of_ids_and_has_the_shape_it_says(kind: str) -> None:
+    config = job(
+        workload__kind=kind, workload__median=100.0, rollout__max_new_tokens=2000, rollout__engine__kv_tokens=9000
+    )
+    one, other = actor_settings.make_workload(config), actor_settings.make_workload(config)
+    groups = [3000, 5, 1024, 0]
+    assert [one.turns(g, 1) for g in groups] == [other.turns(g, 1) for g in reversed(groups)][::-1]
+    lengths = np.array([sum(t.tokens for t in one.turns(g, m)) for g in range(700) for m in range(3)])
+    assert lengths.min() >= 1
+    assert lengths.max() <= 2000
+    match kind:
+        case "bimodal":
+            assert np.mean(lengths > 500) == pytest.approx(0.15, abs=0.03)
+            assert np.median(lengths[lengths > 500]) / np.median(lengths[lengths < 500]) == pytest.approx(15, rel=0.1)
+        case "power_law":
+            assert np.mean(lengths > 200) == pytest.approx(0.5**1.5, abs=0.03)
+        case _:
+            assert np.median(lengths) == pytest.approx(100, rel=0.1)
+    turns = [len(one.turns(g, 0)) for g in range(300)]
+    assert (max(turns) > 1) is (kind == "agentic")
+
+
+def test_siblings_are_alike_as_far_as_asked() -> None:
+    for correlation in (0.0, 0.8):
+        workload = actor_settings.make_workload(
+            job(workload__group_correlation=correlation, rollout__max_new_tokens=3000)
+        )
+        logs = np.log([[workload.turns(g, m)[0].tokens for m in range(2)] for g in range(1500)])
+        assert np.corrcoef(logs.T)[0, 1] == pytest.approx(correlation, abs=0.08)
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
+    config = job(rollout__routing="random", simulation__lost_every_s=3.0, simulation__replace_s=1.0)
+    assert run(config) == run(config)
+    assert run(config) != run(dataclasses.replace(config, seed=9))
+
+
+def test_synchronous_time_is_rollout_plus_training() -> None:
+    """One instance, one group of one length: every number can be worked out by hand."""
+    config = job(
+        staleness__admission="synchronous", rollout__instances=1, workload__sigma=0.0, workload__median=100.0, steps=4,
+        simulation__pull_s=0.0, rollout__cost__prefill=0.0,
+    )  # fmt: skip
+    trace = run(config)
+    cost = deciding.cost_model(config)
+    # 18 trajectories, at most 16 at once: two rounds.
+    rollout_s = cost.decode_s(16, 16 * 20, 100) + cost.decode_s(2, 2 * 20, 100)
+    expected = [(i + 1) * (rollout_s + 0.01 + 0.5) for i in range(4)]
+    assert [s.finished_s for s in trace.steps] == pytest.approx(expected, abs=1e-6)
+
+
+def test_more_staleness_is_never_slower_on_the_same_trace() -> None:
+    """Noise that can be explained: a larger bound batches pulls differently; it may cost a pull's time, not more."""
+    for workload, sync in itertools.product(("lognormal", "bimodal"), ("greedy", "hypothesis")):
+        seconds = []
+        for eta in (0, 1, 2, 3):
+            config = job(
+                staleness__eta=eta, workload__kind=workload, rollout__synchronization=sync, rollout__on_pull="keep",
+                steps=20, batch__groups_per_step=12,
+            )  # fmt: skip
+            seconds.append(run(config).finished_s)
+        assert all(after <= before * 1.03 for before, after in itertools.pairwise(seconds)), (workload, sync, seconds)
+
+
+def test_a_run_is_not_faster_than_its_physical_bound() -> None:
+    for admission, eta in (("synchronous", 0), ("staleflow", 1), ("staleflow", 3), ("one_step", 1)):
+        config = job(staleness__admission=admission, staleness__eta=eta, steps=16)
+        trace = run(config)
+        measures = measure(config, trace)
+        # Averages over the same steps; a window of steps can borrow at most what was prepared before it began.
+        whole = bound_of(config, trace.steps)
+        assert trace.finished_s >= whole.step_s * len(trace.steps) * 0.999
+        assert 0 < measures.of_bound <= 1.15
+        assert any("<- the bound" in line for line in explanation(config, measures))
+
+
+def test_a_very_long_step_is_not_taken_for_a_deadlock_and_a_deadlock_is_told() -> None:
+    slow = job(steps=2, simulation__train_s=5000.0)
+    assert run(slow).finished_s > 10_000
+    stuck = SimulatedRun(slow, actor_settings.make_workload(slow))
+    stuck.coordinator.ledger.ready = lambda: False  # type: ignore[method-assign]
+    with pytest.raises(RunStuck, match="step 0 waits for"):
+        stuck.run()
+
+
+def test_colocated_uses_all_gpus_in_turn() -> None:
+    apart = job(staleness__admission="synchronous", simulation__trainer_gpus=3)
+    both = dataclasses.replace(apart, simulation=dataclasses.replace(apart.simulation, colocated=True))
+    assert len(run(both).instances) == 6
+    assert run(both).steps[0].finished_s - run(both).steps[0].ready_s == pytest.approx(0.25)
+    assert run(both).finished_s < run(apart).finished_s
+
+
+def test_stragglers_are_cut_off_and_the_step_goes_on() -> None:
+    slow = {
+        "workload__kind": "bimodal",
+        "workload__long_share": 0.02,
+        "workload__long_ratio": 60.0,
+        "workload__median": 20.0,
+    }
+    slow |= {"rollout__max_new_tokens": 3900, "staleness__eta": 0, "steps": 12}
+    waits, cuts = (
+        run(job(batch__stragglers=action, batch__straggler_patience=0.5, **slow)) for action in ("wait", "truncate")
+    )
+    assert cuts.finished_s < waits.finished_s
+    assert max(s.longest_tokens for s in cuts.steps) < max(s.longest_tokens for s in waits.steps)
+
+
+class Witness:
+    """Hears everything and keeps its own books: each trajectory ends once, and no older than it may."""
+
+    def __init__(self, eta: int) -> None:
+        self.eta = eta
+        self.routed: dict[int, int] = {}
+        self.ended: dict[int, Fate] = {}
+        self.steps: list[int] = []
+
+    def __call__(self, now: float, event: Event, commands: list[Command]) -> None:
+        for one in commands:
+            match one:
+                case Route():
+                    self.routed.setdefault(one.trajectory, one.version)
+                case Train():
+                    self.steps.append(one.step)
+                    for trajectory, version in zip(one.trajectories, one.versions, strict=True):
+                        assert version == self.routed[trajectory]
+                        assert version <= one.step <= version + self.eta
+                        self._end(trajectory, Fate.CONSUMED)
+                case Retire():
+                    for ending in one.endings:
+                        self._end(ending.trajectory, ending.fate)
+
+    def _end(self, trajectory: int, fate: Fate) -> None:
+        assert trajectory not in self.ended
+        self.ended[trajectory] = fate
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> RunConfig:
+    """Any combination of strategies, redundancy and faults."""
+    admission = draw(st.sampled_from([a for a in ADMISSION_NAMES if a != "backlog"]))
+    eta = draw(st.integers(0, 3))
+    return job(
+        seed=draw(st.integers(0, 999)),
+        steps=draw(st.integers(2, 7)),
+        batch__groups_per_step=draw(st.integers(1, 5)),
+        batch__group_size=draw(st.integers(2, 3)),
+        batch__extra_groups=draw(st.integers(0, 2)),
+        batch__extra_members=draw(st.integers(0, 2)),
+        batch__filtering=draw(st.sampled_from(["keep_all", "no_signal"])),
+        batch__stragglers=draw(st.sampled_from(["wait", "retry", "truncate"])),
+        batch__straggler_patience=0.3,
+        batch__straggler_share=1.0,
+        staleness__eta=eta,
+        staleness__admission=admission,
+        staleness__alpha=float(eta) * draw(st.sampled_from([0.5, 1.0])),
+        rollout__instances=draw(st.integers(1, 4)),
+        rollout__routing=draw(st.sampled_from(ROUTING_NAMES)),
+        rollout__synchronization=draw(st.sampled_from(SYNCHRONIZATION_NAMES)),
+        rollout__migration=draw(st.sampled_from(["none", "largest_gain"])),
+        rollout__on_pull=draw(st.sampled_from(["interrupt", "keep"])),
+        rollout__engine__max_running=draw(st.integers(1, 12)),
+        rollout__engine__kv_tokens=draw(st.sampled_from([200, 500, 4000])),
+        rollout__max_new_tokens=100,
+        workload__median=25.0,
+        workload__tool_s=0.2,
+        workload__tool_tokens=10,
+        simulation__report_s=0.25,
+        rollout__max_attempts=1000,
+        workload__kind=draw(st.sampled_from(["lognormal", "bimodal", "power_law", "agentic"])),
+        workload__signal_share=draw(st.sampled_from([0.5, 1.0])),
+        workload__group_correlation=draw(st.sampled_from([0.0, 0.7])),
+        simulation__lost_every_s=draw(st.sampled_from([0.0, 4.0])),
+        simulation__replace_s=draw(st.sampled_from([0.0, 1.0])),
+        simulation__command_s=draw(st.sampled_from([0.0, 0.02])),
+        simulation__straggler_share=draw(st.sampled_from([0.0, 0.4])),
+        simulation__slow_pull_share=draw(st.sampled_from([0.0, 0.5])),
+    )
+
+
+@given(config=jobs())
+@settings(max_examples=60 if settings.default.max_examples <= 200 else 1000)
+def test_bound_and_conservation_hold_and_nothing_deadlocks(config: RunConfig) -> None:
+    """Under random strategies, redundancy and faults, re-checked by the coordinator after each event and by a witness
+    that keeps its own books. That the run ends is the absence of deadlock: it raises RunStuck otherwise."""
+    witness = Witness(config.staleness.eta)
+    simulated = SimulatedRun(config, actor_settings.make_workload(config), validate_each=True, observe=witness)
+    trace = simulated.run()
+    ledger = simulated.coordinator.ledger
+    assert witness.steps == list(range(config.steps))
+    assert len(witness.ended) == ledger.num_started
+    assert Counter(witness.ended.values())[Fate.CONSUMED] == config.steps * config.trajectories_per_step
+    assert sum(trace.ended.values()) == ledger.num_started
+
+
+def test_backlog_keeps_no_bound_and_says_so() -> None:
+    config = job(
+        staleness__admission="backlog", staleness__eta=1, workload__kind="bimodal", workload__long_share=0.05,
+        workload__long_ratio=30.0, workload__median=12.0, steps=30, simulation__train_s=0.05,
+    )  # fmt: skip
+    measures = measure(config, run(config))
+    assert config.bound == 30
+    assert max(measures.staleness) > 1
+    assert not measures.bound_kept
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(fields.to_toml(job()))
+    out = tmp_path / "out"
+    arguments = [str(path), "--sweep", "staleness.eta=0,2", "--baselines", "--explain", "--out", str(out)]
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    for word in (
+        "eta=0",
+        "eta=2",
+        "synchronous",
+        "credits",
+        "of bound",
+        "longest response alone",
+        "the trainer waited",
+    ):
+        assert word in result.output
+    rows = json.loads((out / "simulate.json").read_text())
+    assert [r["row"] for r in rows][:2] == ["eta=0", "eta=2"]
+    assert all(r["tokens_per_s"] > 0 for r in rows)
+    assert len(list(out.glob("row-*.png"))) == len(rows) == 6
+
+
+def test_a_wrong_sweep_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(fields.to_toml(job()))
+    with pytest.raises(ConfigError, match="expected key=value1,value2"):
+        CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta"], catch_exceptions=False)
+    with pytest.raises(ConfigError, match=r"did you mean staleness\.eta"):
+        CliRunner().invoke(command, [str(path), "--sweep", "staleness.etta=1,2"], catch_exceptions=False)
+
+
+def test_a_killed_simulation_and_an_unwritable_folder_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, file = tmp_path / "job.toml", tmp_path / "file"
+    path.write_text(fields.to_toml(job()))
+    file.write_text("")
+    monkeypatch.setattr("cli.simulate.simulate_one", killed)
+    with pytest.raises(ConfigError, match="choose another place with --out"):
+        CliRunner().invoke(command, [str(path), "--out", str(file / "out")], catch_exceptions=False)
+    with pytest.raises(ActorLost, match="a simulating process was killed"):
+        CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta=0,1"], catch_exceptions=False)
+
+
+def killed(config: RunConfig) -> None:
+    """What the system's memory killer does to a simulation."""
+    os.kill(os.getpid(), signal.SIGKILL)

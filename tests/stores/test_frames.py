@@ -1,0 +1,58 @@
+"""A store as dask.dataframe and xarray show it: the same values, read in blocks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stores.errors import ConfigError
+from stores.versioned import VersionedStore
+from tests.stores.test_stores import sound_store
+
+
+def test_a_dataframe_has_every_trajectory_with_its_tokens(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "s")
+    frame = store.to_dask(block_rows=5)
+    assert frame.npartitions == 4
+    read = frame.compute(scheduler="sync")
+    for row, (_, got) in zip(store.ended(), read.iterrows(), strict=True):
+        t = row.trajectory
+        assert (got.trajectory, got.group, got.step, got.fate) == (t.id, t.group, row.step, row.fate.value)
+        assert (got.staleness, got.v_traj, got.error) == (row.staleness, t.v_traj, t.error)
+        assert (got.reward, got.advantage) == (np.float32(t.reward), np.float32(row.advantage))
+        np.testing.assert_array_equal(got.prompt_ids, t.prompt_tokens)
+        np.testing.assert_array_equal(got.response_ids, t.response_tokens)
+        np.testing.assert_array_equal(got.logprobs, t.logprobs)
+        np.testing.assert_array_equal(got.versions, t.versions)
+    by_staleness = frame[frame.fate == "consumed"].groupby("staleness").reward.mean().compute(scheduler="sync")
+    assert set(by_staleness.index) == {r.staleness for r in store.ended() if r.step < 4}
+
+
+def test_a_dataset_finds_each_trajectorys_tokens_by_offset(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "s")
+    data = store.to_xarray()
+    for row in store.ended():
+        at = data.sel(trajectory=row.trajectory.id)
+        begin = int(at.offset) + int(at.prompt_tokens)
+        here = slice(begin, begin + int(at.response_tokens))
+        np.testing.assert_array_equal(data.ids[here].values, row.trajectory.response_tokens)
+        np.testing.assert_array_equal(data.logprobs[here].values, row.trajectory.logprobs)
+    trained = int(data.mask.sum().compute())
+    assert trained == sum(r.trajectory.num_tokens for r in store.ended() if r.loss_mask)
+
+
+def test_an_empty_store_is_an_empty_frame_and_time_travel_holds(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "s")
+    assert len(VersionedStore.open(store.path, at_step=1).to_dask().compute(scheduler="sync")) == 8
+    empty = VersionedStore.create(tmp_path / "empty", store.header)
+    assert len(empty.to_dask().compute(scheduler="sync")) == 0
+
+
+def test_without_the_libraries_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = sound_store(tmp_path / "s")
+    monkeypatch.setitem(sys.modules, "xarray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'staleflow\[offline\]'"):
+        store.to_xarray()

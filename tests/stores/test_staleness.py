@@ -1,0 +1,171 @@
+"""The staleness protocol: table tests of single rules, and random lives beside a naive model."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+import stores.staleness
+from stores.errors import ProtocolViolation
+from stores.staleness import Ending, StalenessLedger
+from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
+from tests.stores.ledger_machine import LedgerMachine
+
+
+class StalenessMachine(LedgerMachine):
+    ledger_class = StalenessLedger
+
+
+TestStalenessMachine = StalenessMachine.TestCase
+
+
+def test_the_worked_example_in_the_docstring() -> None:
+    assert doctest.testmod(stores.staleness).failed == 0
+
+
+def make(eta: int, batch: int = 1, size: int = 1, **redundancy: int) -> StalenessLedger:
+    return StalenessLedger(eta=eta, groups_per_step=batch, group_size=size, **redundancy)
+
+
+def route(ledger: StalenessLedger, group: int, version: int) -> None:
+    """Start a group and route all its members."""
+    for member in ledger.start(GroupId(group)):
+        ledger.reserve(GroupId(group), member, PolicyVersion(version))
+
+
+def finish(ledger: StalenessLedger, group: int) -> tuple[Ending, ...]:
+    """Complete the members a group needs, and occupy."""
+    for member in sorted(ledger.entries[GroupId(group)].waiting)[: ledger.group_size]:
+        ledger.complete(GroupId(group), member)
+    return ledger.occupy(GroupId(group))
+
+
+@pytest.mark.parametrize(("eta", "room"), [(0, 2), (1, 4), (3, 8)])
+def test_room_is_a_batch_for_each_step_the_bound_allows(eta: int, room: int) -> None:
+    assert make(eta, batch=2).room(PolicyVersion(0)) == room
+
+
+def test_eta_zero_starts_nothing_while_the_trainer_works() -> None:
+    ledger = make(0)
+    route(ledger, 0, 0)
+    finish(ledger, 0)
+    ledger.consume(0)
+    assert ledger.room(PolicyVersion(0)) == 0
+    ledger.publish(PolicyVersion(1))
+    assert ledger.room(PolicyVersion(1)) == 1
+
+
+def test_finished_work_trains_before_older_unfinished_work_if_that_can_still_make_it() -> None:
+    ledger = make(1)
+    route(ledger, 0, 0)
+    route(ledger, 1, 0)
+    finish(ledger, 1)
+    assert ledger.ready()
+    assert ledger.consume(0).groups == (1,)
+
+
+def test_a_step_waits_for_work_that_could_not_train_later() -> None:
+    ledger = make(1)
+    route(ledger, 0, 0)
+    route(ledger, 1, 0)
+    finish(ledger, 1)
+    ledger.consume(0)
+    ledger.publish(PolicyVersion(1))
+    route(ledger, 2, 1)
+    finish(ledger, 2)
+    assert not ledger.ready()  # group 0 is due by step 1
+    finish(ledger, 0)
+    assert ledger.consume(1).groups == (0,)
+
+
+def test_a_member_of_an_older_version_lowers_its_groups_version_only_if_all_promises_hold() -> None:
+    ledger = make(1, batch=1, size=2)
+    route(ledger, 0, 0)
+    ledger.complete(GroupId(0), TrajectoryId(0))
+    ledger.complete(GroupId(0), TrajectoryId(1))
+    ledger.occupy(GroupId(0))
+    ledger.consume(0)
+    ledger.publish(PolicyVersion(1))
+    ledger.start(GroupId(1))
+    ledger.reserve(GroupId(1), TrajectoryId(2), PolicyVersion(1))
+    ledger.reserve(GroupId(1), TrajectoryId(3), PolicyVersion(0))
+    assert ledger.entries[GroupId(1)].version == 0
+    ledger.start(GroupId(2))
+    ledger.reserve(GroupId(2), TrajectoryId(4), PolicyVersion(1))
+    assert not ledger.can_reserve(GroupId(2), PolicyVersion(0))  # step 1 is promised to group 1
+    with pytest.raises(ProtocolViolation, match="cannot be promised"):
+        ledger.reserve(GroupId(2), TrajectoryId(5), PolicyVersion(0))
+
+
+def test_surplus_members_end_when_their_group_is_complete() -> None:
+    ledger = make(0, size=2, members_started=4)
+    route(ledger, 0, 0)
+    endings = finish(ledger, 0)
+    assert [(e.fate, e.reason) for e in endings] == [(Fate.ABORTED, AbortReason.SURPLUS_MEMBER)] * 2
+
+
+def test_surplus_groups_end_as_soon_as_finished_work_fills_every_legal_step() -> None:
+    ledger = make(0, batch=1, groups_started=2)
+    route(ledger, 0, 0)
+    route(ledger, 1, 0)
+    endings = finish(ledger, 1)
+    assert [(e.group, e.reason) for e in endings] == [(0, AbortReason.SURPLUS_GROUP)]
+
+
+def test_surplus_that_a_later_step_can_take_lives_on() -> None:
+    ledger = make(1, batch=1, groups_started=2)
+    route(ledger, 0, 0)
+    route(ledger, 1, 0)
+    assert finish(ledger, 1) == ()
+    assert ledger.consume(0).groups == (1,)
+    ledger.publish(PolicyVersion(1))
+    finish(ledger, 0)
+    assert ledger.consume(1).groups == (0,)
+
+
+def test_redundancy_sheds_no_more_than_was_started_in_excess() -> None:
+    ledger = make(2, batch=2, groups_started=3)
+    for group in range(3):
+        route(ledger, group, 0)
+    finish(ledger, 0)
+    finish(ledger, 1)
+    assert ledger.ready()
+    assert ledger.consume(0).endings[-1].fate is Fate.CONSUMED  # group 2 has steps 1 and 2
+
+
+def test_nothing_is_promised_beyond_the_planned_end() -> None:
+    ledger = make(3, batch=2, num_steps=2)
+    assert ledger.room(PolicyVersion(0)) == 4
+
+
+def test_a_filtered_groups_place_is_free_again() -> None:
+    ledger = make(0)
+    route(ledger, 0, 0)
+    assert ledger.room(PolicyVersion(0)) == 0
+    ledger.complete(GroupId(0), TrajectoryId(0))
+    assert [e.fate for e in ledger.filter(GroupId(0), AbortReason.NO_SIGNAL)] == [Fate.FILTERED]
+    assert ledger.room(PolicyVersion(0)) == 1
+
+
+@pytest.mark.parametrize("bad", [{"eta": -1}, {"groups_per_step": 0}, {"groups_started": 0}, {"members_started": 0}])
+def test_nonsense_is_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"must be|starts at least"):
+        StalenessLedger(**({"eta": 1, "groups_per_step": 1, "group_size": 1} | bad))
+
+
+def test_books_that_are_taken_up_go_on_where_they_were() -> None:
+    ledger = make(eta=1)
+    consumed, given_up = (Fate.CONSUMED, AbortReason.NONE), (Fate.ABORTED, AbortReason.RUN_ENDED)
+    ledger.resume(3, {consumed: 3, given_up: 2})
+    ledger.validate()
+    assert (ledger.version, ledger.next_step, ledger.num_started, ledger.num_live) == (3, 3, 5, 0)
+    route(ledger, 5, 3)
+    finish(ledger, 5)
+    assert ledger.consume(3).groups == (5,)
+    ledger.publish(PolicyVersion(4))
+    ledger.validate()
+    with pytest.raises(ProtocolViolation, match="cannot be taken up"):
+        ledger.resume(4, {consumed: 4})
+    with pytest.raises(ProtocolViolation, match="2 trajectories consumed by 3 steps"):
+        make(eta=1).resume(3, {consumed: 2})

@@ -1,0 +1,313 @@
+"""Both stores under the conformance suite; what only the versioned one does; every planted fault is found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import icechunk
+import numpy as np
+import pytest
+import zarr
+
+from stores.audit import audit
+from stores.base import LedgerState, RunHeader, StepRecord, TrajectoryStore, batch_fingerprint, id_ranges
+from stores.errors import ConfigError, StoreError
+from stores.layout import INT_COLUMNS
+from stores.memory import MemoryStore
+from stores.trajectory import Ended, Fate, TrajectoryId
+from stores.versioned import TOKEN_CHUNK, Damaged, VersionedStore
+from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
+
+
+class TestMemoryStore(TrajectoryStoreTests):
+    def make(self, folder: Path) -> TrajectoryStore:
+        return MemoryStore(HEADER)
+
+
+class TestVersionedStore(TrajectoryStoreTests):
+    def make(self, folder: Path) -> TrajectoryStore:
+        return VersionedStore.create(folder, HEADER)
+
+    def test_it_is_there_after_reopening(self, tmp_path: Path, rng: Any) -> None:
+        VersionedStore.create(tmp_path / "s", HEADER).commit(record(0), [ended(rng, 0, 0)])
+        again = VersionedStore.open(tmp_path / "s")
+        again.commit(record(1), [ended(rng, 4, 1)])
+        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").ended()] == [0, 4]
+
+    def test_time_travel(self, tmp_path: Path, rng: Any) -> None:
+        store = VersionedStore.create(tmp_path / "s", HEADER)
+        for step in range(3):
+            store.commit(record(step), [ended(rng, step, step)])
+        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s", at_step=1).ended()] == [0, 1]
+        with pytest.raises(ConfigError, match="no commit of step 7"):
+            VersionedStore.open(tmp_path / "s", at_step=7)
+
+    def test_rewound_it_goes_on_from_there_and_keeps_what_was_undone(self, tmp_path: Path, rng: Any) -> None:
+        path = tmp_path / "s"
+        store = VersionedStore.create(path, HEADER)
+        for step in range(4):
+            store.commit(record(step), [ended(rng, step, step)])
+        store.commit(record(4, "end"), [])
+        assert VersionedStore.rewind(path, 4) == 0
+        assert [r.kind for r in VersionedStore.open(path).steps()][-1] == "end"
+        assert VersionedStore.rewind(path, 2) == 2
+        again = VersionedStore.open(path)
+        again.commit(record(2), [ended(rng, 7, 2)])
+        assert [e.trajectory.id for e in VersionedStore.open(path).ended()] == [0, 1, 7]
+        repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
+        (undone,) = repository.list_branches() - {"main"}
+        root = zarr.open_group(repository.readonly_session(undone).store, mode="r")
+        assert root["rows/int"][:, 0].tolist() == [0, 1, 2, 3]
+
+    def test_a_committer_that_another_has_overtaken_commits_nothing(self, tmp_path: Path, rng: Any) -> None:
+        old = VersionedStore.create(tmp_path / "s", HEADER)
+        old.commit(record(0), [ended(rng, 0, 0)])
+        new = VersionedStore.open(tmp_path / "s")
+        new.commit(record(1), [ended(rng, 1, 1)])
+        with pytest.raises(StoreError, match="another process has committed since"):
+            old.commit(record(1), [ended(rng, 2, 1)])
+        # Nor one whose steps were undone for a resumption.
+        VersionedStore.rewind(tmp_path / "s", 1)
+        with pytest.raises(StoreError, match="another process has committed since"):
+            new.commit(record(2), [ended(rng, 3, 2)])
+        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").ended()] == [0]
+
+    def test_each_commit_starts_at_a_chunk_so_none_is_rewritten(self, tmp_path: Path, rng: Any) -> None:
+        store = VersionedStore.create(tmp_path / "s", HEADER)
+        for step in range(3):
+            store.commit(record(step), [ended(rng, step, step)])
+        assert store.table()["offset"].tolist() == [0, TOKEN_CHUNK, 2 * TOKEN_CHUNK]
+
+    def test_no_store_and_a_foreign_store_are_one_line(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="no store here"):
+            VersionedStore.open(tmp_path / "none")
+        (tmp_path / "junk").mkdir()
+        with pytest.raises(StoreError, match="cannot be opened"):
+            VersionedStore.open(tmp_path / "junk")
+
+    def test_a_store_of_another_format_is_refused(self, tmp_path: Path) -> None:
+        VersionedStore.create(tmp_path / "s", HEADER)
+        edit(tmp_path / "s", lambda root: root.attrs.update({"format": 99}))
+        with pytest.raises(ConfigError, match="store format 99, this version reads 1"):
+            VersionedStore.open(tmp_path / "s")
+
+    def test_a_failed_commit_leaves_nothing(self, tmp_path: Path, rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = VersionedStore.create(tmp_path / "s", HEADER)
+        store.commit(record(0), [ended(rng, 0, 0)])
+
+        def full(self: Any, *args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VersionedStore, "_append", full)
+            with pytest.raises(StoreError, match="No space left on device; free space or move runs_dir"):
+                store.commit(record(1), [ended(rng, 1, 1)])
+        store.commit(record(1), [ended(rng, 1, 1)])
+        assert [e.trajectory.id for e in store.ended()] == [0, 1]
+
+    def test_killed_while_committing_it_is_whole(self, tmp_path: Path) -> None:
+        """kill -9 at random moments of a committing process: what is read is a prefix of whole steps."""
+        script = textwrap.dedent(
+            """
+            import sys
+            from pathlib import Path
+            import numpy as np
+            from stores.versioned import VersionedStore
+            from tests.stores.store_conformance import HEADER, ended, record
+            store = VersionedStore.create(Path(sys.argv[1]), HEADER)
+            rng = np.random.default_rng(0)
+            for step in range(10_000):
+                store.commit(record(step), [ended(rng, 4 * step + i, step) for i in range(4)])
+                print(step, flush=True)
+            """
+        )
+        for attempt in range(3):
+            folder = tmp_path / f"s{attempt}"
+            with subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                for _ in range(5 + attempt):
+                    last = int(process.stdout.readline())
+                os.kill(process.pid, signal.SIGKILL)
+            store = VersionedStore.open(folder)
+            steps = [r.step for r in store.steps()]
+            assert steps == list(range(len(steps)))
+            assert len(steps) >= last + 1
+            assert [e.trajectory.id for e in store.ended()] == list(range(4 * len(steps)))
+            assert not [f for f in audit(store).findings if f.check in ("arrays", "bound", "once")]
+
+
+def sound_store(folder: Path, num_steps: int = 4) -> VersionedStore:
+    """A store as a faultless run writes it."""
+    rng = np.random.default_rng(1)
+    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=2, members_started=2)
+    store = VersionedStore.create(folder, header)
+    for step in range(num_steps):
+        batch = [ended(rng, 4 * step + i, step) for i in range(4)]
+        store.commit(
+            StepRecord(
+                kind="step",
+                step=step,
+                ledger=LedgerState(
+                    num_started=4 * (step + 1) + 2,
+                    num_ended={"consumed:none": 4 * (step + 1)},
+                    live=id_ranges([4 * (step + 1), 4 * (step + 1) + 1]),
+                    next_step=step + 1,
+                    version=step,
+                ),
+                weight_fingerprint=f"w{step + 1}",
+                loaded_fingerprints={"rollout-0": (step, f"w{step}")} if step else {},
+                batch_fingerprint=batch_fingerprint((e.trajectory, e.advantage) for e in batch),
+            ),
+            batch,
+        )
+    last = [ended(rng, 4 * num_steps + i, num_steps, Fate.ABORTED) for i in range(2)]
+    ledger = LedgerState(
+        num_started=4 * num_steps + 2,
+        num_ended={"consumed:none": 4 * num_steps, "aborted:run_ended": 2},
+        live=(),
+        next_step=num_steps,
+        version=num_steps,
+    )
+    store.commit(StepRecord(kind="end", step=num_steps, ledger=ledger), last)
+    return store
+
+
+def edit(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Tamper with a store, as a commit of its own."""
+    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+    session = repository.writable_session("main")
+    change(zarr.open_group(session.store, mode="r+"))
+    session.commit("tampered")
+
+
+def set_int(root: Any, row: int, column: str, value: int) -> None:
+    root["rows/int"][row, INT_COLUMNS.index(column)] = value
+
+
+def lose_a_row(root: Any) -> None:
+    for name in ("rows/int", "rows/float"):
+        array = root[name]
+        kept = np.delete(np.asarray(array[:]), 5, axis=0)
+        array.resize(kept.shape)
+        array[:] = kept
+
+
+def truncate(root: Any) -> None:
+    array = root["tokens/logprobs"]
+    array.resize((array.shape[0] - 20,))
+
+
+def repeat_a_row(root: Any) -> None:
+    root["rows/int"][6, :] = root["rows/int"][2, :]
+
+
+def forge(root: Any) -> None:
+    text = np.asarray(root["text"][:]).tobytes().replace(b'["rollout-0",', b'["rollout-0",')
+    root["text"][:] = np.frombuffer(text.replace(b'"rollout-0":[2,"w2"]', b'"rollout-0":[2,"w9"]'), np.uint8)
+
+
+def change_a_logprob(root: Any) -> None:
+    offset = int(root["rows/int"][5, INT_COLUMNS.index("offset")])
+    prompt = int(root["rows/int"][5, INT_COLUMNS.index("prompt_tokens")])
+    root["tokens/logprobs"][offset + prompt] = -9.0
+
+
+FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "version out of bound": (lambda root: set_int(root, 9, "v_traj", 0), "bound"),
+    "row consumed twice": (repeat_a_row, "once"),
+    "row lost": (lose_a_row, "conservation"),
+    "truncated array": (truncate, "arrays"),
+    "wrong weight fingerprint": (forge, "fingerprints"),
+    "changed logprob": (change_a_logprob, "fingerprints"),
+    "consumed by another step": (lambda root: set_int(root, 4, "step", 2), "once"),
+}
+
+
+def test_a_sound_store_passes(tmp_path: Path) -> None:
+    result = audit(sound_store(tmp_path / "s"))
+    assert result.findings == ()
+    assert (result.num_steps, result.num_trajectories, result.max_staleness) == (4, 18, 1)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(tmp_path: Path, fault: str) -> None:
+    sound_store(tmp_path / "s")
+    shutil.copytree(tmp_path / "s", tmp_path / "copy")
+    change, check = FAULTS[fault]
+    edit(tmp_path / "copy", change)
+    found = audit(VersionedStore.open(tmp_path / "copy")).findings
+    assert check in {f.check for f in found}
+    assert audit(VersionedStore.open(tmp_path / "s")).clean
+
+
+def corrupt_tokens(store: VersionedStore) -> None:
+    """Overwrite the end of a chunk of tokens on disk."""
+    for chunk in sorted((store.path / "chunks").iterdir(), key=lambda p: p.stat().st_size, reverse=True):
+        data = chunk.read_bytes()
+        chunk.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+        if [d.array for d in VersionedStore.open(store.path).damage() if d.array.startswith("tokens/")]:
+            return
+        chunk.write_bytes(data)
+    raise AssertionError("no chunk of tokens is large enough to be damaged")
+
+
+def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "s")
+    damaged = VersionedStore.open(tmp_path / "s")
+    corrupt_tokens(damaged)
+    (chunk,) = damaged.damage()
+    (finding, *_) = audit(damaged).findings
+    assert (finding.check, finding.where) == ("arrays", chunk.array)
+    assert f"{chunk.array}, chunk {chunk.number}, is corrupt" in finding.what
+    assert "of 18 trajectories, the others can be read" in finding.what
+    assert store.get(TrajectoryId(10**6)) is None
+
+    # What lies elsewhere is read as before, wherever a reader begins.
+    rows = list(damaged.readable(0, 18))
+    lost = {r.trajectory: r.what for r in rows if isinstance(r, Damaged)}
+    assert 0 < len(lost) < 18
+    assert all(f"{chunk.array}, chunk {chunk.number}, is corrupt" in what for what in lost.values())
+    kept = [r for r in rows if isinstance(r, Ended)]
+    assert sorted([*lost, *(r.trajectory.id for r in kept)]) == list(range(18))
+    for row in kept:
+        again = damaged.get(row.trajectory.id)
+        assert again is not None
+        np.testing.assert_array_equal(again.trajectory.response_tokens, row.trajectory.response_tokens)
+    with pytest.raises(StoreError, match=f"chunk {chunk.number}, is corrupt"):
+        damaged.get(next(iter(lost)))
+
+
+def test_a_flipped_bit_that_still_decompresses_is_one_line(tmp_path: Path) -> None:
+    """In the text of a row, and in that of a step's record."""
+    store = sound_store(tmp_path / "s")
+    offset = int(store.table()["text_offset"][5])
+
+    def flip(at: int) -> Callable[[Any], Any]:
+        return lambda root: root["text"].__setitem__(slice(at, at + 1), np.frombuffer(b"\xff", np.uint8))
+
+    edit(tmp_path / "s", flip(offset))
+    damaged = VersionedStore.open(tmp_path / "s")
+    lost = [r for r in damaged.readable(0, 18) if isinstance(r, Damaged)]
+    assert [(r.trajectory, "its record is corrupt" in r.what) for r in lost] == [(5, True)]
+    assert [f.check for f in audit(damaged).findings] == ["arrays"]
+
+    shutil.copytree(tmp_path / "s", tmp_path / "t")
+    edit(tmp_path / "t", lambda root: flip(int(root["steps"][2, 1]))(root))
+    worse = VersionedStore.open(tmp_path / "t")
+    with pytest.raises(StoreError, match="the record of step 2 is corrupt"):
+        worse.steps()
+    assert not audit(worse).clean
+
+
+def test_ended_knows_staleness_only_of_what_was_consumed() -> None:
+    rng = np.random.default_rng(0)
+    row: Ended = ended(rng, 0, 3, Fate.FILTERED)
+    assert row.staleness == -1

@@ -1,0 +1,277 @@
+"""Each strategy as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.strategies.admission import Late, make_admission
+from pipeline.strategies.filtering import Stragglers, Straggling, make_filtering
+from pipeline.strategies.migration import Load, Movable, make_migration
+from pipeline.strategies.routing import (
+    Candidate,
+    Deadline,
+    LeastRequests,
+    Random,
+    RoundRobin,
+    Routing,
+    ThroughputOptimal,
+    make_routing,
+)
+from pipeline.strategies.synchronization import LaggingInstance, make_synchronization
+from stores.staleness import EntryState, StalenessLedger
+from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
+from tasks.engines.cost_model import CostModel
+
+COST = CostModel(k1=1e-5, k2=0.005, k3=0.0005, k4=0.001, b=0.002)
+
+
+@dataclass
+class Loads:
+    running: np.ndarray
+    kv_tokens: np.ndarray
+    pace_s: np.ndarray
+
+
+def loads(*rows: tuple[float, ...]) -> Loads:
+    """(running, KV tokens[, pace of its most urgent]) each."""
+    return Loads(
+        np.array([r[0] for r in rows], float),
+        np.array([r[1] for r in rows], float),
+        np.array([r[2] if len(r) > 2 else math.inf for r in rows]),
+    )
+
+
+def choose(rule: Routing, work: Candidate, on: Loads, fitting: tuple[int, ...] | None = None) -> int | None:
+    mask = np.ones(len(on.running), bool) if fitting is None else np.isin(np.arange(len(on.running)), fitting)
+    return rule.choose(work, on, mask)
+
+
+SMALL = Candidate(kv_tokens=10)
+
+
+def test_cost_is_the_published_formula() -> None:
+    # StaleFlow's fit for a 14B model: 0.1165 us x 1e6 tokens + max(12.3 ms, 4.9 + 0.244 x 64 ms) + 1.97 ms
+    cost = CostModel(k1=1.165e-07, k2=0.012303, b=0.0049075, k3=0.0002441, k4=0.0019663689)
+    assert cost.step_s(64, 1_000_000) == pytest.approx(0.1165 + 0.0205299 + 0.0019663689)
+    assert cost.throughput(64, 1_000_000) == pytest.approx(64 / 0.1389962689)
+    assert cost.throughput(0, 0) == 0.0
+
+
+@pytest.mark.parametrize(("running", "kv", "steps"), [(1, 0, 1), (3, 700, 250), (64, 10_000, 4000), (5, 0, 0)])
+def test_decoding_in_closed_form_is_the_sum_of_its_steps(running: int, kv: int, steps: int) -> None:
+    one_by_one = sum(COST.step_s(running, kv + running * i) for i in range(steps))
+    assert COST.decode_s(running, kv, steps) == pytest.approx(one_by_one)
+    assert COST.steps_within(running, kv, one_by_one) == pytest.approx(steps)
+
+
+def test_many_instances_at_once_cost_what_each_costs() -> None:
+    running, kv = np.array([1.0, 7.0, 300.0]), np.array([5.0, 900.0, 1e6])
+    steps = [COST.step_s(int(n), k) for n, k in zip(running, kv, strict=True)]
+    assert COST.steps_s(running, kv).tolist() == pytest.approx(steps)
+    gains = [COST.marginal_gain(int(n), k, 50) for n, k in zip(running, kv, strict=True)]
+    assert COST.marginal_gains(running, kv, 50).tolist() == pytest.approx(gains)
+
+
+def test_an_empty_instance_gains_most() -> None:
+    assert COST.marginal_gain(0, 0, 100) > COST.marginal_gain(10, 1000, 100) > COST.marginal_gain(100, 10_000, 100)
+
+
+def test_round_robin_takes_turns_among_those_that_fit() -> None:
+    rule = RoundRobin()
+    on = loads((0, 0), (0, 0), (0, 0))
+    assert [choose(rule, SMALL, on) for _ in range(4)] == [0, 1, 2, 0]
+    assert [choose(rule, SMALL, on, (0, 2)) for _ in range(3)] == [2, 0, 2]
+
+
+def test_random_is_seeded_and_stays_among_those_that_fit() -> None:
+    picks = [[choose(Random(np.random.default_rng(5)), SMALL, loads(*[(0, 0)] * 9), (1, 4, 7))] for _ in range(2)]
+    assert picks[0] == picks[1]
+    rule = Random(np.random.default_rng(1))
+    assert {choose(rule, SMALL, loads(*[(0, 0)] * 9), (1, 4, 7)) for _ in range(60)} == {1, 4, 7}
+
+
+def test_least_requests() -> None:
+    assert choose(LeastRequests(), SMALL, loads((3, 0), (1, 9), (2, 0))) == 1
+    assert choose(LeastRequests(), SMALL, loads((3, 0), (1, 9), (2, 0)), (0, 2)) == 2
+
+
+def test_throughput_optimal_counts_kv_tokens_too() -> None:
+    assert choose(ThroughputOptimal(COST, 0.0), SMALL, loads((4, 9000), (4, 100))) == 1
+
+
+def test_throughput_optimal_declines_a_gain_below_mu() -> None:
+    rule = ThroughputOptimal(COST, 0.5)
+    assert choose(rule, SMALL, loads((400, 400_000))) is None
+    assert choose(rule, SMALL, loads((0, 0))) == 0
+    assert not rule.takes(SMALL, 400, 400_000)
+    assert rule.takes(SMALL, 0, 0)
+
+
+STEP_8_S = COST.step_s(9, 810)  # of an instance with 8 trajectories of 100 tokens, one more added
+
+
+@pytest.mark.parametrize(
+    ("work", "rows", "chosen", "why"),
+    [
+        (SMALL, ((8, 800), (2, 200)), 1, "nobody is in a hurry: the larger gain"),
+        (SMALL, ((8, 800), (2, 200, 0.001)), 0, "the lighter one runs something urgent"),
+        (SMALL, ((8, 800, 0.001), (2, 200, 0.001)), None, "new work waits when all run something urgent"),
+        (
+            Candidate(kv_tokens=10, continued=True),
+            ((8, 800, 0.001), (2, 200, 0.001)),
+            1,
+            "work that has begun does not",
+        ),
+        (Candidate(kv_tokens=10, pace_s=STEP_8_S * 0.9), ((8, 800), (2, 200, 9.0)), 1, "it is itself in a hurry"),
+        (Candidate(kv_tokens=10, planned_s=STEP_8_S), ((8, 800, 0.001),), 0, "nobody need be faster than planned"),
+        (Candidate(kv_tokens=10, pace_s=0.0), ((0, 0),), 0, "an empty instance takes anything"),
+    ],
+)
+def test_deadline_keeps_everyones_pace(work: Candidate, rows: tuple[Any, ...], chosen: int | None, why: str) -> None:
+    assert choose(Deadline(COST), work, loads(*rows)) == chosen, why
+
+
+def lagging(**changes: Any) -> LaggingInstance:
+    values: dict[str, Any] = {
+        "lag": 1, "num_running": 4, "max_running": 8, "kv_tokens": 400, "fed": 0, "fed_if_pulled": 0,
+        "added_kv_tokens": 100, "interval_s": 10.0, "pull_s": 0.1,
+    }  # fmt: skip
+    return LaggingInstance(**(values | changes))
+
+
+@pytest.mark.parametrize(("running", "fed", "pulls"), [(8, 0, False), (4, 0, True), (4, 3, False), (0, 0, True)])
+def test_status_synchronization(running: int, fed: int, pulls: bool) -> None:
+    instance = lagging(num_running=running, fed=fed)
+    assert make_synchronization("status", 0.5, COST).should_pull(instance) is pulls
+    assert make_synchronization("greedy", 0.5, COST).should_pull(instance)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pulls", "why"),
+    [
+        ({"num_running": 0, "kv_tokens": 0}, True, "nothing is interrupted"),
+        ({"fed_if_pulled": 0}, False, "nothing is gained"),
+        ({"fed_if_pulled": 4}, True, "the rate almost doubles for ten seconds, and it stalls for one"),
+        ({"fed": 4, "fed_if_pulled": 4}, False, "it is fed as well without"),
+        ({"fed_if_pulled": 4, "interval_s": 0.01}, False, "the gain lasts too short"),
+        ({"fed_if_pulled": 4, "pull_s": 100.0}, False, "loading takes too long"),
+        ({"fed_if_pulled": 1, "num_running": 60, "kv_tokens": 100_000}, False, "too much to prefill again"),
+    ],
+)
+def test_hypothesis_weighs_the_gain_against_the_interruption(changes: Any, pulls: bool, why: str) -> None:
+    rule = make_synchronization("hypothesis", 0.5, dataclasses.replace(COST, prefill=0.001))
+    assert rule.should_pull(lagging(**changes)) is pulls, why
+
+
+def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() -> None:
+    rule = make_migration("largest_gain", dataclasses.replace(COST, prefill=0.0001), 0.2)
+    crowd = [Movable(kv_tokens=100, remaining=500, pace_s=1.0 - i / 100) for i in range(60)]
+    moved = rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60)
+    assert moved[0] == 59
+    assert 10 < len(moved) < 40
+    assert len(rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=3)) == 3
+    assert rule.moves(Load(running=30, kv_tokens=3000), Load(running=29, kv_tokens=2900), crowd, limit=9) == []
+    nearly_done = [Movable(kv_tokens=1000, remaining=1, pace_s=1.0)]
+    assert rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), nearly_done, limit=9) == []
+    stay = make_migration("none", COST, 0.2)
+    assert stay.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60) == []
+
+
+def play(admission: str, *, eta: int, alpha: float = 0.0, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
+    """Three rounds of: start what may start, finish half of it, train if a batch is there. Groups started each time."""
+    rule = make_admission(admission, eta, alpha)
+    bound = num_steps if rule.late is Late.TRAIN else eta
+    ledger = StalenessLedger(
+        eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps, waits=rule.late is Late.WAIT
+    )
+    group, started, training = 0, [], False
+    for _ in range(3):
+        count = 0
+        while rule.room(ledger) > 0 and rule.refusal(ledger, ledger.version) is None:
+            ledger.start(GroupId(group))
+            ledger.reserve(GroupId(group), TrajectoryId(group), ledger.version)
+            group, count = group + 1, count + 1
+        started.append(count)
+        running = [g for g, e in ledger.entries.items() if e.state is EntryState.RESERVED]
+        for g in running[: max(4, len(running) // 2)]:
+            if g not in ledger.entries:  # dropped, because others fill its places
+                continue
+            ledger.complete(g, TrajectoryId(g))
+            ledger.occupy(g)
+        if training:
+            ledger.publish(PolicyVersion(ledger.version + 1))
+            training = False
+        if ledger.ready():
+            ledger.consume(ledger.next_step)
+            training = True
+        ledger.validate()
+    return ledger, started
+
+
+@pytest.mark.parametrize(
+    ("admission", "eta", "alpha", "started"),
+    [
+        ("staleflow", 0, 0, [4, 0, 4]),
+        ("staleflow", 2, 0, [12, 0, 4]),
+        ("synchronous", 2, 0, [4, 0, 4]),
+        ("one_step", 2, 0, [4, 4, 4]),
+        ("credits", 2, 2, [12, 4, 4]),
+        ("credits", 2, 0.5, [6, 4, 4]),
+        ("backlog", 2, 0, [12, 0, 4]),
+    ],
+)
+def test_how_far_ahead_each_admission_starts_work(admission: str, eta: int, alpha: float, started: list[int]) -> None:
+    assert play(admission, eta=eta, alpha=alpha)[1] == started
+
+
+def test_steps_that_do_not_wait_drop_what_was_due_and_keep_the_bound() -> None:
+    ledger = StalenessLedger(eta=0, groups_per_step=1, group_size=1, waits=False)
+    for g in (0, 1):
+        ledger.start(GroupId(g))
+        ledger.reserve(GroupId(g), TrajectoryId(g), PolicyVersion(0))
+    ledger.complete(GroupId(1), TrajectoryId(1))
+    ledger.occupy(GroupId(1))
+    if ledger.entries.get(GroupId(0)) is not None:
+        consumption = ledger.consume(0)
+        (late,) = [e for e in consumption.endings if e.fate is Fate.ABORTED]
+        assert (late.trajectory, late.reason) == (0, AbortReason.TOO_STALE)
+    assert ledger.num_ended[Fate.ABORTED, AbortReason.SURPLUS_GROUP] == 1
+    ledger.validate()
+
+
+def test_no_signal_drops_equal_rewards() -> None:
+    rule = make_filtering("no_signal")
+    assert rule.verdict([1.0, 1.0]) is AbortReason.NO_SIGNAL
+    assert rule.verdict([1.0, 0.0]) is None
+    assert rule.verdict([1.0]) is rule.verdict([]) is AbortReason.NO_SIGNAL
+    assert make_filtering("keep_all").verdict([1.0, 1.0]) is None
+
+
+def test_unknown_names_say_what_there_is() -> None:
+    with pytest.raises(ValueError, match="there are random, round_robin, least_requests, throughput_optimal"):
+        make_routing("best", COST, 0.1, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="there are staleflow, synchronous"):
+        make_admission("x", 1, 1.0)
+    with pytest.raises(ValueError, match="there are greedy, status, hypothesis"):
+        make_synchronization("x", 0.1, COST)
+    with pytest.raises(ValueError, match="there are none, largest_gain"):
+        make_migration("x", COST, 0.1)
+    with pytest.raises(ValueError, match="there are keep_all, no_signal"):
+        make_filtering("x")
+
+
+@pytest.mark.parametrize(
+    ("waited", "missing", "stuck"),
+    [(5.0, 1, False), (11.0, 1, True), (11.0, 3, True), (11.0, 4, False), (11.0, 0, False)],
+)
+def test_a_step_is_stuck_when_it_has_long_waited_for_few(waited: float, missing: int, stuck: bool) -> None:
+    rule = Stragglers(action=Straggling.TRUNCATE, patience=1.0, share=0.1)
+    assert rule.stuck(waited_s=waited, interval_s=10.0, missing=missing, groups_per_step=30) is stuck
+    assert not Stragglers().stuck(waited_s=99.0, interval_s=10.0, missing=1, groups_per_step=30)
+    assert not rule.stuck(waited_s=99.0, interval_s=0.0, missing=1, groups_per_step=30)

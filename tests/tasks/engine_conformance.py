@@ -1,0 +1,284 @@
+"""What every rollout engine must do. Subclass, and provide `engine`, `reference` and two sets of weights."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stores.errors import ActorLost, StoreError
+from stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
+from tasks.engines.base import Engine, Failed, Request, Sampled
+
+PATIENCE_S = 60.0
+
+
+def collect(engine: Engine, count: int, done: dict[int, Sampled] | None = None) -> dict[int, Sampled]:
+    """Wait until `count` requests have ended, those in `done` counted."""
+    done = {} if done is None else done
+    deadline = time.monotonic() + PATIENCE_S
+    while len(done) < count:
+        assert time.monotonic() < deadline, f"{len(done)} of {count} ended"
+        for event in engine.events(0.5):
+            assert isinstance(event, Sampled), event
+            assert event.trajectory not in done, "ended twice"
+            done[event.trajectory] = event
+    return done
+
+
+def tokens_of(sampled: Sampled) -> list[int]:
+    return [int(t) for s in sampled.segments for t in s.tokens]
+
+
+def logprobs_of(sampled: Sampled) -> list[float]:
+    return [float(x) for s in sampled.segments for x in s.logprobs]
+
+
+def request(i: int, prompt: tuple[int, ...] = (3, 10, 14, 7), **changes: Any) -> Request:
+    values: dict[str, Any] = {"epoch": 1, "tokens": prompt, "max_new_tokens": 24}
+    return Request(trajectory=TrajectoryId(i), **(values | changes))
+
+
+def model_settings(model: Path) -> dict[str, Any]:
+    """Of an engine that samples from a model, for this suite."""
+    return {
+        "model": str(model), "dtype": "float32", "device": "cpu", "temperature": 1.0, "max_running": 32,
+        "kv_tokens": 4096, "page_tokens": 32, "max_batch_tokens": 512, "eos": (1,), "seed": 0,
+    }  # fmt: skip
+
+
+def wait_until_sampling(engine: Engine, least: int) -> dict[int, Sampled]:
+    """Until some running request has at least this many tokens; returns what has ended by then."""
+    deadline = time.monotonic() + PATIENCE_S
+    done: dict[int, Sampled] = {}
+    while not any(n >= least for _, n in engine.load_statistics().progress):
+        assert time.monotonic() < deadline
+        done |= {e.trajectory: e for e in engine.events(0.0) if isinstance(e, Sampled)}
+        time.sleep(0.001)
+    return done
+
+
+class EngineTests:
+    """The suite. Token 1 ends a response."""
+
+    @pytest.fixture
+    def engine(self) -> Engine:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def reference(self) -> Callable[..., list[float]]:
+        """(tokens, first, weights or None) -> logprobs of tokens[first:], by a plain forward pass."""
+        raise NotImplementedError
+
+    def kill(self, engine: Engine) -> None:
+        """Have its decoding end in the middle of something, as an error inside it would."""
+        raise NotImplementedError
+
+    def hang(self, engine: Engine) -> AbstractContextManager[None]:
+        """Have its decoding stand still for a while, as a kernel that never returns would."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def other_weights(self, tmp_path: Path) -> tuple[Path, str]:
+        """A published file of other weights, and its fingerprint."""
+        raise NotImplementedError
+
+    def test_every_request_ends_once_with_its_logprobs(
+        self, engine: Engine, reference: Callable[..., list[float]]
+    ) -> None:
+        engine.submit([request(i) for i in range(20)])
+        for sampled in collect(engine, 20).values():
+            tokens = tokens_of(sampled)
+            assert 0 < len(tokens) <= 24
+            assert (sampled.finish is FinishReason.STOP) == (tokens[-1] == 1)
+            assert sampled.finish is FinishReason.STOP or len(tokens) == 24
+            assert {s.version for s in sampled.segments} == {0}
+            expected = reference([3, 10, 14, 7, *tokens], 4)
+            np.testing.assert_allclose(logprobs_of(sampled), expected, atol=2e-4)
+        assert engine.load_statistics().running == 0
+
+    def test_samples_differ_and_greedy_ones_do_not(self, engine: Engine) -> None:
+        engine.submit([request(i) for i in range(8)])
+        assert len({tuple(tokens_of(s)) for s in collect(engine, 8).values()}) > 1
+        engine.submit([request(100 + i, greedy=True) for i in range(4)])
+        assert len({tuple(tokens_of(s)) for s in collect(engine, 4).values()}) == 1
+
+    def test_interrupted_and_continued_equals_uninterrupted(self, engine: Engine) -> None:
+        whole = request(0, max_new_tokens=60, greedy=True)
+        engine.submit([whole])
+        expected = tokens_of(collect(engine, 1)[0])
+        engine.submit([request(1, max_new_tokens=60, greedy=True)])
+        wait_until_sampling(engine, 3)
+        (part,) = engine.interrupt([TrajectoryId(1)])
+        assert part.finish is FinishReason.UNFINISHED
+        first = tokens_of(part)
+        assert 3 <= len(first) < len(expected)
+        assert first == expected[: len(first)]
+        engine.submit(
+            [
+                request(
+                    1,
+                    prompt=(3, 10, 14, 7, *first),
+                    epoch=2,
+                    max_new_tokens=60 - len(first),
+                    num_prior=len(first),
+                    greedy=True,
+                )
+            ]
+        )
+        rest = collect(engine, 1)[1]
+        assert rest.epoch == 2
+        assert first + tokens_of(rest) == expected
+
+    def test_weights_change_under_running_requests_and_every_token_knows_its_version(
+        self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
+    ) -> None:
+        path, fingerprint = other_weights
+        engine.submit([request(i, max_new_tokens=100) for i in range(20)])
+        done = wait_until_sampling(engine, 3)
+        loaded = engine.load(PolicyVersion(5), path)
+        assert (loaded.version, loaded.fingerprint, engine.version) == (5, fingerprint, 5)
+        mixed = 0
+        for sampled in collect(engine, 20, done).values():
+            versions = [s.version for s in sampled.segments]
+            assert versions in ([0], [0, 5], [5])
+            mixed += versions == [0, 5]
+            tokens, at = [3, 10, 14, 7], 4
+            for part in sampled.segments:
+                tokens += part.tokens.tolist()
+                expected = reference(tokens, at, path if part.version == 5 else None)
+                np.testing.assert_allclose(part.logprobs, expected, atol=2e-4)
+                at = len(tokens)
+            assert len(tokens) - 4 <= 100
+        assert mixed
+
+    def test_aborted_requests_never_answer(self, engine: Engine) -> None:
+        engine.submit([request(i, max_new_tokens=100) for i in range(12)])
+        done = wait_until_sampling(engine, 1)
+        aborted = [TrajectoryId(i) for i in (0, 2, 4) if i not in done]
+        engine.abort([*aborted, TrajectoryId(77)])
+        collect(engine, 12 - len(aborted), done)
+        # One of the three may have ended by itself in the instant before.
+        assert set(done) >= set(range(12)) - set(aborted)
+        assert engine.events(0.1) == []
+
+    def test_submitting_twice_samples_once(self, engine: Engine) -> None:
+        engine.submit([request(i, max_new_tokens=60) for i in range(4)])
+        engine.submit([request(i, max_new_tokens=60) for i in range(4)])
+        engine.submit([request(0, max_new_tokens=60, epoch=2)])
+        done = collect(engine, 4)
+        assert set(done) == {0, 1, 2, 3}
+        assert engine.events(0.2) == []
+
+    def test_a_probe_is_answered_under_the_weights_in_place_while_others_run(
+        self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
+    ) -> None:
+        path, _ = other_weights
+        probe = [3, 10, 14, 7, 5, 9, 11, 4]
+        engine.submit([request(i, max_new_tokens=100) for i in range(20)])
+        done = wait_until_sampling(engine, 3)
+        assert engine.logprobs(probe) == pytest.approx(reference(probe, 1), abs=2e-4)
+        engine.load(PolicyVersion(5), path)
+        assert engine.logprobs(probe) == pytest.approx(reference(probe, 1, path), abs=2e-4)
+        assert set(collect(engine, 20, done)) == set(range(20))
+
+    def test_load_statistics(self, engine: Engine) -> None:
+        engine.submit([request(i, max_new_tokens=100) for i in range(12)])
+        done = wait_until_sampling(engine, 2)
+        load = engine.load_statistics()
+        assert 0 < load.running <= 12 - len(done)
+        assert load.kv_tokens >= load.running * 4
+        assert len(load.progress) == load.running
+        sampled = sum(len(tokens_of(s)) for s in collect(engine, 12, done).values())
+        after = engine.load_statistics()
+        assert (after.running, after.kv_tokens) == (0, 0)
+        assert after.tokens_sampled == sampled
+        assert after.busy_s > 0
+
+    def test_progress_counts_what_was_sampled_before(self, engine: Engine) -> None:
+        engine.submit([request(i, num_prior=1000, max_new_tokens=100) for i in range(12)])
+        wait_until_sampling(engine, 1001)
+        assert all(n >= 1000 for _, n in engine.load_statistics().progress)
+        engine.interrupt([TrajectoryId(i) for i in range(12)])
+        assert engine.load_statistics().progress == ()
+
+    def test_wrong_weights_are_refused_before_anything_changes(self, engine: Engine, tmp_path: Path) -> None:
+        import torch
+        from safetensors.torch import save_file
+
+        save_file({"x": torch.zeros(2)}, tmp_path / "bad.safetensors")
+        with pytest.raises(StoreError, match="tensors differ"):
+            engine.load(PolicyVersion(9), tmp_path / "bad.safetensors")
+        assert engine.version == 0
+        engine.submit([request(0)])
+        collect(engine, 1)
+
+    def test_a_dead_engine_says_so_at_once_in_every_verb(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
+        engine.submit([request(i, max_new_tokens=100) for i in range(4)])
+        done = wait_until_sampling(engine, 1)
+        self.kill(engine)
+        with pytest.raises(ActorLost, match="rollout-0"):
+            collect(engine, 4, done)
+        for verb in (
+            lambda: engine.submit([request(9)]),
+            lambda: engine.interrupt([TrajectoryId(0)]),
+            lambda: engine.abort([TrajectoryId(1)]),
+            lambda: engine.load(PolicyVersion(5), other_weights[0]),
+            lambda: engine.logprobs([3, 10, 14]),
+            engine.load_statistics,
+        ):
+            with pytest.raises(ActorLost, match="rollout-0"):
+                verb()
+
+    def test_an_engine_that_hangs_still_tells_that_it_samples_nothing(self, engine: Engine) -> None:
+        engine.submit([request(i, max_new_tokens=100) for i in range(4)])
+        done = wait_until_sampling(engine, 1)
+        with self.hang(engine):
+            done |= {e.trajectory: e for e in engine.events(0.1) if isinstance(e, Sampled)}
+            before = engine.load_statistics()
+            assert engine.events(0.2) == []
+            after = engine.load_statistics()
+        assert after.running == before.running == 4 - len(done) > 0
+        assert (after.tokens_sampled, after.progress) == (before.tokens_sampled, before.progress)
+        collect(engine, 4, done)
+
+    def test_many_requests_with_random_interrupts_aborts_and_updates(
+        self, engine: Engine, other_weights: tuple[Path, str]
+    ) -> None:
+        """Each of 1,000 requests ends exactly once: sampled, interrupted or aborted; none is lost."""
+        rng = random.Random(0)
+        path, _ = other_weights
+        waiting: set[int] = set()
+        ended: set[int] = set()
+        fresh, version = 0, 0
+        while len(ended) < 1000:
+            if fresh < 1000 and len(waiting) < 60:
+                new = [request(fresh + i, max_new_tokens=rng.randint(1, 40)) for i in range(min(40, 1000 - fresh))]
+                fresh += len(new)
+                waiting |= {r.trajectory for r in new}
+                engine.submit(new)
+            for event in engine.events(0.02):
+                assert not isinstance(event, Failed), event
+                assert event.trajectory in waiting
+                waiting.remove(event.trajectory)
+                ended.add(event.trajectory)
+            some = rng.sample(sorted(waiting), min(len(waiting), 3))
+            if rng.random() < 0.3:
+                for part in engine.interrupt([TrajectoryId(i) for i in some]):
+                    waiting.remove(part.trajectory)
+                    ended.add(part.trajectory)
+            elif rng.random() < 0.2:
+                engine.abort([TrajectoryId(i) for i in some])
+                waiting -= set(some)
+                ended |= set(some)
+            if rng.random() < 0.1:
+                version += 1
+                engine.load(PolicyVersion(version), path)
+        assert ended == set(range(1000))
+        assert engine.events(0.2) == []

@@ -1,0 +1,182 @@
+"""vLLM under the conformance suite, and what only it promises. Runs where vllm is installed (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stores.errors import ActorLost, ConfigError
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.base import Engine, Failed, Sampled
+from tests.tasks.engine_conformance import (
+    EngineTests,
+    collect,
+    logprobs_of,
+    model_settings,
+    request,
+    tokens_of,
+    wait_until_sampling,
+)
+from tests.tasks.test_engine_transformers import changed_weights, plain_logprobs
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed", allow_module_level=True)
+
+from tasks.engines.vllm import VllmEngine, VllmSettings
+
+
+def settings(model: Path, **changes: Any) -> VllmSettings:
+    return VllmSettings(**(model_settings(model) | changes))
+
+
+class TestVllmEngine(EngineTests):
+    @pytest.fixture
+    def engine(self, tiny_model: Path) -> Iterator[VllmEngine]:
+        one = VllmEngine(settings(tiny_model), InstanceId("rollout-0"))
+        yield one
+        one.close()
+
+    def kill(self, engine: Engine) -> None:
+        def fail() -> None:
+            raise RuntimeError("a kernel failed")
+
+        assert isinstance(engine, VllmEngine)
+        engine._engine.engine_core.get_output = fail
+
+    @contextmanager
+    def hang(self, engine: Engine) -> Iterator[None]:
+        assert isinstance(engine, VllmEngine)
+        step, goes_on = engine._engine.engine_core.get_output, threading.Event()
+
+        def stand_still() -> Any:
+            goes_on.wait(60.0)
+            return step()
+
+        engine._engine.engine_core.get_output = stand_still
+        time.sleep(0.1)  # the step at hand
+        yield
+        engine._engine.engine_core.get_output = step
+        goes_on.set()
+
+    @pytest.fixture
+    def reference(self, tiny_model: Path) -> Callable[..., list[float]]:
+        return lambda tokens, first, weights=None: plain_logprobs(tiny_model, tokens, first, weights)
+
+    @pytest.fixture
+    def other_weights(self, tiny_model: Path, tmp_path: Path) -> tuple[Path, str]:
+        return changed_weights(tiny_model, tmp_path)
+
+    def test_weights_that_load_half_way_end_the_instance(
+        self, engine: VllmEngine, other_weights: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tasks.engines import vllm_weights
+
+        def torn(self: object, path: str) -> None:
+            raise OSError("the file is gone")
+
+        monkeypatch.setattr(vllm_weights.Spare, "load", torn)
+        with pytest.raises(ActorLost, match="the file is gone"):
+            engine.load(PolicyVersion(5), other_weights[0])
+        with pytest.raises(ActorLost, match="rollout-0"):
+            engine.events(1.0)
+        with pytest.raises(ActorLost, match="rollout-0"):
+            engine.submit([request(0)])
+
+    def test_a_prompt_that_is_too_long_fails_alone(self, engine: VllmEngine) -> None:
+        engine.submit([request(0, prompt=(3,) * 500), request(1)])
+        ended = {e.trajectory: e for e in engine.events(10.0)}
+        while len(ended) < 2:
+            ended |= {e.trajectory: e for e in engine.events(10.0)}
+        assert isinstance(ended[TrajectoryId(0)], Failed)
+        assert isinstance(ended[TrajectoryId(1)], Sampled)
+        assert engine.load_statistics().running == 0
+
+
+def test_temperature_is_in_the_logprobs(tiny_model: Path) -> None:
+    one = VllmEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))
+    try:
+        one.submit([request(0)])
+        (segment,) = collect(one, 1)[0].segments
+    finally:
+        one.close()
+    expected = plain_logprobs(tiny_model, [3, 10, 14, 7, *segment.tokens.tolist()], 4, None, temperature=2.0)
+    assert segment.logprobs.tolist() == pytest.approx(expected, abs=2e-4)
+
+
+def test_keep_goes_on_with_the_old_cache_which_new_requests_never_see(tiny_model: Path, tmp_path: Path) -> None:
+    path, _ = changed_weights(tiny_model, tmp_path)
+    prompt = tuple(3 + i % 10 for i in range(70))  # fills pages, so that a cache of the old weights could be hit
+    one = VllmEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))
+    try:
+        one.submit([request(0, prompt=prompt, max_new_tokens=50)])
+        wait_until_sampling(one, 5)
+        one.load(PolicyVersion(5), path)
+        one.submit([request(1, prompt=prompt, max_new_tokens=8)])
+        done = collect(one, 2)
+    finally:
+        one.close()
+    assert [s.version for s in done[0].segments] == [0, 5]
+    assert sum(len(s.tokens) for s in done[0].segments) == 50
+    exact = plain_logprobs(tiny_model, [*prompt, *tokens_of(done[1])], len(prompt), path)
+    assert logprobs_of(done[1]) == pytest.approx(exact, abs=2e-4)
+    # The old cache shows in the one that kept it: its logprobs are of neither version alone.
+    later = len(prompt) + len(done[0].segments[0].tokens)
+    of_new = plain_logprobs(tiny_model, [*prompt, *tokens_of(done[0])], later, path)
+    assert max(abs(a - b) for a, b in zip(done[0].segments[1].logprobs, of_new, strict=True)) > 1e-3
+
+
+def test_memory_pressure_is_reported_and_loses_nothing(tiny_model: Path) -> None:
+    one = VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))
+    try:
+        one.submit([request(i, max_new_tokens=100) for i in range(8)])
+        waiting, done = 0, {}
+        while len(done) < 8:
+            waiting = max(waiting, one.load_statistics().waiting)
+            done |= {e.trajectory: e for e in one.events(0.01) if isinstance(e, Sampled)}
+        load = one.load_statistics()
+    finally:
+        one.close()
+    assert waiting > 0
+    assert load.preemptions > 0
+    for sampled in done.values():
+        tokens = tokens_of(sampled)
+        assert len(tokens) == 100
+        assert logprobs_of(sampled) == pytest.approx(
+            plain_logprobs(tiny_model, [3, 10, 14, 7, *tokens], 4, None), abs=2e-4
+        )
+
+
+def test_arguments_that_vllm_refuses_are_said(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="no_such_argument"):
+        VllmEngine(settings(tiny_model, options={"no_such_argument": 1}), InstanceId("i"))
+
+
+def test_a_device_that_this_build_has_not_is_said(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="CPU build"):
+        VllmEngine(settings(tiny_model, device="cuda"), InstanceId("i"))
+
+
+def test_a_closed_engine_says_so(tiny_model: Path) -> None:
+    one = VllmEngine(settings(tiny_model), InstanceId("i"))
+    one.submit([request(0, max_new_tokens=100)])
+    one.close()
+    with pytest.raises(ActorLost, match="closed"):
+        one.events(1.0)
+    with pytest.raises(ActorLost, match="closed"):
+        one.interrupt([TrajectoryId(0)])
+
+
+def test_a_cache_smaller_than_the_context_will_do(tiny_model: Path) -> None:
+    one = VllmEngine(settings(tiny_model, kv_tokens=64, eos=()), InstanceId("i"))
+    try:
+        one.submit([request(i, max_new_tokens=40) for i in range(3)])
+        assert all(len(tokens_of(sampled)) == 40 for sampled in collect(one, 3).values())
+    finally:
+        one.close()

@@ -1,0 +1,258 @@
+"""Advantages, losses and packing against slow and obvious versions of themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.names import ADVANTAGE_NAMES, AGGREGATION_NAMES, LOSS_NAMES
+from tasks.training.advantage import advantages
+from tasks.training.loss import LossSettings, token_loss
+from tasks.training.packing import PackedRows, Row, microbatches, minibatches, token_weights
+
+RNG = np.random.default_rng(5)
+
+
+def naive_advantages(name: str, rewards: list[list[float]], valid: list[list[bool]]) -> list[list[float]]:
+    everything = []
+    for group, ok in zip(rewards, valid, strict=True):
+        counted = [r for r, w in zip(group, ok, strict=True) if w]
+        everything += [r - sum(counted) / len(counted) for r in counted]
+    result = []
+    for group, ok in zip(rewards, valid, strict=True):
+        counted = [r for r, w in zip(group, ok, strict=True) if w]
+        row = []
+        for i, r in enumerate(group):
+            if not ok[i]:
+                row.append(0.0)
+                continue
+            mean = sum(counted) / len(counted)
+            if name in ("grpo", "dapo"):
+                var = sum((x - mean) ** 2 for x in counted) / max(len(counted) - 1, 1)
+                row.append((r - mean) / (math.sqrt(var) + 1e-6))
+            elif name == "dr_grpo":
+                row.append(r - mean)
+            elif name == "rloo":
+                others = [x for j, x in enumerate(group) if j != i and ok[j]]
+                row.append(r - sum(others) / len(others) if others else 0.0)
+            else:
+                spread = math.sqrt(sum(x * x for x in everything) / len(everything))
+                row.append((r - mean) / (spread + 1e-6))
+        result.append(row)
+    return result
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_NAMES)
+def test_advantages_equal_the_naive_ones(name: str) -> None:
+    rewards = RNG.normal(size=(5, 4))
+    valid = RNG.random((5, 4)) > 0.2
+    valid[0] = True
+    rewards[1] = 0.5
+    expected = naive_advantages(name, rewards.tolist(), valid.tolist())
+    np.testing.assert_allclose(advantages(name, rewards, valid), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_rewards_give_no_advantage() -> None:
+    for name in ADVANTAGE_NAMES:
+        assert not advantages(name, np.full((2, 4), 0.7), np.ones((2, 4), bool)).any()
+
+
+def naive_loss(s: LossSettings, new: float, old: float, sampled: float, a: float) -> float:
+    """One token, from the formulas of the papers."""
+    low, high = 1 - s.clip_low, 1 + s.clip_high
+    if s.name == "ppo_clip":
+        r = math.exp(new - sampled)
+        return -min(r * a, min(max(r, low), high) * a)
+    if s.name == "decoupled_ppo":
+        r = math.exp(new - old)
+        return -min(math.exp(old - sampled), s.weight_cap) * min(r * a, min(max(r, low), high) * a)
+    r = math.exp(new - sampled)
+    if s.name == "cispo":
+        return -min(max(r, low), high) * a * new
+    return -min(r, s.weight_cap) * a * new
+
+
+@pytest.mark.parametrize("name", LOSS_NAMES)
+def test_token_losses_equal_the_formulas(name: str) -> None:
+    settings = LossSettings(name=name, clip_low=0.2, clip_high=0.28, weight_cap=2.0)
+    new, old, sampled = (RNG.normal(-1.5, 0.6, (3, 7)) for _ in range(3))
+    a = RNG.normal(size=(3, 1))
+    result = token_loss(settings, *(torch.tensor(x) for x in (new, old, sampled, a)))
+    expected = [
+        [naive_loss(settings, new[i, t], old[i, t], sampled[i, t], a[i, 0]) for t in range(7)] for i in range(3)
+    ]
+    np.testing.assert_allclose(result.loss.numpy(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", LOSS_NAMES)
+def test_importance_weights_carry_no_gradient(name: str) -> None:
+    """At equal policies every loss has the policy gradient -A grad log pi; a weight left attached would change it."""
+    settings = LossSettings(name=name, clip_low=0.2, clip_high=0.28, weight_cap=5.0)
+    new = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
+    same = new.detach()
+    token_loss(settings, new, same, same, torch.tensor([[2.0]], dtype=torch.float64)).loss.sum().backward()
+    assert new.grad is not None
+    np.testing.assert_allclose(new.grad.numpy(), -2.0 * np.ones((1, 3)))
+
+
+def rows(count: int) -> list[Row]:
+    def one(i: int) -> Row:
+        length = int(RNG.integers(1, 20))
+        return Row(
+            prompt=RNG.integers(3, 20, int(RNG.integers(2, 9))).astype(np.int32),
+            response=RNG.integers(3, 20, length).astype(np.int32),
+            behaviour=RNG.normal(-1, 0.3, length).astype(np.float32),
+            advantage=float(RNG.normal()),
+            staleness=i % 2,
+        )
+
+    return [one(i) for i in range(count)]
+
+
+@pytest.mark.parametrize("budget", [1, 30, 64, 10_000])
+def test_microbatches_hold_every_row_once_within_the_budget(budget: int) -> None:
+    data = rows(17)
+    batches = microbatches(data, list(range(17)), np.ones(17, np.float32), budget)
+    assert sorted(i for b in batches for i in b.rows) == list(range(17))
+    for batch in batches:
+        assert len(batch.rows) == 1 or batch.input_ids.size <= budget
+        for k, i in enumerate(batch.rows):
+            picked = batch.mask[k] > 0
+            assert batch.targets[k][picked].tolist() == data[i].response.tolist()
+            np.testing.assert_array_equal(batch.behaviour[k][picked], data[i].behaviour)
+
+
+def test_minibatches_split_everything_nearly_evenly() -> None:
+    parts = minibatches(10, 4, np.random.default_rng(0))
+    assert sorted(int(i) for p in parts for i in p) == list(range(10))
+    assert {len(p) for p in parts} == {2, 3}
+
+
+@pytest.mark.parametrize("name", AGGREGATION_NAMES)
+def test_token_weights(name: str) -> None:
+    losses = [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0]]
+    expected = {
+        "token_mean": 21 / 6,
+        "sequence_mean": (1.5 + 4.5) / 2,
+        "constant_length": 21 / (2 * 8),
+    }[name]
+    weights = token_weights(name, [2, 4], 8)
+    assert sum(w * x for w, row in zip(weights, losses, strict=True) for x in row) == pytest.approx(expected)
+
+
+def trainer(tiny_model: Any, **changes: Any) -> Any:
+    from tasks.training.policy_trainer import PolicyTrainer, TrainerSettings
+
+    torch.set_num_threads(1)
+    base: dict[str, Any] = {
+        "model": str(tiny_model), "dtype": "float32", "device": "cpu", "learning_rate": 1e-3, "schedule": "constant",
+        "warmup_steps": 0, "num_steps": 10, "minibatches": 1, "microbatch_tokens": 10_000, "grad_clip": 1e9,
+        "weight_decay": 0.0, "betas": (0.9, 0.95), "aggregation": "token_mean", "temperature": 1.0, "max_length": 20,
+        "seed": 0, "loss": LossSettings(name="decoupled_ppo", clip_low=0.2, clip_high=0.28, weight_cap=5.0),
+    }  # fmt: skip
+    return PolicyTrainer(TrainerSettings(**(base | changes)))
+
+
+def test_padding_and_packing_do_not_change_the_gradient(tiny_model: Any) -> None:
+    data = rows(9)
+    results = []
+    for budget in (1, 60, 10_000):
+        one = trainer(tiny_model, microbatch_tokens=budget)
+        metrics = one.step(0, data)
+        flat = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+        results.append((metrics["loss"], metrics["grad_norm"], flat))
+    for loss, norm, flat in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-4)
+        assert norm == pytest.approx(results[0][1], rel=1e-4)
+        torch.testing.assert_close(flat, results[0][2], atol=2e-4, rtol=1e-3)
+
+
+def test_a_trainer_goes_on_from_its_resume_point_as_if_it_had_never_stopped(tiny_model: Any, tmp_path: Any) -> None:
+    from stores.errors import StoreError
+
+    data = rows(8)
+    one = trainer(tiny_model, minibatches=3)
+    one.step(0, data)
+    one.save_state(tmp_path / "state")
+    expected = one.step(1, data)
+    other = trainer(tiny_model, minibatches=3, seed=5)
+    other.load_state(tmp_path / "state")
+    assert other.step(1, data) == expected
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:1000])
+    with pytest.raises(StoreError, match="no resume point of this job"):
+        other.load_state(tmp_path / "state")
+
+
+def test_rows_without_gradient_still_count_in_the_denominator(tiny_model: Any) -> None:
+    data = rows(6)
+    muted = [Row(prompt=r.prompt, response=r.response, behaviour=r.behaviour, advantage=0.0, staleness=0) for r in data]
+    alone = trainer(tiny_model).step(0, data[:3])
+    together = trainer(tiny_model).step(0, data[:3] + muted[3:])
+    share = sum(len(r.response) for r in data[:3]) / sum(len(r.response) for r in data)
+    assert together["loss"] == pytest.approx(alone["loss"] * share, rel=1e-4)
+    assert together["grad_norm"] == pytest.approx(alone["grad_norm"] * share, rel=1e-4)
+
+
+def test_recomputed_logprobs_are_at_the_sampling_temperature(tiny_model: Any) -> None:
+    (row,) = rows(1)
+    one = trainer(tiny_model, temperature=2.0)
+    (batch,) = microbatches([row], [0], np.ones(1, np.float32), 1000)
+    ids = torch.tensor([[*row.prompt.tolist(), *row.response.tolist()]])
+    logits = one.model(input_ids=ids).logits[0].detach().double() / 2.0
+    expected = [
+        float(logits[len(row.prompt) - 1 + t].log_softmax(-1)[int(row.response[t])]) for t in range(len(row.response))
+    ]
+    got = one.reader.batch(batch)[0][torch.from_numpy(batch.mask[0] > 0)]
+    np.testing.assert_allclose(got.detach().numpy(), expected, atol=1e-5)
+
+
+def test_bfloat16_is_published_but_trained_in_float32(tiny_model: Any) -> None:
+    one = trainer(tiny_model, dtype="bfloat16", learning_rate=1e-6)
+    before = {n: p.detach().clone() for n, p in one.model.named_parameters()}
+    assert np.isfinite(one.step(0, rows(4))["loss"])
+    assert all(p.dtype == torch.float32 for p in one.model.parameters())
+    assert any(not torch.equal(p, before[n]) for n, p in one.model.named_parameters())
+    assert {t.dtype for t in one.published().values()} == {torch.bfloat16}
+
+
+def test_learning_rate_schedule(tiny_model: Any) -> None:
+    one = trainer(tiny_model, schedule="cosine", warmup_steps=2, num_steps=12)
+    rates = [one.learning_rate(s) for s in range(13)]
+    assert rates[0] == pytest.approx(1e-3 / 3)
+    assert max(rates) == rates[2] == pytest.approx(1e-3)
+    assert rates[12] == pytest.approx(1e-4)
+
+
+def test_a_non_finite_gradient_changes_no_weights(tiny_model: Any) -> None:
+    data = rows(2)
+    poison = Row(
+        prompt=data[0].prompt, response=data[0].response, behaviour=data[0].behaviour, advantage=math.inf, staleness=0
+    )
+    one = trainer(tiny_model)
+    before = torch.cat([p.detach().flatten().clone() for p in one.model.parameters()])
+    one.step(0, [poison, data[1]])
+    assert torch.equal(before, torch.cat([p.detach().flatten() for p in one.model.parameters()]))
+
+
+def test_rows_survive_being_packed_for_travel() -> None:
+    data = rows(7)
+    packed = PackedRows(
+        prompt_tokens=np.concatenate([r.prompt for r in data]),
+        response_tokens=np.concatenate([r.response for r in data]),
+        behaviour=np.concatenate([r.behaviour for r in data]),
+        lengths=np.asarray([(len(r.prompt), len(r.response)) for r in data]),
+        advantages=np.asarray([r.advantage for r in data], np.float32),
+        staleness=np.asarray([r.staleness for r in data]),
+        trained=np.asarray([r.trained for r in data]),
+    )
+    for a, b in zip(packed.rows(), data, strict=True):
+        assert a.prompt.tolist() == b.prompt.tolist()
+        assert a.response.tolist() == b.response.tolist()
+        assert a.behaviour.tolist() == b.behaviour.tolist()
+        assert (a.advantage, a.staleness, a.trained) == (pytest.approx(b.advantage), b.staleness, b.trained)

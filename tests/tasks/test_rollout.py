@@ -1,0 +1,59 @@
+"""A rollout instance and a trajectory server as plain objects, without a cluster: the path of an interrupt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config import actor_settings, loading
+from stores.errors import ProtocolViolation
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from tasks.actors.rollout_instance import RolloutInstance, RouteItem
+from tasks.actors.trajectory_server import TrajectoryServer
+
+
+def item(trajectory: int, epoch: int, version: int = 0) -> RouteItem:
+    return RouteItem(trajectory=TrajectoryId(trajectory), epoch=epoch, version=PolicyVersion(version))
+
+
+def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp_path: Path) -> None:
+    """Interrupted on one instance, routed again on another: the response holds both parts, none twice, none lost."""
+
+    async def scenario() -> None:
+        config = loading.load(job, ("rollout.max_new_tokens=100",))
+        server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        one, two = (
+            RolloutInstance(actor_settings.engine_settings(config, i, ()), InstanceId(name), 1, 100, 30.0)
+            for i, name in enumerate("ab")
+        )
+        try:
+            await server.draw(1)
+            await one.route(server, (item(0, 1), item(1, 1)))
+            deadline = time.monotonic() + 30
+            while not any(n >= 3 for _, n in (await one.report()).progress):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.001)
+            (outcome,) = await one.interrupt(server, (TrajectoryId(0),))
+            _, first = (await server.payloads((TrajectoryId(0),)))[TrajectoryId(0)]
+            assert (outcome.trajectory, outcome.epoch, outcome.tokens) == (0, 1, len(first))
+            assert 3 <= len(first) < 100
+            await two.route(server, (item(0, 2),))
+            ended = []
+            while not ended:
+                ended = await two.next_events(server, 5.0)
+            assert [(o.trajectory, o.epoch, o.tokens, o.error) for o in ended] == [(0, 2, 100, "")]
+            whole = server._live[TrajectoryId(0)]
+            assert [s.instance for s in whole.segments] == ["a", "b"]
+            np.testing.assert_array_equal(whole.response_tokens[: len(first)], first)
+            with pytest.raises(ProtocolViolation, match="serves version 0, trajectory 2 needs 3"):
+                await two.route(server, (item(2, 1, version=3),))
+        finally:
+            await one.close()
+            await two.close()
+            await server.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,310 @@
+"""Prompts, rewards and their process, published weights: the objects behind the actors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stores import parameters
+from stores.errors import ConfigError, StoreError
+from stores.parameters import ParameterFolder
+from stores.trajectory import PolicyVersion
+from tasks.actors.parameter_server import ParameterServer
+from tasks.environments import JsonLines, ReasoningGym, extract_answer, make_reward, make_source
+from tasks.scoring import Scorer, ScoringSettings
+
+OPTIONS = {"min_terms": 2, "max_terms": 3}
+
+REWARDS = """
+import math, os, time
+
+def length(answer, record):
+    return len(answer) / 10, {"length": len(answer)}
+
+def moody(answer, record):
+    print("a reward may print")
+    if answer == "raise":
+        raise ValueError("I do not like it")
+    if answer == "hang":
+        time.sleep(1000)
+    if answer == "nan":
+        return math.nan
+    if answer == "text":
+        return "good"
+    if answer == "die":
+        os._exit(3)
+    return 1.0
+
+def greedy(a, b, c):
+    return 0.0
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def scorer(function: str, timeout_s: float = 1.0, pattern: str = "") -> Scorer:
+    return Scorer(
+        ScoringSettings(
+            source="reasoning_gym:chain_sum",
+            options=OPTIONS,
+            seed=1,
+            function=function,
+            answer_pattern=pattern,
+            timeout_s=timeout_s,
+        )
+    )
+
+
+def test_a_source_is_a_function_of_the_index() -> None:
+    one, two = ReasoningGym("chain_sum", OPTIONS, 4), ReasoningGym("chain_sum", OPTIONS, 4)
+    assert [one.task(i).prompt for i in range(5)] == [two.task(i).prompt for i in range(5)]
+    assert one.task(0).prompt != ReasoningGym("chain_sum", OPTIONS, 5).task(0).prompt
+
+
+def test_held_out_prompts_are_others() -> None:
+    source = ReasoningGym("chain_sum", {"min_digits": 4, "max_digits": 4}, 4)
+    train = {source.task(i).prompt for i in range(200)}
+    assert not train & {source.task(i, held_out=True).prompt for i in range(200)}
+
+
+def test_the_sources_own_verifier() -> None:
+    source = ReasoningGym("chain_sum", OPTIONS, 4)
+    task = source.task(0)
+    assert source.score(task.record["answer"], task.record) == 1.0
+    assert source.score("no number", task.record) < 0.5
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": f" a {i}"}) for i in range(20)))
+    source = JsonLines(path)
+    assert [source.task(i).prompt for i in (0, 17, 18, 19)] == ["p0", "p17", "p0", "p1"]
+    assert {source.task(i, held_out=True).prompt for i in range(5)} == {"p18", "p19"}
+    assert source.score("a  3", source.task(3).record) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{not json", "line 1: not JSON"),
+        ('{"prompt": "a"}\n', "line 1: must be an object"),
+        ('{"prompt": "a", "answer": 1}', "1 rows; at least"),
+        (None, "cannot be read"),
+    ],
+)
+def test_an_unreadable_data_set_is_one_line(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        make_source(f"jsonl:{path}", {}, 0)
+
+
+@pytest.mark.parametrize("source", ["chain_sum", "reasoning_gym:", "reasoning_gym:no_such_thing", "http:x"])
+def test_an_unknown_source_is_one_line(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"task\.source"):
+        make_source(source, {}, 0)
+
+
+OWN = """
+class Doubles:
+    def __init__(self, options, seed):
+        self.first = options.get("first", 0) + seed
+
+    def record(self, index, held_out):
+        number = self.first + index + (10**6 if held_out else 0)
+        return {"prompt": f"{number}+{number}=", "answer": str(2 * number)}
+
+    def score(self, answer, record):
+        return float(answer == record["answer"]), {"letters": float(len(answer))}
+
+
+def broken(options, seed):
+    raise KeyError("first")
+
+
+class Speechless(Doubles):
+    def record(self, index, held_out):
+        return {"answer": "1"}
+"""
+
+
+def test_a_users_own_environment(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    source = make_source(f"{tmp_path}/mine.py:Doubles", {"first": 3}, 2)
+    task = source.task(4)
+    assert task.prompt == "9+9="
+    assert source.task(4, held_out=True).prompt == "1000009+1000009="
+    settings = ScoringSettings(
+        source=f"{tmp_path}/mine.py:Doubles", options={"first": 3}, seed=2, function="task", answer_pattern="",
+        timeout_s=10,
+    )  # fmt: skip
+    scorer = Scorer(settings)
+    try:
+        assert [s.reward for s in scorer.score([("18", task.record), ("8", task.record)])] == [1.0, 0.0]
+    finally:
+        scorer.close()
+    for name, message in (
+        ("broken", "cannot be made: KeyError: 'first'"),
+        ("Speechless", "record 0 must be a dict with a string `prompt`"),
+        ("Nothing", "has no function Nothing"),
+    ):
+        with pytest.raises(ConfigError, match=r"task\.source = ") as caught:
+            make_source(f"{tmp_path}/mine.py:{name}", {}, 0)
+        assert message in str(caught.value)
+
+
+def test_wrong_dataset_options_are_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"task\.options.*min_trems"):
+        make_source("reasoning_gym:chain_sum", {"min_trems": 2}, 0)
+
+
+def test_answers_are_taken_from_the_last_match() -> None:
+    assert extract_answer(r"so(-?\d+)\.", "1+1=2;so2.so-3.") == "-3"
+    assert extract_answer(r"so(-?\d+)\.", "nothing") == ""
+    assert extract_answer("", "  all of it ") == "all of it"
+
+
+def test_math_verify_accepts_equal_expressions() -> None:
+    one = scorer("math_verify", timeout_s=20)
+    try:
+        scores = one.score([("$\\frac{1}{2}$", {"answer": "0.5"}), ("$\\frac{1}{3}$", {"answer": "0.5"})])
+    finally:
+        one.close()
+    assert [s.reward for s in scores] == [1.0, 0.0]
+
+
+def test_a_users_reward_with_parts(rewards: Path) -> None:
+    one = scorer(f"{rewards}:length", pattern="<(.*)>")
+    try:
+        (score,) = one.score([("x <abc>", {})])
+    finally:
+        one.close()
+    assert (score.reward, score.parts, score.error) == (pytest.approx(0.3), {"length": 3}, "")
+
+
+def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: Path) -> None:
+    one = scorer(f"{rewards}:moody")
+    try:
+        scores = one.score([(a, {}) for a in ("ok", "raise", "hang", "nan", "text", "die", "ok")])
+    finally:
+        one.close()
+    assert [s.reward for s in scores] == [1.0, 0, 0, 0, 0, 0, 1.0]
+    ok, raised, hung, nan, text, died, again = (s.error for s in scores)
+    assert ok == again == ""
+    assert raised == "ValueError: I do not like it"
+    assert hung == "the reward took longer than 1 s"
+    assert nan == "the reward is nan, it must be a finite number"
+    assert text.startswith("ValueError: could not convert string")
+    assert died.startswith("the reward process died")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("nothing.py:f", "no such file"),
+        ("{rewards}:missing", "has no function missing"),
+        ("{rewards}:greedy", r"must take \(answer, record\), it needs 3 arguments"),
+        ("no_such_module:f", "cannot be loaded"),
+        ("bare", "expected task, math_verify"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_one_line(rewards: Path, function: str, message: str) -> None:
+    one = scorer(function.format(rewards=rewards))
+    with pytest.raises(ConfigError, match=message):
+        one.check()
+
+
+def test_rewards_may_be_functions_of_an_installed_module() -> None:
+    reward = make_reward("operator:contains", ReasoningGym("chain_sum", OPTIONS, 0))
+    assert reward("abc", "b") == 1.0  # type: ignore[arg-type]
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"a.weight": torch.randn(7, 3, generator=generator), "b": torch.randn(5, generator=generator)}
+
+
+def test_weights_are_published_whole_and_fingerprinted(tmp_path: Path) -> None:
+    folder = ParameterFolder(tmp_path / "w")
+    path = folder.publish(PolicyVersion(3), tensors(0))
+    assert parameters.fingerprint(parameters.read(path)) == parameters.fingerprint(tensors(0))
+    assert parameters.fingerprint(tensors(0)) != parameters.fingerprint(tensors(1))
+    assert [p.name for p in folder.folder.iterdir() if not p.name.startswith(".")] == [path.name]
+
+
+def test_a_fingerprint_sees_a_renamed_or_reshaped_tensor() -> None:
+    base = tensors(0)
+    renamed = {"a.weight": base["a.weight"], "c": base["b"]}
+    reshaped = {"a.weight": base["a.weight"].reshape(3, 7), "b": base["b"]}
+    assert len({parameters.fingerprint(x) for x in (base, renamed, reshaped)}) == 3
+
+
+def test_only_unused_old_versions_are_removed(tmp_path: Path) -> None:
+    folder = ParameterFolder(tmp_path / "w")
+    for version in range(5):
+        folder.publish(PolicyVersion(version), tensors(version))
+    assert folder.prune([PolicyVersion(2)]) == [0, 1, 3]
+    assert folder.versions() == [2, 4]
+    folder.remove()
+    assert not folder.folder.exists()
+
+
+def test_a_killed_runs_folder_is_swept_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from stores.parameters import ParameterFolder
+import os, signal
+folder = ParameterFolder(Path({str(tmp_path)!r}) / "staleflow-dead-1")
+(folder.folder / "v00000001.safetensors").write_bytes(b"x")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    living = ParameterFolder(tmp_path / "staleflow-living-2")
+    subprocess.run([sys.executable, "-c", script], check=False)
+    assert [p.name for p in parameters.sweep(tmp_path)] == ["staleflow-dead-1"]
+    assert [p.name for p in tmp_path.iterdir()] == ["staleflow-living-2"]
+    living.remove()
+
+
+def test_truncated_weights_are_refused(tmp_path: Path) -> None:
+    path = ParameterFolder(tmp_path / "w").publish(PolicyVersion(0), tensors(0))
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(StoreError, match="cannot be read"):
+        parameters.read(path)
+
+
+def test_another_host_fetches_a_version_once(tmp_path: Path) -> None:
+    """Two folders stand for the shared memory of two hosts."""
+
+    async def scenario() -> None:
+        here, there = ParameterServer(str(tmp_path / "a"), 5), ParameterServer(str(tmp_path / "b"), 5)
+        ParameterFolder(tmp_path / "a").publish(PolicyVersion(4), tensors(4))
+        reads = 0
+        original = here.read_chunk
+
+        async def counted(*args: Any) -> bytes:
+            nonlocal reads
+            reads += 1
+            return await original(*args)
+
+        here.read_chunk = counted  # type: ignore[method-assign]
+        paths = await asyncio.gather(*(there.ensure(PolicyVersion(4), here) for _ in range(3)))
+        assert len(set(paths)) == 1
+        assert reads == 2  # the file, and its end
+        assert parameters.fingerprint(parameters.read(Path(paths[0]))) == parameters.fingerprint(tensors(4))
+        await there.close()
+        assert not (tmp_path / "b").exists()
+
+    asyncio.run(scenario())
