@@ -79,9 +79,14 @@ def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def explained(tree: Any) -> list[Explained]:
     """Every value of the tree with its meaning and limits, in the order of the fields."""
     return [
-        Explained(key=key, value=value, default=f.default, limits=_limits(f.metadata), doc=f.metadata["doc"])
+        Explained(key=key, value=value, default=_default(f), limits=_limits(f.metadata), doc=f.metadata["doc"])
         for key, f, value in _leaves(tree, "")
     ]
+
+
+def _default(known: dataclasses.Field[Any]) -> Any:
+    """A knob's default; that of a table or a list is made anew for every tree."""
+    return known.default if known.default_factory is dataclasses.MISSING else known.default_factory()
 
 
 def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:

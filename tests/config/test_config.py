@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pipeline.config import fields, loading, schema
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
+from tests.commands import command
 
 GOOD = '[model]\npath = "somewhere"\n'
 
@@ -94,6 +96,17 @@ def test_every_knob_says_what_it_means(tmp_path: Path) -> None:
     rows = schema.explain(load(tmp_path))
     assert all(r.doc for r in rows)
     assert {r.key for r in rows} >= {"staleness.eta", "rollout.engine.kv_tokens", "trajectories_per_step"}
+
+
+def test_what_a_job_means_is_told_as_json_and_only_what_it_sets_is_marked() -> None:
+    rows = json.loads(command("config", "explain", "examples/demo.toml", "--json").stdout)
+    values = {row["key"]: (row["value"], row["default"]) for row in rows}
+    assert values["rollout.engine.options"] == ({}, {})
+    assert values["task.options"] == ({"min_terms": 4, "max_terms": 6, "min_digits": 1, "max_digits": 1}, {})
+    lines = command("config", "explain", "examples/demo.toml").stdout.splitlines()
+    marked = {line[2:].split()[0] for line in lines if line.startswith("* ")}
+    assert "task.options" in marked
+    assert "rollout.engine.options" not in marked
 
 
 @pytest.mark.parametrize("path", sorted(Path("examples").glob("*.toml")), ids=lambda p: p.name)
