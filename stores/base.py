@@ -21,6 +21,9 @@ class RunHeader:
     groups_per_step: int
     group_size: int
     members_started: int
+    held_out: int | None = None
+    """How many held-out prompts are never drawn for training: part of which prompt a group's id stands for. None in
+    stores of earlier versions, which drew without looking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

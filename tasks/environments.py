@@ -1,11 +1,13 @@
 """Prompts and how their answers are judged.
 
 A `TaskSource` is deterministic and has no state: prompt `i` is the same whenever it is asked for, so a run's position
-in its data is one number, the next group's id. Training prompts and held-out prompts come from disjoint index ranges.
+in its data is one number, the next group's id. Training prompts and held-out prompts come from disjoint index ranges;
+so that they are also different prompts (two indices may give the same text), a run draws from `source.apart(n)`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -20,6 +22,9 @@ from tasks.names import REWARD_TOKEN
 
 HELD_OUT_SHARE = 0.1
 """Of a file's rows, the share at its end that is only evaluated on, at most."""
+REDRAWS = 10_000
+"""How often one training prompt is drawn before its source counts as held out as a whole. Each try gives a prompt that
+may be trained on with the share of those: where that is one in a hundred, all fail once in 10**43 draws."""
 
 Record = Mapping[str, Any]
 Reward = Callable[[str, Record], float | tuple[float, dict[str, float]]]
@@ -39,6 +44,21 @@ class TaskSource(Protocol):
         """Prompt `index` of the training prompts, or of the held-out ones. Pure: same index, same task."""
         ...
 
+    def apart(self, num_held_out: int) -> TaskSource:
+        """The same source, whose training prompts are none of its first `num_held_out` held-out ones. The others keep
+        their indices. Depends on nothing but the source and that number."""
+        ...
+
+    @property
+    def num_held_out(self) -> int | None:
+        """Held-out prompts there are, equal ones included; None: without end."""
+        ...
+
+    @property
+    def told(self) -> str:
+        """What keeping held-out prompts apart has taken up to now, in one line; empty if nothing."""
+        ...
+
     @property
     def score(self) -> Reward:
         """The source's own verifier."""
@@ -50,10 +70,18 @@ class ReasoningGym:
 
     HELD_OUT_OFFSET = 10**12
     """Training never reaches this index."""
+    REDRAWN_OFFSET = 15 * 10**11
+    """From here on are the tries for training prompts that turn out to be held out."""
+
+    num_held_out = None
 
     def __init__(self, dataset: str, options: Mapping[str, Any], seed: int) -> None:
         import reasoning_gym
 
+        self._name = dataset
+        self._num_apart = 0
+        self._apart: frozenset[str] | None = None
+        self._num_drawn = self._num_redrawn = 0
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, size=2 * 10**12, seed=seed * 10**7, **options)
         except ValueError as error:
@@ -62,7 +90,41 @@ class ReasoningGym:
             raise ConfigError(f"task.options for reasoning_gym:{dataset}: {error}") from error
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        entry = self._dataset[index + (self.HELD_OUT_OFFSET if held_out else 0)]
+        if held_out:
+            return self._at(index + self.HELD_OUT_OFFSET)
+        task = self._at(index)
+        if not self._num_apart:
+            return task
+        if self._apart is None:
+            self._apart = frozenset(t.prompt for t in distinct_held_out(self, self._num_apart))
+        self._num_drawn += 1
+        if task.prompt in self._apart:
+            self._num_redrawn += 1
+            tries = range(REDRAWS)
+            others = (self._at(self.REDRAWN_OFFSET + index * REDRAWS + i) for i in tries)
+            found = next((t for t in others if t.prompt not in self._apart), None)
+            if found is None:
+                raise ConfigError(
+                    f"task.source = reasoning_gym:{self._name}: {REDRAWS} draws gave only prompts that are held out; "
+                    f"lower task.eval_prompts = {self._num_apart}, or have task.options allow more different prompts"
+                )
+            task = found
+        return task
+
+    def apart(self, num_held_out: int) -> ReasoningGym:
+        other = copy.copy(self)
+        other._num_apart, other._apart = num_held_out, None
+        other._num_drawn = other._num_redrawn = 0
+        return other
+
+    @property
+    def told(self) -> str:
+        if not self._num_redrawn:
+            return ""
+        return f"{self._num_redrawn} of {self._num_drawn} prompts drawn for training are held out: replaced by others"
+
+    def _at(self, index: int) -> Task:
+        entry = self._dataset[index]
         return Task(prompt=entry["question"], record=entry)
 
     def score(self, answer: str, record: Record) -> float:
@@ -92,12 +154,37 @@ class JsonLines:
             raise ConfigError(
                 f"{path}: {len(self._rows)} rows; at least one to train on and one to hold out are needed"
             )
-        self._num_held_out = max(1, int(len(self._rows) * HELD_OUT_SHARE))
+        self._path = path
+        self._num_rows = len(self._rows)
+        self.num_held_out = max(1, int(len(self._rows) * HELD_OUT_SHARE))
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        num_train = len(self._rows) - self._num_held_out
-        row = self._rows[num_train + index % self._num_held_out] if held_out else self._rows[index % num_train]
+        num_train = len(self._rows) - self.num_held_out
+        row = self._rows[num_train + index % self.num_held_out] if held_out else self._rows[index % num_train]
         return Task(prompt=row["prompt"], record=row)
+
+    def apart(self, num_held_out: int) -> JsonLines:
+        """As declared; without the prompts of any row that is held out, however many are evaluated."""
+        train, held = self._rows[: -self.num_held_out], self._rows[-self.num_held_out :]
+        apart = {row["prompt"] for row in held}
+        left = [row for row in train if row["prompt"] not in apart]
+        if not left:
+            raise ConfigError(
+                f"{self._path}: each of the {len(train)} rows to train on has the prompt of a row that is held out "
+                f"(the last {self.num_held_out}); add rows with other prompts"
+            )
+        other = copy.copy(self)
+        other._rows = [*left, *held]
+        return other
+
+    @property
+    def told(self) -> str:
+        if len(self._rows) == self._num_rows:
+            return ""
+        return (
+            f"{self._num_rows - len(self._rows)} of {self._num_rows} rows of {self._path} are neither trained on nor "
+            f"evaluated: their prompts are those of the {self.num_held_out} rows held out"
+        )
 
     def score(self, answer: str, record: Record) -> float:
         """1 if the texts are equal but for white space, else 0."""
@@ -109,10 +196,17 @@ class Own:
 
     record(index: int, held_out: bool) -> dict      # `prompt`, and whatever else its verifier needs; pure
     score(answer: str, record: dict) -> float       # or (reward, its parts by name)
+
+    What its indices mean is the user's: a held-out prompt that it gives for training is counted, not replaced.
     """
+
+    num_held_out = None
 
     def __init__(self, named: str, options: Mapping[str, Any], seed: int) -> None:
         self._where = f"task.source = {named!r}"
+        self._num_apart = 0
+        self._apart: frozenset[str] | None = None
+        self._num_drawn = self._num_both = 0
         make = user_code.load(named, "task.source")
         try:
             self._own = make(dict(options), seed)
@@ -128,17 +222,54 @@ class Own:
             raise ConfigError(f"{self._where}: record {index}: {type(error).__name__}: {error}") from error
         if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
             raise ConfigError(f"{self._where}: record {index} must be a dict with a string `prompt`, not {record!r}")
-        return Task(prompt=record["prompt"], record=record)
+        task = Task(prompt=record["prompt"], record=record)
+        if self._num_apart and not held_out:
+            if self._apart is None:
+                self._apart = frozenset(t.prompt for t in distinct_held_out(self, self._num_apart))
+            self._num_drawn += 1
+            self._num_both += task.prompt in self._apart
+        return task
+
+    def apart(self, num_held_out: int) -> Own:
+        other = copy.copy(self)
+        other._num_apart, other._apart = num_held_out, None
+        other._num_drawn = other._num_both = 0
+        return other
+
+    @property
+    def told(self) -> str:
+        if not self._num_both:
+            return ""
+        return (
+            f"{self._where}: {self._num_both} of {self._num_drawn} prompts that were trained on are held out too; "
+            "record(index, held_out) must give others for training"
+        )
 
 
 class Emulated:
     """What an emulated engine answers: the first token of a response says how it is rewarded."""
+
+    num_held_out = None
+    told = ""
+
+    def apart(self, num_held_out: int) -> Emulated:
+        return self
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         return Task(prompt="", record={"prompt": "", "answer": ""})
 
     def score(self, answer: str, record: Record) -> float:
         return float(answer.split(" ", 1)[0] == str(REWARD_TOKEN + 1))
+
+
+def distinct_held_out(source: TaskSource, count: int) -> list[Task]:
+    """The first `count` held-out prompts, each text once: fewer where there are fewer, or some are equal."""
+    at_most = count if source.num_held_out is None else min(count, source.num_held_out)
+    found: dict[str, Task] = {}
+    for index in range(at_most):
+        task = source.task(index, held_out=True)
+        found.setdefault(task.prompt, task)
+    return list(found.values())
 
 
 def make_source(source: str, options: Mapping[str, Any], seed: int) -> TaskSource:

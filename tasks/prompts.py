@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from stores.errors import ConfigError
 from tasks.engines.emulated import words
-from tasks.environments import Record, Task, TaskSource, make_source
+from tasks.environments import Record, Task, TaskSource, distinct_held_out, make_source
 from tasks.texts import NumberTexts, tokenizer_texts
 from tasks.workload import Workload
 
@@ -35,6 +35,8 @@ class PromptSettings:
     max_new_tokens: int
     context: int
     kv_tokens: int
+    held_out: int | None
+    """Held-out prompts that training keeps apart from; None for a store of before that was done."""
     workload: Workload | None = None
     """Where prompts come from when no model reads them: then there is no tokenizer either."""
 
@@ -45,7 +47,12 @@ class PromptSettings:
 class Prompts(Protocol):
     """Tasks as token ids, and token ids as text."""
 
-    def task(self, index: int, *, held_out: bool = False) -> Task: ...
+    def task(self, index: int) -> Task: ...
+
+    def held_out(self, count: int) -> list[Task]: ...
+
+    @property
+    def told(self) -> str: ...
 
     def encode(self, task: Task) -> tuple[int, ...]: ...
 
@@ -59,7 +66,12 @@ class EmulatedPrompts:
         self._workload = workload
         self._texts = NumberTexts()
 
-    def task(self, index: int, *, held_out: bool = False) -> Task:
+    told = ""
+
+    def held_out(self, count: int) -> list[Task]:
+        return [self.task(i) for i in range(count)]
+
+    def task(self, index: int) -> Task:
         return Task(prompt="", record={"prompt": "", "answer": "", "group": index})
 
     def encode(self, task: Task) -> tuple[int, ...]:
@@ -71,11 +83,13 @@ class EmulatedPrompts:
 
 
 class TokenizedPrompts:
-    """Prompts of a task source, read by the model's tokenizer."""
+    """Prompts of a task source, read by the model's tokenizer. Which of them a group's id stands for depends on
+    `held_out`: for a store that is there it must be its header's."""
 
     def __init__(self, settings: PromptSettings) -> None:
         self._settings = settings
-        self._source: TaskSource = make_source(settings.source, settings.options, settings.seed)
+        source = make_source(settings.source, settings.options, settings.seed)
+        self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
         self._texts = tokenizer_texts(settings.tokenizer)
         self._tokenizer = self._texts.tokenizer
 
@@ -97,8 +111,18 @@ class TokenizedPrompts:
             )
         return ids
 
-    def task(self, index: int, *, held_out: bool = False) -> Task:
-        return self._source.task(index, held_out=held_out)
+    def task(self, index: int) -> Task:
+        """Training prompt `index`."""
+        return self._source.task(index)
+
+    def held_out(self, count: int) -> list[Task]:
+        """The different ones among the first `count` held-out prompts."""
+        return distinct_held_out(self._source, count)
+
+    @property
+    def told(self) -> str:
+        """What keeping held-out prompts apart has taken, in one line."""
+        return self._source.told
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)

@@ -29,6 +29,7 @@ def run_header(config: RunConfig) -> RunHeader:
         groups_per_step=config.batch.groups_per_step,
         group_size=config.batch.group_size,
         members_started=config.members_started,
+        held_out=config.task.eval_prompts,
     )
 
 
@@ -45,8 +46,9 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     )
 
 
-def prompt_settings(config: RunConfig, context: int = 2**31) -> PromptSettings:
-    """context: tokens the model can attend to; unlimited for prompts that are stored already."""
+def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int | None) -> PromptSettings:
+    """context: tokens the model can attend to; unlimited for prompts that are stored already. held_out: the store's,
+    see RunHeader."""
     from tasks.prompts import PromptSettings
 
     return PromptSettings(
@@ -59,6 +61,7 @@ def prompt_settings(config: RunConfig, context: int = 2**31) -> PromptSettings:
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,
+        held_out=held_out,
         workload=make_workload(config) if config.emulated else None,
     )
 
@@ -68,7 +71,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
     from tasks.actors.trajectory_server import ServerSettings
 
     return ServerSettings(
-        prompts=prompt_settings(config, context),
+        prompts=prompt_settings(config, context, held_out=config.task.eval_prompts),
         reward=config.reward.function,
         group_size=config.batch.group_size,
         members_started=config.members_started,

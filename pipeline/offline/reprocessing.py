@@ -62,7 +62,9 @@ def reprocess(
     errors: dict[int, str] = {}
     done = 0
     config, code = with_code(dataclasses.replace(config, tracking=TrackingConfig()))
-    settings = pickle.dumps((actor_settings.prompt_settings(config), actor_settings.scoring_settings(config), code))
+    # The header says which prompt a group had: not as the job would draw it now.
+    prompts = actor_settings.prompt_settings(config, held_out=store.header.held_out)
+    settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
     calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
     for first, block in pool.run(score_rows, calls):
         last = first + len(block.rewards)

@@ -297,9 +297,10 @@ def _evaluated(config: RunConfig, model: str, version: int, context: int, report
     if not count:
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
-    prompts = actor_settings.prompt_settings(config, context).build()
+    prompts = actor_settings.prompt_settings(config, context, held_out=config.task.eval_prompts).build()
     scorer = Scorer(actor_settings.scoring_settings(config))
-    tasks = [prompts.task(i, held_out=True) for i in range(count)]
+    tasks = prompts.held_out(count)
+    count = len(tasks)
     # The embedded engine, wherever the job sampled: it is there wherever the trainer is.
     sampling = dataclasses.replace(
         config,

@@ -66,12 +66,16 @@ class TrajectoryServer:
     """The Dask actor. Idempotent where it is asked twice: draws are numbered, deliveries carry whole segments."""
 
     def __init__(self, settings: ServerSettings, start_s: float) -> None:
-        self._settings = settings
         # Seconds since the run's start, as the driver counts them.
         self._epoch = time.monotonic() - start_s
-        self._prompts: Prompts = settings.prompts.build()
-        store = Path(settings.store)
-        self._store = VersionedStore.open(store) if settings.resumed else VersionedStore.create(store, settings.header)
+        path = Path(settings.store)
+        stored = VersionedStore.open(path) if settings.resumed else None
+        prompts = settings.prompts
+        if stored is not None:
+            prompts = replace(prompts, held_out=stored.header.held_out)
+        self._settings = settings
+        self._prompts: Prompts = prompts.build()
+        self._store = VersionedStore.create(path, settings.header) if stored is None else stored
         self._live: dict[TrajectoryId, Trajectory] = {}
         self._records: dict[GroupId, Record] = {}
         self._num_drawn = 0
@@ -136,13 +140,16 @@ class TrajectoryServer:
         return [DrawnGroup(group=GroupId(g), prompt_tokens=len(t[1])) for g, t in enumerate(tasks, first)]
 
     async def held_out(self, count: int) -> list[HeldOut]:
-        """The first `count` held-out prompts."""
+        """The first `count` held-out prompts, each once: fewer if some are equal or there are not so many."""
 
         def encode() -> list[HeldOut]:
-            tasks = [self._prompts.task(i, held_out=True) for i in range(count)]
-            return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in tasks]
+            return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in self._prompts.held_out(count)]
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+
+    async def kept_apart(self) -> str:
+        """What keeping held-out prompts out of the training has taken up to now, in one line; empty if nothing."""
+        return self._prompts.told
 
     async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
         """Texts of token ids."""

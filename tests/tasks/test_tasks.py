@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from stores.errors import ConfigError, StoreError
 from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion
 from tasks.actors.parameter_server import ParameterServer
-from tasks.environments import JsonLines, ReasoningGym, extract_answer, make_reward, make_source
+from tasks.environments import (
+    JsonLines,
+    ReasoningGym,
+    TaskSource,
+    distinct_held_out,
+    extract_answer,
+    make_reward,
+    make_source,
+)
 from tasks.scoring import Scorer, ScoringSettings
 
 OPTIONS = {"min_terms": 2, "max_terms": 3}
@@ -77,6 +86,72 @@ def test_held_out_prompts_are_others() -> None:
     source = ReasoningGym("chain_sum", {"min_digits": 4, "max_digits": 4}, 4)
     train = {source.task(i).prompt for i in range(200)}
     assert not train & {source.task(i, held_out=True).prompt for i in range(200)}
+
+
+def prompts_of(source: TaskSource, count: int) -> list[str]:
+    return [source.task(i).prompt for i in range(count)]
+
+
+def test_no_held_out_prompt_is_drawn_for_training() -> None:
+    """Sums of two digits: of the 400 there are, 110 indices hold out nearly as many, which are drawn time and again."""
+    source = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 1}, 4)
+    held_out = {t.prompt for t in distinct_held_out(source, 110)}
+    assert 60 < len(held_out) < 110
+    drawn, apart = prompts_of(source, 300), source.apart(110)
+    kept = prompts_of(apart, 300)
+    assert set(drawn) & held_out
+    assert not set(kept) & held_out
+    # All others keep their places, and each draw is a function of its index alone.
+    assert [b for a, b in zip(drawn, kept, strict=True) if a not in held_out] == [d for d in drawn if d not in held_out]
+    again = source.apart(110)
+    assert [again.task(i).prompt for i in reversed(range(300))] == kept[::-1]
+    replaced = sum(d in held_out for d in drawn)
+    assert apart.told == f"{replaced} of 300 prompts drawn for training are held out: replaced by others"
+    assert prompts_of(source.apart(0), 300) == drawn
+
+
+def test_without_repeated_prompts_each_index_means_what_it_did() -> None:
+    source = ReasoningGym("chain_sum", {"min_terms": 4, "min_digits": 4}, 4)
+    apart = source.apart(50)
+    assert prompts_of(apart, 100) == prompts_of(source, 100)
+    assert apart.told == ""
+
+
+def test_a_source_that_is_held_out_as_a_whole_is_one_line() -> None:
+    source = ReasoningGym("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, 4).apart(200)
+    with pytest.raises(ConfigError, match=r"draws gave only prompts that are held out; lower task\.eval_prompts = 200"):
+        source.task(0)
+
+
+def write_rows(path: Path, prompts: Sequence[str]) -> Path:
+    path.write_text("\n".join(json.dumps({"prompt": p, "answer": "a"}) for p in prompts))
+    return path
+
+
+def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
+    rows = [f"p{i}" for i in range(17)]
+    source = JsonLines(write_rows(tmp_path / "data.jsonl", [*rows[:3], "same", *rows[3:], "other", "same"]))
+    assert "same" in prompts_of(source, 18)
+    apart = source.apart(1)
+    assert prompts_of(apart, 36) == ["p0", "p1", "p2", *rows[3:], "p0", "p1", "p2", *rows[3:], "p0", "p1"]
+    assert "1 of 20 rows" in apart.told
+    assert [t.prompt for t in distinct_held_out(apart, 200)] == ["other", "same"]
+    unique = JsonLines(write_rows(tmp_path / "unique.jsonl", rows))
+    assert prompts_of(unique.apart(5), 40) == prompts_of(unique, 40)
+    assert unique.apart(5).told == ""
+    with pytest.raises(ConfigError, match="each of the 9 rows to train on has the prompt of a row that is held out"):
+        JsonLines(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).apart(1)
+
+
+def test_a_users_environment_that_mixes_them_up_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Few:\n    def __init__(self, options, seed): pass\n"
+        "    def record(self, index, held_out): return {'prompt': str(index % 9)}\n"
+        "    def score(self, answer, record): return 0.0\n"
+    )
+    source = make_source(f"{tmp_path}/mine.py:Few", {}, 0).apart(4)
+    assert prompts_of(source, 9) == [str(i) for i in range(9)]
+    assert "4 of 9 prompts that were trained on are held out too" in source.told
 
 
 def test_the_sources_own_verifier() -> None:
