@@ -49,7 +49,7 @@ class Display:
 
     def announce(self, line: str) -> None:
         if not self._quiet:
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def progress(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
         """Show where the run stands. `doing` names a phase outside training; empty keeps the last."""

@@ -1,7 +1,7 @@
 """Run folders, and running a job from start to end in one.
 
-runs/NAME/ holds config.toml (resolved), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest
-resume points), tensorboard/, summary.json and summary.png.
+runs/NAME/ holds config.toml (resolved), fingerprints.json, store/, events.jsonl, evaluations.json, checkpoints/,
+resume/ (the latest resume points), tensorboard/, summary.json and summary.png.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pipeline.config import user_files
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.jobs.run_folder import only_here, prepare_run_dir
+from pipeline.runtime import fingerprints
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.driver import Driver
+from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.outcomes import Outcomes
 from stores.errors import ConfigError, StaleflowError
 
@@ -71,10 +73,7 @@ async def execute(
     facts = inspect_model(config)
     config = user_files.located(config)
     run_dir = config.run_dir
-    if resume:
-        resumptions.reached(config)
-    else:
-        prepare_run_dir(config)
+    found, changed = _folder_ready(config, resume=resume)
     cluster = await connect(config, None if slot is None else slot.security)
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps)
 
@@ -103,7 +102,10 @@ async def execute(
             tracking = held.enter_context(
                 contextlib.closing(Tracking(config, run_dir, 0 if resumption is None else len(resumption.steps)))
             )
-            driver = Driver(config, Actors(config, cluster, run_dir, facts), run_dir, tell, resumption)
+            actors = Actors(config, cluster, run_dir, facts)
+            driver = Driver(
+                config, actors, run_dir, tell, resumption, announce=say, fingerprints=found, changed=changed
+            )
             outcomes = await _driven(driver, reporter.attend(driver, cluster))
             ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
     finally:
@@ -111,6 +113,19 @@ async def execute(
             await reporter.report(cluster.client, *(("running", "") if job else ended))
         await cluster.close()
     return RunEnd(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
+
+
+def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[Fingerprints, list[str]]:
+    """Make the run's folder, or see that it can be gone on with. Returns the fingerprints of what the run uses now, and
+    what differs from its start. Raises ConfigError, StoreError."""
+    from pipeline.runtime import resumption
+
+    found = fingerprints.taken(config)
+    if resume:
+        resumption.reached(config)
+        return found, fingerprints.changes(fingerprints.read(config.run_dir), found)
+    fingerprints.write(prepare_run_dir(config), found)
+    return found, []
 
 
 async def _driven(driver: Driver, beside: Coroutine[Any, Any, None]) -> Outcomes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from pipeline.coordination.snapshot import Snapshot
 from pipeline.profiling.fit import CostWatch
 from pipeline.runtime.actors import Actors, InstanceHandle
 from pipeline.runtime.evaluation import evaluate, read_evaluations, write_evaluations
+from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.instance_link import InstanceLink
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.resumption import Resumption
@@ -55,7 +56,8 @@ SCORE_BATCH = 32
 
 
 class Driver:
-    """Drives one run. `progress` is called with a snapshot and the last step's metrics about twice a second."""
+    """Drives one run. `progress` is called with a snapshot and the last step's metrics about twice a second, `announce`
+    with lines for people. fingerprints: of what rewards and prompts come from. changed: in these, since it began."""
 
     def __init__(
         self,
@@ -64,8 +66,15 @@ class Driver:
         run_dir: Path,
         progress: Callable[[Snapshot, Outcomes, str], None],
         resumption: Resumption | None = None,
+        *,
+        announce: Callable[[str], None] = lambda _: None,
+        fingerprints: Fingerprints | None = None,
+        changed: Sequence[str] = (),
     ) -> None:
         self._config = config
+        self._announce = announce
+        self._prints = {} if fingerprints is None else fingerprints.digests()
+        self._changed = tuple(changed)
         self._actors = actors
         self._run_dir = run_dir
         self._progress = progress
@@ -94,9 +103,12 @@ class Driver:
     async def run(self) -> Outcomes:
         """Place the actors, evaluate, train, evaluate, store the end. Raises StaleflowError with one story."""
         self._task = asyncio.current_task()
+        for line in self._changed:
+            self._note(line)
         self._say("starting actors")
         await self._actors.place_all(self._now(), self._resumption)
         await self._take_up()
+        self._note(await self._actors.ask("server", "kept_apart"))
         if self._coordinator.ledger.version == 0:
             await self._evaluate(PolicyVersion(0))
         self._idle_since = time.monotonic()
@@ -119,6 +131,7 @@ class Driver:
             version = self._coordinator.ledger.version
             await self._actors.pull_all(version)
             await self._evaluate(version)
+        self._note(await self._actors.ask("server", "kept_apart"))
         await self._actors.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
         return self.outcomes
 
@@ -419,6 +432,12 @@ class Driver:
 
     def _say(self, what: str) -> None:
         self._progress(self._coordinator.snapshot(), self.outcomes, what)
+
+    def _note(self, line: str) -> None:
+        """Tell people something they must know to read the run's numbers: once, and in its summary."""
+        if line and line not in self.outcomes.notes:
+            self.outcomes.notes.append(line)
+            self._announce(line)
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Run in the background; a failure reaches the main loop."""

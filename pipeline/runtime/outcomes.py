@@ -32,3 +32,5 @@ class Outcomes:
     """Actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)
     """Instances whose logprobs drifted from the trainer's."""
+    notes: list[str] = field(default_factory=list)
+    """What has to be known to read its numbers: prompts that were kept apart, what changed since the run began."""

@@ -1,0 +1,85 @@
+"""Fingerprints of reward, data and template: what is told when one of them changed while a run lay still."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import loading
+from pipeline.runtime import fingerprints
+from stores.errors import StoreError
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text("def score(answer, record):\n    return 0.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n')
+    return tmp_path
+
+
+def told(job: Path, sources: Path, *after: str) -> list[str]:
+    """What changes by these overrides, and by what has happened to the files since they were written to the folder."""
+    config = loading.load(job, (*_sets(sources), *after))
+    return fingerprints.changes(fingerprints.read(sources), fingerprints.taken(config))
+
+
+def _sets(sources: Path) -> tuple[str, ...]:
+    return f"reward.function={sources}/mine.py:score", f"task.source=jsonl:{sources}/rows.jsonl"
+
+
+def keep(job: Path, sources: Path) -> fingerprints.Fingerprints:
+    found = fingerprints.taken(loading.load(job, _sets(sources)))
+    fingerprints.write(sources, found)
+    return found
+
+
+def test_what_changed_is_named(job: Path, sources: Path) -> None:
+    before = keep(job, sources)
+    assert told(job, sources) == []
+    (sources / "mine.py").write_text("def score(answer, record):\n    return 1.0\n")
+    (line,) = told(job, sources)
+    assert line.startswith(f"reward changed since the run began: code was {before.reward['code']!r}, is '")
+    (sources / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 3}\n')
+    assert [line.split(" was ")[0] for line in told(job, sources)] == [
+        "reward changed since the run began: code",
+        "data changed since the run began: file",
+    ]
+    after = fingerprints.taken(loading.load(job, _sets(sources)))
+    same = {k for k, v in before.digests().items() if after.digests()[k] == v}
+    assert same == {"template"}
+    (line, *_) = told(job, sources, "task.template=Q: {prompt}")[2:]
+    assert line == "template changed since the run began: task.template was '{prompt}', is 'Q: {prompt}'"
+
+
+def test_code_that_lies_elsewhere_is_the_same(job: Path, sources: Path) -> None:
+    keep(job, sources)
+    (sources / "code").mkdir()
+    (sources / "code" / "reward_mine.py").write_text((sources / "mine.py").read_text())
+    assert told(job, sources, f"reward.function={sources}/code/reward_mine.py:score") == []
+
+
+def test_packages_and_a_chat_template_count(job: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = loading.load(job)
+    fingerprints.write(sources, fingerprints.taken(config))
+    monkeypatch.setattr(fingerprints.metadata, "version", lambda package: "99")
+    lines = fingerprints.changes(fingerprints.read(sources), fingerprints.taken(config))
+    assert [line.split(" was ")[0] for line in lines] == [
+        "reward changed since the run began: package reasoning-gym",
+        "data changed since the run began: package reasoning-gym",
+    ]
+    chat = fingerprints.taken(loading.load(job, ("task.chat=true",)))
+    assert len(chat.template["chat template"]) == fingerprints.DIGITS
+    module = fingerprints.taken(loading.load(job, ("reward.function=operator:contains",)))
+    assert len(module.reward["code"]) == fingerprints.DIGITS
+
+
+def test_a_folder_without_them_says_nothing_and_a_broken_one_says_what_to_do(job: Path, sources: Path) -> None:
+    assert told(job, sources) == []
+    keep(job, sources)
+    assert [p.name for p in sources.iterdir() if "fingerprints" in p.name] == [fingerprints.FILE]
+    assert set(json.loads((sources / fingerprints.FILE).read_text())) == {"reward", "data", "template"}
+    (sources / fingerprints.FILE).write_text("{")
+    with pytest.raises(StoreError, match=r"fingerprints\.json: cannot be read: .*; remove it to go on"):
+        told(job, sources)
