@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +17,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.jobs.execution import RunEnd
 from pipeline.jobs.summary import step_line
+from pipeline.runtime.evaluation import Evaluation, not_comparable, shown
 from pipeline.runtime.outcomes import Outcomes
 
 BAR_CELLS = 24
@@ -115,13 +117,17 @@ class Display:
         """The end of a run, and how to look at it."""
         console, summary = self._console, end.summary
         rows: Any = summary["evaluations"]
+        evaluations = [Evaluation.from_json(row) for row in rows]
         table = Table(title=f"{self._config.name}: {summary['steps']} steps")
-        for column in ("held-out reward", "at temperature", "greedy"):
+        for column in ("held-out reward", "at temperature", "greedy", "over"):
             table.add_column(column)
-        for row in rows:
-            table.add_row(f"version {row['version']}", f"{row['sampled']:.3f}", f"{row['greedy']:.3f}")
+        for e in evaluations:
+            sampled, greedy = shown(e.sampled, e.sampled_stderr), shown(e.greedy, e.greedy_stderr)
+            table.add_row(f"version {e.version}", sampled, greedy, escape(e.basis))
         if rows:
             console.print(table)
+        for line in not_comparable(evaluations):
+            console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
         seconds: Any = summary["seconds"]
         overhead: Any = summary["overhead"]
         console.print(

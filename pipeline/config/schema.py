@@ -50,7 +50,7 @@ class TaskConfig:
     answer_pattern: str = knob(
         "", "regular expression whose first group is the answer within a response; empty: all of it"
     )
-    eval_prompts: int = knob(200, "held-out prompts evaluated before and after; 0 for none", low=0)
+    eval_prompts: int = knob(200, "held-out prompts evaluated before and after, each once; 0 for none", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from stores.trajectory import Fate
 from stores.versioned import VersionedStore
@@ -13,8 +14,9 @@ from stores.versioned import VersionedStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two branches of a store, over what was trained on. flipped: groups in which a member that was better than another
-    is worse now; gained, lost: groups whose rewards differ in the second only, in the first only."""
+    """Two branches of a store, over what was trained on. mean: without rewards that failed. flipped: groups in which a
+    member that was better than another is worse now; gained, lost: groups whose rewards differ in the second only, in
+    the first only."""
 
     trajectories: int
     changed: int
@@ -51,7 +53,7 @@ def difference(run_dir: Path, first: str, second: str) -> Difference:
     return Difference(
         trajectories=len(at),
         changed=int((a != b).sum()),
-        mean=(float(a.mean()) if len(a) else 0.0, float(b.mean()) if len(b) else 0.0),
+        mean=(_mean(a, table["loss_mask"][at] > 0), _mean(b, other["loss_mask"][at] > 0)),
         histogram=tuple(
             (float(edge), int(m), int(n)) for edge, m, n in zip(edges[:-1], counts[0], counts[1], strict=True) if m or n
         ),
@@ -60,3 +62,7 @@ def difference(run_dir: Path, first: str, second: str) -> Difference:
         gained=tuple(ids[~signal_a & signal_b].tolist()),
         lost=tuple(ids[signal_a & ~signal_b].tolist()),
     )
+
+
+def _mean(rewards: npt.NDArray[np.float32], scored: npt.NDArray[np.bool_]) -> float:
+    return float(rewards[scored].mean()) if scored.any() else 0.0

@@ -43,7 +43,7 @@ class Reprocessed:
     scored: int
     errors: dict[int, str]
     mean_before: float
-    """Mean reward over the trajectories that were trained on."""
+    """Mean reward over the trajectories that were trained on, without those whose reward failed."""
     mean_after: float
 
 
@@ -74,6 +74,7 @@ def reprocess(
         progress(done, count)
     consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
     estimate = _advantages(config, table, consumed, rewards, valid)
+    before = consumed & (table["loss_mask"] > 0)
     lineage = {
         "reward": reward,
         "code": hashlib.sha256("".join(code.values()).encode()).hexdigest() if code else "",
@@ -89,7 +90,7 @@ def reprocess(
         rows=count,
         scored=int((table["response_tokens"] > 0).sum()),
         errors=errors,
-        mean_before=float(table["reward"][consumed].mean()) if consumed.any() else 0.0,
+        mean_before=float(table["reward"][before].mean()) if before.any() else 0.0,
         mean_after=float(rewards[consumed & valid].mean()) if (consumed & valid).any() else 0.0,
     )
 

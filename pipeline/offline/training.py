@@ -29,7 +29,8 @@ from pipeline.config.model_facts import inspect_model
 from pipeline.config.schema import RunConfig
 from pipeline.jobs.run_folder import only_here
 from pipeline.offline.pool import Pool, store_at
-from pipeline.runtime.evaluation import Evaluation
+from pipeline.runtime import fingerprints
+from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
 from stores.errors import ConfigError, StoreError
 from stores.resume_points import ResumePoints
 from stores.selection import Selection
@@ -48,7 +49,8 @@ Report = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflinePlan:
-    """All that the outcome depends on. out: the folder to make. exact: nothing differs from what the run did."""
+    """All that the outcome depends on. out: the folder to make. exact: nothing differs from what the run did.
+    prompt_seed: of the run, whose prompts these are whatever seed it is trained with now."""
 
     config: RunConfig
     path: str
@@ -58,6 +60,12 @@ class OfflinePlan:
     epochs: int
     out: str
     exact: bool
+    prompt_seed: int
+
+    @property
+    def asked(self) -> RunConfig:
+        """The job as far as prompts and rewards go."""
+        return dataclasses.replace(self.config, seed=self.prompt_seed)
 
     @property
     def digest(self) -> str:
@@ -132,6 +140,7 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
         epochs=epochs,
         out=str(out.resolve()),
         exact=branch == "main" and not where and epochs == 1 and not same,
+        prompt_seed=loading.load(run_dir / "config.toml").seed,
     )
 
 
@@ -178,7 +187,9 @@ def train(plan: OfflinePlan, report: Report) -> Trained:
 def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Trained:
     _prepare(part, plan)
     context = inspect_model(plan.config).context
-    before = _evaluated(plan.config, plan.config.model.path, 0, context, report)
+    for line in fingerprints.changes(fingerprints.read(Path(plan.path).parent), fingerprints.taken(plan.asked)):
+        report({"say": line})
+    before = _evaluated(plan, plan.config.model.path, 0, context, report)
     training = _Training(plan, part)
     steps = list(training.steps())
     report({"total": len(steps)})
@@ -188,7 +199,7 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Traine
         report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
     checkpoint = part / "checkpoints" / f"step-{len(steps):06d}"
     training.policy.save(checkpoint)
-    after = _evaluated(plan.config, str(checkpoint), len(steps), context, report)
+    after = _evaluated(plan, str(checkpoint), len(steps), context, report)
     result = Trained(
         out=plan.out,
         checkpoint=str(out / "checkpoints" / checkpoint.name),
@@ -263,11 +274,12 @@ class _Training:
         self.errors |= {int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)}
         ended = [row for row in picked if isinstance(row, Ended)]
         rows = [Row.of(row) for row in ended]
+        rewards = [row.trajectory.reward for row in ended if row.loss_mask]
         begin = time.monotonic()
         metrics = self.policy.step(schedule, rows) if rows else {}
         metrics |= {
             "step": float(number),
-            "reward": float(np.mean([row.trajectory.reward for row in ended])) if ended else 0.0,
+            "reward": float(np.mean(rewards)) if rewards else 0.0,
             "rows": float(len(rows)),
             "train_s": time.monotonic() - begin,
         }
@@ -288,19 +300,34 @@ class _Training:
         return next((i for i, same in enumerate(self._prints) if not same), len(self._prints))
 
 
-def _evaluated(config: RunConfig, model: str, version: int, context: int, report: Report) -> Evaluation | None:
-    """Mean reward on the job's held-out prompts under a model; None if the job has none."""
+def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
+    """Mean reward on the job's held-out prompts under a model, without those that the plan trains on; None if there are
+    none."""
     from tasks.engines.answering import answers
-    from tasks.scoring import Scorer
+    from tasks.scoring import ScoredResponse, Scorer
 
+    config = plan.config
     count = config.task.eval_prompts
     if not count:
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
-    prompts = actor_settings.prompt_settings(config, context, held_out=config.task.eval_prompts).build()
-    scorer = Scorer(actor_settings.scoring_settings(config))
+    store = store_at(plan.path, plan.snapshot)
+    # The header says which prompt a group had: not as the job would draw it now.
+    prompts = actor_settings.prompt_settings(plan.asked, context, held_out=store.header.held_out).build()
+    scorer = Scorer(actor_settings.scoring_settings(plan.asked))
     tasks = prompts.held_out(count)
-    count = len(tasks)
+    apart = store.header.held_out
+    if not version and (line := fewer_prompts(count, len(tasks), config.task.source)):
+        report({"say": line})
+    if apart is None or apart < count:
+        rows = np.concatenate(list(chosen_rows(store, plan.where).values()))
+        trained = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
+        kept = [task for task in tasks if task.prompt not in trained]
+        if not version and len(kept) < len(tasks):
+            report({"say": f"{len(tasks) - len(kept)} of {len(tasks)} held-out prompts were trained on: left out"})
+        tasks = kept
+    if not tasks:
+        return None
     # The embedded engine, wherever the job sampled: it is there wherever the trainer is.
     sampling = dataclasses.replace(
         config,
@@ -312,19 +339,20 @@ def _evaluated(config: RunConfig, model: str, version: int, context: int, report
     engine = actor_settings.engine_settings(sampling, 0, inspect_model(sampling).eos).build(
         InstanceId("evaluation"), config.cluster.threads
     )
-    means = {}
+    scores: dict[bool, list[ScoredResponse]] = {}
     try:
         encoded = [prompts.encode(t) for t in tasks]
         for greedy in (False, True):
             tokens = answers(
                 engine, encoded, max_new_tokens=config.rollout.max_new_tokens, greedy=greedy, deadline_s=LIMIT_S
             )
-            texts = [prompts.text(t) for t in tokens]
-            scores = scorer.score([(text, task.record) for text, task in zip(texts, tasks, strict=True)])
-            means[greedy] = sum(s.reward for s in scores) / count
+            answered = [(i, t) for i, t in enumerate(tokens) if t is not None]
+            scored = scorer.score([(prompts.text(t), tasks[i].record) for i, t in answered])
+            by_prompt = dict(zip((i for i, _ in answered), scored, strict=True))
+            scores[greedy] = [by_prompt.get(i, NO_RESPONSE) for i in range(len(tasks))]
     finally:
         scorer.close()
         engine.close()
-    found = Evaluation(version=version, num_prompts=count, sampled=means[False], greedy=means[True])
+    found = Evaluation.of(version, scores[False], scores[True], fingerprints.taken(plan.asked).digests())
     report({"say": found.line})
     return found

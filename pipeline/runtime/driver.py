@@ -36,7 +36,13 @@ from pipeline.coordination.journal import Journal
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.profiling.fit import CostWatch
 from pipeline.runtime.actors import Actors, InstanceHandle
-from pipeline.runtime.evaluation import evaluate, read_evaluations, write_evaluations
+from pipeline.runtime.evaluation import (
+    evaluate,
+    fewer_prompts,
+    not_comparable,
+    read_evaluations,
+    write_evaluations,
+)
 from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.instance_link import InstanceLink
 from pipeline.runtime.outcomes import Outcomes
@@ -378,9 +384,14 @@ class Driver:
         for instance in self._actors.instances.values():
             for task in instance.tasks:
                 task.cancel()  # they would take the evaluation's answers for the run's
-        self.outcomes.evaluations.append(await evaluate(self._actors, self._config, version))
+        evaluation = await evaluate(self._actors, self._config, version, self._prints, self._changed)
+        asked = self._config.task
+        self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.source))
+        self.outcomes.evaluations.append(evaluation)
         write_evaluations(self._run_dir, self.outcomes.evaluations)
         self._say("")
+        for line in not_comparable(self.outcomes.evaluations):
+            self._note(line)
 
     # -- measuring -----------------------------------------------------------------------------------------------
 

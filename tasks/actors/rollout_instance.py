@@ -42,9 +42,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """One evaluated prompt: sampled token ids."""
+    """One evaluated prompt: sampled token ids; None if the engine failed on it."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] | None
 
 
 class RolloutInstance:

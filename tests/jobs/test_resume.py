@@ -95,7 +95,10 @@ def test_a_stopped_run_loses_nothing_and_one_without_its_latest_points_undoes_st
 
 
 def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(job: Path) -> None:
-    end = run(job, "steps=2")
+    """With another reward by then: its evaluations before and after are told apart."""
+    reward = job.parent / "mine.py"
+    reward.write_text("def even(answer, record):\n    assert len(answer) % 3\n    return float(len(answer) % 2)\n")
+    end = run(job, "steps=2", f"reward.function={reward}:even", "reward.max_error_share=1")
     repository = repository_at(end.run_dir / "store")
     (last_step,) = (
         s.id for s in repository.ancestry(branch="main") if s.metadata == {**s.metadata, "kind": "step", "step": 1}
@@ -103,12 +106,23 @@ def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(jo
     repository.reset_branch("main", last_step)
     (end.run_dir / "summary.json").unlink()
     (end.run_dir / "evaluations.json").write_text(json.dumps(end.summary["evaluations"][:1]))  # type: ignore[index]
+    reward.write_text("def even(answer, record):\n    return float(len(answer) % 2)\n")
     resumed = staleflow("resume", end.run_dir)
     assert resumed.returncode == 0, resumed.stderr
     check(end.run_dir, 2)
     assert VersionedStore.open(end.run_dir / "store").steps()[-1].kind == "end"
     summary = json.loads((end.run_dir / "summary.json").read_text())
-    assert [e["version"] for e in summary["evaluations"]] == [0, 2]
+    before, after = summary["evaluations"]
+    assert (before["version"], after["version"]) == (0, 2)
+    assert before["reward"] != after["reward"]
+    assert before["data"] == after["data"] != ""
+    assert after["sampled_failed"] == after["greedy_failed"] == 0
+    (changed,) = after["changed"]
+    assert changed.startswith("reward changed since the run began: code was ")
+    assert changed in resumed.stderr
+    compared = "held-out rewards at versions 0 and 2 cannot be compared: found with different reward functions"
+    assert compared in resumed.stderr
+    assert {changed, compared} <= set(summary["notes"])
 
 
 def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from stores.errors import ConfigError
 from stores.selection import Selection
 from stores.trajectory import Ended, TrajectoryId
 from stores.versioned import VersionedStore
+from tasks.environments import ReasoningGym, distinct_held_out
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, staleflow
 from tests.stores.test_stores import change_a_logprob, corrupt_tokens, edit
@@ -242,12 +243,22 @@ def test_training_on_what_is_stored_gives_the_runs_own_weights(stored: Path, tmp
 
     told: list[Mapping[str, Any]] = []
     out = tmp_path / "again"
-    result = training.train_offline(stored, out, pool, overrides=("task.eval_prompts=4",), report=told.append)
+    result = training.train_offline(stored, out, pool, overrides=("task.eval_prompts=48",), report=told.append)
     assert (result.steps, result.rows, result.same_steps) == (3, 48, 3)
     ours = load_file(Path(result.checkpoint) / "model.safetensors")
     theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
     assert all((ours[name] == theirs[name]).all() for name in theirs)
     assert result.before is not None and result.after is not None
+    # Of 48 held-out prompts, for which the run kept none apart: two are the same, and some it was trained on.
+    source = ReasoningGym("chain_sum", loading.load(stored / "config.toml").task.options, 3)
+    held_out = {task.prompt for task in distinct_held_out(source, 48)}
+    trained = {source.task(row.trajectory.group).prompt for row in rows_of(stored) if row.staleness >= 0}
+    assert held_out & trained
+    assert result.before.num_prompts == result.after.num_prompts == len(held_out - trained) < len(held_out) < 48
+    said = [event.get("say", "") for event in told]
+    assert any(line.startswith("task.eval_prompts = 48: ") for line in said)
+    assert f"{len(held_out & trained)} of {len(held_out)} held-out prompts were trained on: left out" in said
+    assert result.before.reward == result.after.reward != ""
     assert json.loads((out / "offline.json").read_text())["snapshot"] == VersionedStore.open(stored / "store").snapshot
     assert not list(tmp_path.glob(".*"))
 
