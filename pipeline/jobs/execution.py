@@ -18,12 +18,12 @@ from typing import Any
 from pipeline.config import user_files
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.snapshot import Snapshot
-from pipeline.jobs.run_folder import only_here, prepare_run_dir
 from pipeline.runtime import fingerprints
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.driver import Driver
 from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.outcomes import Outcomes
+from pipeline.runtime.run_folder import only_here, prepare_run_dir
 from stores.errors import ConfigError, StaleflowError
 
 

@@ -24,7 +24,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.user_files import CODE
 from pipeline.jobs import reporter as reporting
 from pipeline.jobs.execution import DriverSlot, DriverSlotTaken, execute
-from pipeline.jobs.run_folder import refuse_taken
+from pipeline.runtime.run_folder import refuse_taken
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import Where, client_security
 from pipeline.scheduler.job_list import find

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import loading
-from pipeline.jobs.run_folder import only_here
 from pipeline.offline.pool import Pool, store_at
 from pipeline.offline.texts import texts_of
+from pipeline.runtime.run_folder import only_here
 from stores import frames
 from stores.errors import ConfigError, StaleflowError, StoreError
 from stores.selection import Selection

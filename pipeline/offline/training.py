@@ -27,10 +27,10 @@ import numpy.typing as npt
 from pipeline.config import actor_settings, fields, loading
 from pipeline.config.model_facts import inspect_model
 from pipeline.config.schema import RunConfig
-from pipeline.jobs.run_folder import only_here
 from pipeline.offline.pool import Pool, store_at
 from pipeline.runtime import fingerprints
 from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
+from pipeline.runtime.run_folder import only_here
 from stores.errors import ConfigError, StoreError
 from stores.resume_points import ResumePoints
 from stores.selection import Selection
