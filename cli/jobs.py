@@ -60,7 +60,7 @@ def submit(config_path: str, overrides: tuple[str, ...], name: str, where: Where
     if name:
         overrides = (*overrides, f"name={name}")
     config = user_files.located(loading.load(config_path, overrides))
-    refuse_taken(config)
+    refuse_taken(config.run_dir)
     told(config, asyncio.run(submission.submit(config, where)))
 
 

@@ -35,6 +35,11 @@ def located(config: RunConfig) -> RunConfig:
     )
 
 
+def placed(config: RunConfig, run_dir: Path) -> RunConfig:
+    """The same job in another folder."""
+    return dataclasses.replace(config, runs_dir=str(run_dir.parent), name=run_dir.name)
+
+
 CODE = (("task", "source"), ("reward", "function"), ("tracking", "tracker"))
 """Where a job may name code of its user's own by file."""
 
@@ -47,7 +52,8 @@ def with_code(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
         section = getattr(config, table)
         file, _, name = getattr(section, key).rpartition(":")
         if file.endswith(".py"):
-            travels = f"{table}_{Path(file).name}"
+            kept = Path(file).parent == config.run_dir / "code"  # it has travelled with the run before
+            travels = Path(file).name if kept else f"{table}_{Path(file).name}"
             try:
                 code[travels] = Path(file).read_text()
             except OSError as error:

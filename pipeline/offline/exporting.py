@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import loading
 from pipeline.offline.pool import Pool, store_at
 from pipeline.offline.texts import texts_of
-from pipeline.runtime.run_folder import only_here
+from pipeline.runtime.run_folder import load_job, only_here
 from stores import frames
 from stores.errors import ConfigError, StaleflowError, StoreError
 from stores.selection import Selection
@@ -63,11 +62,10 @@ def export(
     there. Raises ConfigError before anything is written."""
     if to not in FORMATS:
         raise ConfigError(f"--to {to}: there are {', '.join(FORMATS)}")
-    if out.exists():
-        raise ConfigError(f"{out} is there already; name another place with --out, or remove it")
+    _refuse_taken(out)
     if to != "jsonl":
         frames.require("pyarrow.parquet")
-    config = loading.load(run_dir / "config.toml")
+    config = load_job(run_dir)
     texts_of(config)
     store = VersionedStore.open(run_dir / "store", branch=branch)
     (rows,) = np.nonzero(Selection(where).mask(store.columns()))
@@ -97,6 +95,11 @@ def export(
         raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
     count = 1 if to == "jsonl" else len(files)
     return Exported(path=str(out), rows=written, files=count, bytes=size, errors=errors)
+
+
+def _refuse_taken(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out} is there already; name another place with --out, or remove it")
 
 
 def _written(
@@ -222,4 +225,4 @@ def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[Ended], list[s
 
 @functools.lru_cache(maxsize=2)
 def _texts(run_dir: str) -> Any:
-    return texts_of(loading.load(Path(run_dir) / "config.toml"))
+    return texts_of(load_job(Path(run_dir)))

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import actor_settings, loading
+from pipeline.config import actor_settings
 from pipeline.config.schema import RunConfig, TrackingConfig
 from pipeline.config.user_files import with_code
 from pipeline.offline.pool import Pool, store_at
 from pipeline.offline.texts import texts_of
+from pipeline.runtime.run_folder import load_job
 from stores import branches
 from stores.errors import ConfigError
 from stores.trajectory import Fate, Trajectory
@@ -52,7 +53,7 @@ def reprocess(
 ) -> Reprocessed:
     """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name). progress: (rows
     done, rows in all). Raises ConfigError before anything is computed."""
-    config = _with_reward(loading.load(run_dir / "config.toml"), reward)
+    config = _with_reward(load_job(run_dir), reward)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
     branches.refuse(path, branch)

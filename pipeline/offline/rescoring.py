@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import loading
 from pipeline.config.model_facts import inspect_model
 from pipeline.config.schema import RunConfig
 from pipeline.offline.pool import Pool, store_at
+from pipeline.runtime.run_folder import load_job
 from stores import branches
 from stores.errors import ConfigError
 from stores.selection import Selection
@@ -97,7 +97,7 @@ def rescore(
 ) -> Rescored:
     """Read a run's responses under the model of a folder or hub name. branch: one to keep the logprobs on, for which
     all responses are read. Raises ConfigError before anything is computed."""
-    config = loading.load(run_dir / "config.toml")
+    config = load_job(run_dir)
     if branch and where:
         raise ConfigError("--branch keeps the logprobs of all trajectories; leave --where out")
     reading = reading_of(config, model)

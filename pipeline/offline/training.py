@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import actor_settings, fields, loading
+from pipeline.config import actor_settings, fields
 from pipeline.config.model_facts import inspect_model
 from pipeline.config.schema import RunConfig
 from pipeline.offline.pool import Pool, store_at
 from pipeline.runtime import fingerprints
 from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
-from pipeline.runtime.run_folder import only_here
+from pipeline.runtime.run_folder import load_job, only_here
 from stores.errors import ConfigError, StoreError
 from stores.resume_points import ResumePoints
 from stores.selection import Selection
@@ -119,9 +119,8 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
         key = override.partition("=")[0]
         if not key.startswith(MAY_CHANGE):
             raise ConfigError(f"--set {override}: offline these can change: {', '.join(MAY_CHANGE)}")
-    if out.exists():
-        raise ConfigError(f"{out} is there already; name another with --out, or remove it")
-    config = loading.load(run_dir / "config.toml", overrides)
+    _refuse_taken(out)
+    config = load_job(run_dir, overrides)
     if config.emulated:
         raise ConfigError(f"{run_dir}: an emulated run has nothing that a model could learn")
     inspect_model(config)
@@ -140,7 +139,7 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
         epochs=epochs,
         out=str(out.resolve()),
         exact=branch == "main" and not where and epochs == 1 and not same,
-        prompt_seed=loading.load(run_dir / "config.toml").seed,
+        prompt_seed=load_job(run_dir).seed,
     )
 
 
@@ -182,6 +181,11 @@ def train(plan: OfflinePlan, report: Report) -> Trained:
         (part / ".running").unlink()
         part.rename(out)
     return result
+
+
+def _refuse_taken(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out} is there already; name another with --out, or remove it")
 
 
 def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Trained:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import loading
 from pipeline.offline.rescoring import reading_of, response_logprobs
 from pipeline.offline.texts import texts_of
+from pipeline.runtime.run_folder import load_job
 from stores.errors import ConfigError
 from stores.selection import Selection
 from stores.trajectory import TrajectoryId
@@ -77,7 +77,7 @@ def view(
 ) -> list[TrajectoryView]:
     """The trajectories with these ids. model: a folder or hub name to take importance ratios under; without one those a
     branch keeps, if it does. Raises ConfigError for an unknown id, StoreError for a damaged one."""
-    config = loading.load(run_dir / "config.toml")
+    config = load_job(run_dir)
     texts: Texts
     try:
         texts = texts_of(config)

@@ -10,8 +10,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import fields, loading
 from pipeline.config.schema import RunConfig
+from pipeline.runtime.run_folder import load_job, write_job
 from stores.errors import ConfigError, StoreError
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
@@ -39,7 +39,8 @@ class Resumption:
 
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """The job that a run folder holds, with overrides that do not change what it is. Raises ConfigError."""
+    """The job that a run folder holds, to be gone on with there, with overrides that do not change what it is. Raises
+    ConfigError."""
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run here; `staleflow store ls` lists the runs there are")
     for override in overrides:
@@ -48,13 +49,15 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
             raise ConfigError(
                 f"--set {override}: a run keeps what it was started with; these can change: {', '.join(MAY_CHANGE)}"
             )
-    return loading.load(run_dir / "config.toml", overrides)
+    if run_dir.resolve().name.startswith("."):
+        raise ConfigError(f"{run_dir}: the name of a run's folder must not begin with a dot; rename it")
+    return load_job(run_dir, overrides)
 
 
 def reached(config: RunConfig) -> PolicyVersion:
     """The version a run can go on from: of its newest whole resume point that the store has reached, 0 for one that has
-    stored nothing. Raises ConfigError if there is none, or nothing left to do: a run that was killed after its last
-    step still has its evaluation before it."""
+    stored nothing. Raises ConfigError if there is none, or if nothing is left to do: a
+    run that was killed after its last step still has its evaluation before it."""
     from stores.versioned import VersionedStore
 
     run_dir = config.run_dir
@@ -81,16 +84,17 @@ def prepare(config: RunConfig) -> Resumption:
 
     run_dir, version = config.run_dir, reached(config)
     if not (run_dir / "store").is_dir():
+        write_job(config)
         return Resumption(version=version)
     try:
         VersionedStore.rewind(run_dir / "store", version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
         _set_aside(run_dir)
-        part = run_dir / ".config.part"
-        part.write_text(fields.to_toml(config))
-        part.rename(run_dir / "config.toml")  # a kill in between must not leave half a job
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(f"{run_dir}: cannot be written: {error}") from error
+    write_job(config)
     return Resumption(
         version=version,
         fingerprint=records[-1].weight_fingerprint if records else "",

@@ -361,3 +361,17 @@ def test_the_example_goes_through(stored: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "audit clean: True" in done.stdout
     assert (tmp_path / "run-offline-example" / "policy" / "checkpoints").is_dir()
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_worked_on_with_the_code_that_is_in_it(copy: Path, stored: Path, tmp_path: Path) -> None:
+    """The job of a submitted run names its code in the folder that it was made in."""
+    job = (copy / "config.toml").read_text()
+    named = job.replace('function = "task"', f'function = "{stored}/code/reward_mine.py:score"')
+    assert named != job
+    (copy / "config.toml").write_text(named)
+    plan = training.planned(copy, tmp_path / "out", (), "main", "", 1)
+    assert plan.config.reward.function == f"{copy}/code/reward_mine.py:score"
+    assert plan.path == str(copy / "store")
