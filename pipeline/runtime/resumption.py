@@ -10,8 +10,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.config import actor_settings
 from pipeline.config.schema import RunConfig
 from pipeline.runtime.run_folder import load_job, write_job
+from stores.base import RunHeader
 from stores.errors import ConfigError, StoreError
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
@@ -56,7 +58,7 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
 
 def reached(config: RunConfig) -> PolicyVersion:
     """The version a run can go on from: of its newest whole resume point that the store has reached, 0 for one that has
-    stored nothing. Raises ConfigError if there is none, or if nothing is left to do: a
+    stored nothing. Raises ConfigError if there is none, if the store is of another job, or if nothing is left to do: a
     run that was killed after its last step still has its evaluation before it."""
     from stores.versioned import VersionedStore
 
@@ -64,6 +66,7 @@ def reached(config: RunConfig) -> PolicyVersion:
     if not (run_dir / "store").is_dir():
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
+    refuse_unfit(config, store.header)
     records = store.steps()
     trained = sum(r.kind == "step" for r in records)
     if trained > config.steps or (trained == config.steps and records[-1].kind == "end"):
@@ -75,6 +78,28 @@ def reached(config: RunConfig) -> PolicyVersion:
             f"{config.training.resume_every}"
         )
     return points[-1] if points else PolicyVersion(0)
+
+
+def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
+    """ConfigError if a store's numbers mean something else than the job's would: its bound or its sizes are others."""
+    job = actor_settings.run_header(config)
+    if config.staleness.admission == "backlog" and job.eta > header.eta:
+        raise ConfigError(
+            f"{config.run_dir}: steps = {config.steps} in the job, {header.eta} in the store: with staleness.admission "
+            f"= backlog they are the bound it was made with; go on with --set steps={header.eta} at most"
+        )
+    sizes = (
+        ("batch.groups_per_step", job.groups_per_step, header.groups_per_step),
+        ("batch.group_size", job.group_size, header.group_size),
+        ("batch.group_size + batch.extra_members", job.members_started, header.members_started),
+    )
+    bound = (("staleness.eta", job.eta, header.eta),) if config.staleness.admission != "backlog" else ()
+    for key, asked, stored in (*bound, *sizes):
+        if asked != stored:
+            raise ConfigError(
+                f"{config.run_dir}: {key} = {asked} in config.toml, {stored} in the store, which another job has made; "
+                "put that job's config.toml back"
+            )
 
 
 def prepare(config: RunConfig) -> Resumption:

@@ -211,6 +211,37 @@ def test_what_a_resume_changes_is_written_down_even_if_nothing_was_stored(light:
     assert load_job(folder).steps == 9
 
 
+# -- a job that is not the store's -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "message"),
+    [
+        ((), "staleness.eta=4", "staleness.eta = 4 in config.toml, 1 in the store"),
+        ((), "batch.groups_per_step=5", "batch.groups_per_step = 5 in config.toml, 6 in the store"),
+        ((), "batch.group_size=2", "batch.group_size = 2 in config.toml, 4 in the store"),
+        ((), "batch.extra_members=1", r"batch.group_size \+ batch.extra_members = 5 in config.toml, 4 in the store"),
+        (("staleness.admission=backlog",), "steps=4", "steps = 4 in the job, 3 in the store: .*--set steps=3 at most"),
+    ],
+)
+def test_a_resume_refuses_a_job_that_its_store_is_not_of(
+    light: Path, made: tuple[str, ...], asked: str, message: str
+) -> None:
+    config = begun(light, *made)
+    assert resumption.reached(config) == 0
+    run_folder.write_job(loading.load(light, (*made, asked)))
+    before = contents(config.run_dir)
+    for go_on in (resumption.reached, resumption.prepare):
+        with pytest.raises(ConfigError, match=message):
+            go_on(resumption.load(config.run_dir))
+    assert contents(config.run_dir) == before
+
+
+def test_a_backlog_run_may_end_earlier_than_its_bound(light: Path) -> None:
+    config = begun(light, "staleness.admission=backlog")
+    assert resumption.reached(resumption.load(config.run_dir, ("steps=2",))) == 0
+
+
 # -- what is named is what is worked on --------------------------------------------------------------------------------
 
 
