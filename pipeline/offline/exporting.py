@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pipeline.offline.pool import Pool, store_at
 from pipeline.offline.texts import texts_of
-from pipeline.runtime.run_folder import load_job, only_here
+from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores import frames
 from stores.errors import ConfigError, StaleflowError, StoreError
 from stores.selection import Selection
@@ -76,6 +76,7 @@ def export(
         part.mkdir(parents=True, exist_ok=True)
         with only_here(part), contextlib.ExitStack() as unfinished:
             unfinished.callback(shutil.rmtree, part, ignore_errors=True)
+            _refuse_taken(out)  # by an export that has ended since
             _clear(part)  # of an export that was killed
             data = part / "data" if to == "hf" else part
             data.mkdir(exist_ok=True)
@@ -87,8 +88,8 @@ def export(
                 _joined(files, part / "whole")
                 (part / "whole").rename(out)
             else:
-                (part / ".running").unlink()
                 part.rename(out)
+                (out / LOCK).unlink()  # after it: a folder without its lock file is anyone's
     except OSError as error:
         if isinstance(error, StaleflowError):
             raise
@@ -128,7 +129,7 @@ def _clear(folder: Path) -> None:
     for old in folder.iterdir():
         if old.is_dir():
             shutil.rmtree(old)
-        elif old.name != ".running":
+        elif old.name != LOCK:
             old.unlink()
 
 

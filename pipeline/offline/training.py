@@ -30,7 +30,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.offline.pool import Pool, store_at
 from pipeline.runtime import fingerprints
 from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
-from pipeline.runtime.run_folder import load_job, only_here
+from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores.errors import ConfigError, StoreError
 from stores.resume_points import ResumePoints
 from stores.selection import Selection
@@ -177,9 +177,14 @@ def train(plan: OfflinePlan, report: Report) -> Trained:
     except OSError as error:
         raise StoreError(f"{part}: cannot be made: {error}; choose another place with --out") from error
     with only_here(part):
+        try:
+            _refuse_taken(out)  # by a training that has ended since
+        except ConfigError:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
         result = _trained(plan, out, part, report)
-        (part / ".running").unlink()
         part.rename(out)
+        (out / LOCK).unlink()  # after it: a folder without its lock file is anyone's
     return result
 
 

@@ -363,7 +363,34 @@ def test_the_example_goes_through(stored: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run-offline-example" / "policy" / "checkpoints").is_dir()
 
 
-# -- copies ------------------------------------------------------------------------------------------------------------
+# -- two at once, and copies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["jsonl", "parquet"])
+def test_what_another_export_has_written_meanwhile_is_kept(
+    copy: Path, tmp_path: Path, pool: Pool, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / f"out.{to}"
+
+    def opened(path: Path, branch: str) -> VersionedStore:
+        out.write_text("the other's")  # which ended while this one read the store
+        return store_open(path, branch=branch)
+
+    store_open = VersionedStore.open
+    monkeypatch.setattr(VersionedStore, "open", opened)
+    with pytest.raises(ConfigError, match=r"out\.\w+ is there already"):
+        exporting.export(copy, to, out, pool)
+    assert out.read_text() == "the other's"
+    assert not list(tmp_path.glob(".out.*"))
+
+
+def test_what_another_training_has_written_meanwhile_is_kept(copy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trained"
+    plan = training.planned(copy, out, (), "main", "", 1)
+    out.mkdir()
+    with pytest.raises(ConfigError, match="trained is there already"):
+        training.train(plan, lambda _: pytest.fail("it has begun"))
+    assert not list(tmp_path.glob(".trained.*"))
 
 
 def test_a_copy_is_worked_on_with_the_code_that_is_in_it(copy: Path, stored: Path, tmp_path: Path) -> None:
