@@ -34,8 +34,8 @@ from tasks.actors.rollout_instance import Evaluated
 from tasks.actors.trajectory_server import TrajectoryServer
 from tasks.engines.answering import answers
 from tasks.engines.base import Failed
-from tasks.prompts import TokenizedPrompts
 from tasks.scoring import ScoredResponse
+from tasks.texts import tokenizer_texts
 
 EARLIER = {"version": 0, "num_prompts": 200, "sampled": 0.338, "greedy": 0.3}
 """As earlier versions wrote it."""
@@ -67,8 +67,8 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
 
     async def scenario() -> Evaluation:
         settings = actor_settings.server_settings(config, folder / "store", 128)
-        server, reward = TrajectoryServer(settings, 0.0), RewardWorker(settings.scoring, 30.0)
-        tokenizer = TokenizedPrompts(settings)._tokenizer
+        server, reward = TrajectoryServer(settings, 0.0), RewardWorker(actor_settings.scoring_settings(config), 30.0)
+        tokenizer = tokenizer_texts(config.model.path).tokenizer
 
         def ids(text: str) -> tuple[int, ...]:
             return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
