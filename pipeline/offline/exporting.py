@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.offline.pool import Pool, store_at
+from pipeline.offline.pool import Pool, require_all, store_at
 from pipeline.offline.texts import texts_of
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores import frames
@@ -122,6 +122,7 @@ def _written(
         written += count
         errors |= damaged
         progress(written + len(errors), len(rows))
+    require_all(written + len(errors), len(rows))
     return written, files, errors
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 from pipeline.runtime.workers import HEAVY_ROLES
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import Where
-from stores.errors import ActorLost, ConfigError
+from stores.errors import ActorLost, ConfigError, ProtocolViolation
 from stores.versioned import VersionedStore
 
 BLOCK_ROWS = 2048
@@ -40,9 +41,9 @@ class Pool:
     def run(
         self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, model: bool = False
     ) -> Iterator[Any]:
-        """Results of function(*call), as they come; never more under way than the workers can use. What a call raises
-        is raised here, and the others are dropped. model: whether the calls need a worker made for models. Raises
-        ConfigError if jobs have all workers, ActorLost if the workers do not survive it."""
+        """Results of function(*call) for every call, as they come; never more under way than the workers can use. What
+        a call raises is raised here, and the others are dropped. model: whether the calls need a worker made for
+        models. Raises ConfigError if jobs have all workers, ActorLost if the workers do not survive it."""
         from distributed import KilledWorker, as_completed
         from distributed.client import FutureCancelledError
 
@@ -54,7 +55,8 @@ class Pool:
             return self.client.submit(function, *call, pure=False, **where)
 
         under_way = len(free) * CALLS_A_WORKER
-        futures = as_completed([submit(call) for call, _ in zip(calls, range(under_way), strict=False)])
+        # Not zip with a range: it would take a call more, and drop it.
+        futures = as_completed([submit(call) for call in itertools.islice(calls, under_way)])
         for future in futures:
             try:
                 result = future.result()
@@ -124,6 +126,12 @@ def local_pool(count: int) -> Iterator[Pool]:
             Client(cluster) as client,
         ):
             yield Pool(client, shared=False)
+
+
+def require_all(done: int, count: int) -> None:
+    """Raise ProtocolViolation unless all rows were worked on: those left out would look as if they were done."""
+    if done != count:
+        raise ProtocolViolation(f"the workers answered for {done} of {count} rows; nothing was stored")
 
 
 def blocks(count: int, rows: int) -> Iterator[tuple[int, int]]:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pipeline.config import actor_settings
 from pipeline.config.schema import RunConfig, TrackingConfig
 from pipeline.config.user_files import with_code
-from pipeline.offline.pool import Pool, store_at
+from pipeline.offline.pool import Pool, require_all, store_at
 from pipeline.offline.texts import texts_of
 from pipeline.runtime.run_folder import load_job
 from stores import branches
@@ -73,6 +73,7 @@ def reprocess(
         errors |= block.errors
         done += len(block.rewards)
         progress(done, count)
+    require_all(done, count)
     consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
     estimate = _advantages(config, table, consumed, rewards, valid)
     before = consumed & (table["loss_mask"] > 0)

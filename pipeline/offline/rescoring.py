@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pipeline.config.model_facts import inspect_model
 from pipeline.config.schema import RunConfig
-from pipeline.offline.pool import Pool, store_at
+from pipeline.offline.pool import Pool, require_all, store_at
 from pipeline.runtime.run_folder import load_job
 from stores import branches
 from stores.errors import ConfigError
@@ -126,6 +126,7 @@ def rescore(
                 kept[offset : offset + len(logprobs)] = logprobs
             done += part.read
             progress(done, int(chosen.sum()))
+        require_all(done, int(chosen.sum()))
         snapshot = ""
         if kept is not None:
             lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": reading.temperature}

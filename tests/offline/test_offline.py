@@ -23,7 +23,7 @@ from pipeline.offline import pool as pools
 from pipeline.offline.pool import Pool, local_pool
 from stores import selection
 from stores.base import batch_fingerprint
-from stores.errors import ConfigError
+from stores.errors import ConfigError, ProtocolViolation
 from stores.selection import Selection
 from stores.trajectory import Ended, TrajectoryId
 from stores.versioned import VersionedStore
@@ -50,6 +50,35 @@ def rows_of(run: Path, where: str = "", branch: str = "main") -> list[Ended]:
     store = VersionedStore.open(run / "store", branch=branch)
     mask = Selection(where).mask(store.columns())
     return [row for row, chosen in zip(store.ended(), mask, strict=True) if chosen]
+
+
+# -- the workers -------------------------------------------------------------------------------------------------------
+
+
+def test_every_call_is_made_once_however_many_there_are(pool: Pool) -> None:
+    for count in (1, 2, 3, 4, 5, 20):
+        assert sorted(pool.run(abs, [(i,) for i in range(count)])) == list(range(count))
+
+
+def test_a_row_that_nobody_answered_for_stores_nothing(
+    stored: Path, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.offline import reprocessing
+
+    run = Pool.run
+
+    def forgetful(self: Pool, function: Any, calls: Any, *, model: bool = False) -> Iterator[Any]:
+        return run(self, function, list(calls)[1:], model=model)
+
+    monkeypatch.setattr(Pool, "run", forgetful)
+    monkeypatch.setattr(pools, "LEAST_ROWS", 8)
+    with pytest.raises(ProtocolViolation, match=r"answered for .* nothing was stored"):
+        reprocessing.reprocess(stored, "task", "forgotten", pool)
+    assert "forgotten" not in VersionedStore.open(stored / "store").branches()
+    monkeypatch.setattr(exporting, "PART_ROWS", 8)
+    with pytest.raises(ProtocolViolation):
+        exporting.export(stored, "parquet", tmp_path / "out", pool)
+    assert not (tmp_path / "out").exists()
 
 
 # -- looking -----------------------------------------------------------------------------------------------------------
