@@ -7,14 +7,17 @@ come in on standard input and answers leave on standard output, as length-prefix
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import pickle
 import select
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -52,23 +55,57 @@ class ScoredResponse:
 
 
 class Scorer:
-    """Scores (response, record) pairs one after another. Not safe for threads; one owner."""
+    """Scores (response, record) pairs one after another. Threads may share one: their calls take turns."""
 
     def __init__(self, settings: ScoringSettings) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
+        self._num_requests = 0
+        """So many requests were numbered, over all processes: no number is used twice."""
+        self._turn = threading.Lock()
+        self._closed = False
 
     def check(self) -> None:
         """Start the process and raise ConfigError if the reward cannot be built."""
-        self._ensure_process()
+        with self._taking_turns():
+            self._ensure_process()
 
     def score(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
-        """A score for each pair, within the time budget each. Never raises for what the reward function does."""
-        messages = [_packed(item) for item in items]
+        """A score for each pair, within the time budget each. Never raises for what the reward function does; raises
+        RuntimeError once the scorer is closed."""
+        with self._taking_turns():
+            return self._scored(items)
+
+    def close(self) -> None:
+        """End the process, for good. A call that is under way in another thread ends too, and raises RuntimeError."""
+        self._closed = True  # before the look at the process: whoever starts one now sees it afterwards
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._turn:
+            self._stop()
+
+    @contextlib.contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        with self._turn:
+            try:
+                self._refuse_if_closed()
+                yield
+            except BaseException:
+                # An interruption, say: answers may be on their way that the next call must not find.
+                self._stop()
+                raise
+
+    def _scored(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
+        first = self._num_requests
+        self._num_requests += len(items)
+        messages = [_packed((number, *item)) for number, item in enumerate(items, first)]
         scores: list[ScoredResponse] = []
         sent = 0
         while len(scores) < len(messages):
             try:
+                if sent == len(scores) and self._process is not None and self._process.poll() is not None:
+                    self._stop()  # it died while nothing was asked of it: no row is to blame
                 process = self._ensure_process()
                 assert process.stdin is not None and process.stdout is not None
                 while sent < len(messages) and (
@@ -77,25 +114,34 @@ class Scorer:
                     process.stdin.write(messages[sent])
                     sent += 1
                 process.stdin.flush()
-                reward, parts, problem = _read(process.stdout, self._settings.timeout_s)
-                scores.append(ScoredResponse(reward=reward, parts=parts, error=problem))
-                continue
+                number, reward, parts, problem = _read(process.stdout, self._settings.timeout_s)
+                if number == first + len(scores):
+                    scores.append(ScoredResponse(reward=reward, parts=parts, error=problem))
+                    continue
+                error = "the reward process answered another request; does the reward fork it, and return in both?"
             except TimeoutError:
                 error = f"the reward took longer than {self._settings.timeout_s:g} s"
             except (EOFError, OSError) as died:
                 error = f"the reward process died: {died or 'no message'}"
-            self.close()
+            self._refuse_if_closed()
+            self._stop()
             scores.append(ScoredResponse(reward=0.0, error=error))
             sent = len(scores)  # what was sent after it is sent again, to a new process
         return scores
 
-    def close(self) -> None:
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the scorer is closed")
+
+    def _stop(self) -> None:
+        """End the process; the next request starts another. Only while it is one's turn."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(BrokenPipeError):  # requests that it did not read any more
+                        pipe.close()
             self._process = None
 
     def _ensure_process(self) -> subprocess.Popen[bytes]:
@@ -106,11 +152,11 @@ class Scorer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
+            self._refuse_if_closed()
             assert self._process.stdin is not None and self._process.stdout is not None
             _write(self._process.stdin, self._settings)
             problem = _read(self._process.stdout, START_S)
             if problem:
-                self.close()
                 raise ConfigError(problem)
         return self._process
 
@@ -157,20 +203,31 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     _write(answers, "")
     while True:
         try:
-            response, record = _read(requests, None)
+            number, response, record = _read(requests, None)
         except EOFError:
             return
         try:
             result = reward_of(extract_answer(settings.answer_pattern, response), record)
             reward, parts = result if isinstance(result, tuple) else (result, {})
             reward = float(reward)
+            # Plain numbers: a class of the user's own could not be loaded where the answer is read.
+            parts = {str(name): float(part) for name, part in dict(parts).items()}
             problem = "" if math.isfinite(reward) else f"the reward is {reward}, it must be a finite number"
         except Exception as raised:  # noqa: BLE001  the rim: whatever a user's function raises is recorded data
             reward, parts, problem = 0.0, {}, f"{type(raised).__name__}: {raised}"
-        _write(answers, (0.0 if problem else reward, dict(parts), problem[:500]))
+        _write(answers, (number, 0.0 if problem else reward, parts, problem[:500]))
+
+
+def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """(requests, answers), away from where a reward and the programs that it starts read and print."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr  # unbuffered by lines: what a reward prints before it dies is seen
+    return requests, answers
 
 
 if __name__ == "__main__":
-    answers_pipe = sys.stdout.buffer
-    sys.stdout = sys.stderr  # a reward that prints must not write into the answers
-    _serve(sys.stdin.buffer, answers_pipe)
+    _serve(*_own_pipes())

@@ -1,0 +1,189 @@
+"""What the threads of one process share: each answer goes to whoever asked for it, whatever the others do meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tasks import scoring
+from tasks.scoring import Scorer, ScoringSettings
+
+THREADS = 8
+Result = TypeVar("Result")
+
+REWARDS = """
+import fcntl, os, pickle, struct, subprocess, sys, time, zlib
+
+def number(answer, record):
+    n = int(answer)
+    assert record["n"] == n
+    if n % 10 == 3:
+        raise ValueError(f"not {n}")
+    if n % 150 == 77:
+        time.sleep(1000)
+    if n % 150 == 140:
+        os._exit(1)
+    return float(n), {"n": n}
+
+def checksum(answer, record):
+    n = zlib.crc32(f"{answer}|{record['question']}".encode())
+    if n % 16 == 0:
+        raise ValueError(f"not {n}")
+    return float(n % 100_000)
+
+class Mine:
+    pass
+
+def parts(answer, record):
+    return float(answer), ({"mine": Mine()} if answer == "1" else {"n": 1})
+
+def noisy(answer, record):
+    subprocess.run([sys.executable, "-c", "import sys; sys.stdin.read(); print('x' * 1000)"], check=True)
+    os.write(1, b"y" * 1000)
+    return float(answer)
+
+def doubled(answer, record):
+    if answer == "1":
+        message = pickle.dumps((0, 99.0, {}, ""))
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd > 2 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+                os.write(fd, struct.pack("<I", len(message)) + message)
+    return float(answer)
+
+def one(answer, record):
+    return 1.0
+
+def slow(answer, record):
+    time.sleep(0.2)
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+@pytest.fixture
+def scorers(rewards: Path) -> Iterator[Callable[[str], Scorer]]:
+    """Makes scorers by their function's name, and ends them."""
+    made: list[Scorer] = []
+
+    def make(name: str, timeout_s: float = 1.0) -> Scorer:
+        settings = ScoringSettings(
+            source="emulated", options={}, seed=0, function=f"{rewards}:{name}", answer_pattern="", timeout_s=timeout_s
+        )
+        made.append(Scorer(settings))
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        scorer.close()
+
+
+def at_once(function: Callable[[int], Result], calls: int = THREADS) -> list[Result]:
+    """function(i) for each i, by THREADS threads that begin together."""
+    begin = threading.Barrier(min(THREADS, calls))
+
+    def called(i: int) -> Result:
+        if i < begin.parties:
+            begin.wait()
+        return function(i)
+
+    with ThreadPoolExecutor(THREADS) as executor:
+        return list(executor.map(called, range(calls)))
+
+
+# -- scoring -----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_share_a_scorer_each_get_their_own_rewards(scorers: Any) -> None:
+    scorer = scorers("number")
+    size = 50
+
+    def score(block: int) -> list[Any]:
+        return scorer.score([(str(n), {"n": n}) for n in range(block * size, (block + 1) * size)])  # type: ignore[no-any-return]
+
+    scores = [score for block in at_once(score, 3 * THREADS // 2) for score in block]
+    for n, score_ in enumerate(scores):
+        if n % 10 == 3:
+            assert score_.error == f"ValueError: not {n}"
+        elif n % 150 == 77:
+            assert score_.error == "the reward took longer than 1 s"
+        elif n % 150 == 140:
+            assert score_.error.startswith("the reward process died")
+        else:
+            assert (score_.reward, score_.parts, score_.error) == (float(n), {"n": n}, "")
+
+
+def test_after_an_answer_that_cannot_be_read_the_next_ones_are_right(scorers: Any) -> None:
+    scorer = scorers("parts")
+    first = scorer.score([(str(n), {}) for n in range(4)])
+    assert [s.reward for s in first] == [0.0, 0.0, 2.0, 3.0]
+    assert "float() argument" in first[1].error
+    assert [s.reward for s in scorer.score([(str(n), {}) for n in range(4, 8)])] == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_a_call_that_is_broken_off_leaves_no_answers_for_the_next(
+    scorers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = scorers("number")
+    scorer.check()
+    read = scoring._read
+    reads = iter(range(100))
+
+    def interrupted(*args: Any) -> Any:
+        if next(reads) == 2:
+            raise KeyboardInterrupt
+        return read(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "_read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scorer.score([(str(n), {"n": n}) for n in range(10, 20)])
+    assert [s.reward for s in scorer.score([(str(n), {"n": n}) for n in (20, 21, 22)])] == [20.0, 21.0, 22.0]
+
+
+def test_an_answer_given_twice_is_never_the_next_ones(scorers: Any) -> None:
+    scores = scorers("doubled").score([(str(n), {}) for n in range(5)])
+    assert [s.reward for s in scores] == [0.0, 0.0, 2.0, 3.0, 4.0]
+    assert ["another request" in s.error for s in scores] == [False, True, False, False, False]
+
+
+def test_what_a_rewards_programs_write_and_read_is_no_answer_and_no_request(scorers: Any) -> None:
+    scores = scorers("noisy", 20.0).score([(str(n), {}) for n in range(4)])
+    assert [(s.reward, s.error) for s in scores] == [(float(n), "") for n in range(4)]
+
+
+def test_a_process_that_died_while_idle_costs_no_row(scorers: Any) -> None:
+    scorer = scorers("number")
+    assert scorer.score([("1", {"n": 1})])[0].reward == 1.0
+    os.kill(scorer._process.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    assert [(s.reward, s.error) for s in scorer.score([("2", {"n": 2}), ("4", {"n": 4})])] == [(2.0, ""), (4.0, "")]
+
+
+def test_closed_by_another_thread_a_scorer_ends_its_work_and_starts_no_process(scorers: Any) -> None:
+    scorer = scorers("slow")
+    scorer.check()
+    with ThreadPoolExecutor(1) as executor:
+        work = executor.submit(scorer.score, [("", {})] * 100)
+        time.sleep(0.3)
+        begin = time.monotonic()
+        scorer.close()
+        assert time.monotonic() - begin < 1.0
+        with pytest.raises(RuntimeError, match="closed"):
+            work.result(timeout=5)
+    assert scorer._process is None
+    with pytest.raises(RuntimeError, match="closed"):
+        scorer.score([("", {})])
