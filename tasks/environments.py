@@ -11,6 +11,7 @@ import copy
 import inspect
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ HELD_OUT_SHARE = 0.1
 REDRAWS = 10_000
 """How often one training prompt is drawn before its source counts as held out as a whole. Each try gives a prompt that
 may be trained on with the share of those: where that is one in a hundred, all fail once in 10**43 draws."""
+
+_drawing = threading.RLock()
+"""Held while foreign code draws a prompt. Some datasets seed numpy's global generator and draw from it, others keep the
+generator in the dataset: two threads of a process at once would get neither's prompt. One may be built on another."""
 
 Record = Mapping[str, Any]
 Reward = Callable[[str, Record], float | tuple[float, dict[str, float]]]
@@ -41,7 +46,8 @@ class Task:
 
 class TaskSource(Protocol):
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        """Prompt `index` of the training prompts, or of the held-out ones. Pure: same index, same task."""
+        """Prompt `index` of the training prompts, or of the held-out ones. Pure: same index, same task, whatever other
+        threads draw meanwhile."""
         ...
 
     def apart(self, num_held_out: int) -> TaskSource:
@@ -124,7 +130,8 @@ class ReasoningGym:
         return f"{self._num_redrawn} of {self._num_drawn} prompts drawn for training are held out: replaced by others"
 
     def _at(self, index: int) -> Task:
-        entry = self._dataset[index]
+        with _drawing:
+            entry = self._dataset[index]
         return Task(prompt=entry["question"], record=entry)
 
     def score(self, answer: str, record: Record) -> float:
@@ -217,7 +224,8 @@ class Own:
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         try:
-            record = self._own.record(index, held_out)
+            with _drawing:
+                record = self._own.record(index, held_out)
         except Exception as error:  # the same
             raise ConfigError(f"{self._where}: record {index}: {type(error).__name__}: {error}") from error
         if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):

@@ -83,23 +83,19 @@ class EmulatedPrompts:
 
 
 class TokenizedPrompts:
-    """Prompts of a task source, read by the model's tokenizer. Which of them a group's id stands for depends on
-    `held_out`: for a store that is there it must be its header's."""
+    """Prompts of a task source, read by the model's tokenizer. Threads may share one. Which of them a group's id stands
+    for depends on `held_out`: for a store that is there it must be its header's."""
 
     def __init__(self, settings: PromptSettings) -> None:
         self._settings = settings
         source = make_source(settings.source, settings.options, settings.seed)
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
         self._texts = tokenizer_texts(settings.tokenizer)
-        self._tokenizer = self._texts.tokenizer
 
     def encode(self, task: Task) -> tuple[int, ...]:
         """The prompt's token ids. ConfigError if prompt and response cannot fit the model's context together."""
         text = self._settings.template.format(prompt=task.prompt)
-        if self._settings.chat:
-            turn = [{"role": "user", "content": text}]
-            text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = self._texts.ids(text, chat=self._settings.chat)
         settings = self._settings
         room = min(settings.context, settings.kv_tokens) - settings.max_new_tokens
         if not 0 < len(ids) <= room:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -22,14 +23,25 @@ class Texts(Protocol):
 
 
 class TokenizerTexts:
-    """Texts by a model's tokenizer."""
+    """Texts by a model's tokenizer. Threads may share one: tokenizers keep settings between calls, those written in
+    Python more than that."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         # An array: transformers looks at each element of a list, which takes longer than decoding.
-        return str(self.tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
+        with self._lock:
+            return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
+
+    def ids(self, text: str, *, chat: bool = False) -> tuple[int, ...]:
+        """Token ids of a text; with `chat`, of it as a user's turn in the tokenizer's chat template."""
+        with self._lock:
+            if chat:
+                turn = [{"role": "user", "content": text}]
+                text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class NumberTexts:

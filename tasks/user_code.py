@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -27,10 +28,12 @@ def load(named: str, key: str) -> Any:
 
 
 def _load_file(path: Path) -> Any:
-    """A module by path; the current folder is never searched, so its name cannot shadow one of ours."""
+    """A module by path; the current folder is never searched, so its name cannot shadow one of ours. Files of one name
+    in several folders are modules of their own."""
     if not path.is_file():
         raise OSError(f"{path}: no such file")
-    name = f"staleflow_user_{path.stem}"
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    name = f"staleflow_user_{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

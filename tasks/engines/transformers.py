@@ -24,6 +24,10 @@ from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Trajector
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, ModelSettings, Request, Sampled
 from tasks.engines.requests import RunningRequest, RunningRequests
 
+_loading = threading.Lock()
+"""Held while a model is loaded. `from_pretrained` replaces functions of torch and transformers, and torch's default
+dtype, for the whole process meanwhile: of two threads one would put back what the other had put there, for good."""
+
 POLL_S = 0.003
 """How often outputs are collected: well under a decode step of any model worth training."""
 
@@ -249,6 +253,7 @@ def forward_logprobs(model: Any, tokens: Sequence[int]) -> tuple[float, ...]:
 
 
 def load_model(path: str, dtype: str, device: str, attention: str) -> Any:
-    """A causal LM from a folder or the hub, in eval mode."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+    """A causal LM from a folder or the hub, in eval mode. Threads load one after another."""
+    with _loading:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
     return model.to(device).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -13,7 +14,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tasks import scoring
+from pipeline.offline.texts import TokenizerTexts
+from tasks import scoring, user_code
+from tasks.environments import make_source
 from tasks.scoring import Scorer, ScoringSettings
 
 THREADS = 8
@@ -187,3 +190,68 @@ def test_closed_by_another_thread_a_scorer_ends_its_work_and_starts_no_process(s
     assert scorer._process is None
     with pytest.raises(RuntimeError, match="closed"):
         scorer.score([("", {})])
+
+
+# -- prompts, texts, models --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", ["pool_matrix", "knights_knaves", "chain_sum"])
+def test_prompts_drawn_by_several_threads_are_the_prompts_drawn_by_one(dataset: str) -> None:
+    """Of these datasets one draws from numpy's global generator, and one keeps its generator in the dataset."""
+    count = 40
+    source = make_source(f"reasoning_gym:{dataset}", {}, 3)
+    expected = [json.dumps(source.task(i).record, default=str) for i in range(count)]
+    for drawn in at_once(lambda _: [json.dumps(source.task(i).record, default=str) for i in range(count)]):
+        assert drawn == expected
+
+
+class Slow:
+    """A tokenizer in Python, that keeps where it is while it decodes."""
+
+    def decode(self, tokens: Any, skip_special_tokens: bool) -> str:
+        self._pieces: list[str] = []
+        for token in tokens:
+            time.sleep(1e-4)
+            self._pieces.append(str(token))
+        return " ".join(self._pieces)
+
+
+def test_a_tokenizer_decodes_for_one_thread_at_a_time() -> None:
+    texts = TokenizerTexts(Slow())
+    for i, text in enumerate(at_once(lambda i: texts.text([i] * 20))):
+        assert text.split() == [str(i)] * 20
+
+
+def test_models_loaded_at_the_same_time_are_whole_and_transformers_is_as_it_was(tiny_model: Path) -> None:
+    """from_pretrained changes torch and transformers for the whole process while it works."""
+    import torch
+    from transformers import PreTrainedModel
+
+    from tasks.engines.transformers import forward_logprobs, load_model
+
+    before = (PreTrainedModel.tie_weights, PreTrainedModel.init_weights, torch.linspace, torch.get_default_dtype())
+    one = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
+    expected = forward_logprobs(one, range(2, 12))
+    models = at_once(
+        lambda i: load_model(str(tiny_model), "float32" if i % 2 else "bfloat16", "cpu", attention="sdpa"), 4 * THREADS
+    )
+    after = (PreTrainedModel.tie_weights, PreTrainedModel.init_weights, torch.linspace, torch.get_default_dtype())
+    assert before == after
+    for i, model in enumerate(models):
+        assert {p.dtype for p in model.parameters()} == {torch.float32 if i % 2 else torch.bfloat16}
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        if i % 2:
+            assert forward_logprobs(model, range(2, 12)) == expected
+
+
+def test_files_of_one_name_are_modules_of_their_own(tmp_path: Path) -> None:
+    import typing
+
+    made = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(
+            f"from __future__ import annotations\nclass Kind:\n    of = {folder!r}\nclass Given:\n    kind: Kind\n"
+        )
+        made.append(user_code.load(f"{tmp_path}/{folder}/mine.py:Given", "task.source"))
+    assert [typing.get_type_hints(given)["kind"].of for given in made] == ["a", "b"]

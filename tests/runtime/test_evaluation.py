@@ -68,11 +68,7 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
     async def scenario() -> Evaluation:
         settings = actor_settings.server_settings(config, folder / "store", 128)
         server, reward = TrajectoryServer(settings, 0.0), RewardWorker(actor_settings.scoring_settings(config), 30.0)
-        tokenizer = tokenizer_texts(config.model.path).tokenizer
-
-        def ids(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
+        ids = tokenizer_texts(config.model.path).ids
         instance = Answering({ids(p): None if a is None else ids(a) for p, a in answer.items()})
         try:
             actors: Any = Here({"server": server, "reward-0": reward, "rollout-0": instance, "rollout-1": instance})
