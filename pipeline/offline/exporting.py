@@ -6,7 +6,6 @@ Workers write a file each of at most PART_ROWS trajectories; the whole appears u
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.offline.pool import Pool, require_all, store_at
+from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.offline.texts import texts_of
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores import frames
@@ -225,6 +224,6 @@ def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[Ended], list[s
     return written
 
 
-@functools.lru_cache(maxsize=2)
+@once_a_process(2)
 def _texts(run_dir: str) -> Any:
     return texts_of(load_job(Path(run_dir)))

@@ -2,6 +2,9 @@
 
 Workers read, compute and answer with little; so memory is bounded by a block each, whatever the store holds. The blocks
 of a worker that dies are computed again by another. On a cluster that runs jobs their workers are left alone.
+
+A worker may have several threads, each with a task of its own. What is slow to make is made once a process, and is safe
+for threads; or each thread has its own; or it is used under a lock.
 """
 
 from __future__ import annotations
@@ -9,17 +12,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from pipeline.runtime.workers import HEAVY_ROLES
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import Where
 from stores.errors import ActorLost, ConfigError, ProtocolViolation
 from stores.versioned import VersionedStore
+
+Key = ParamSpec("Key")
+Made = TypeVar("Made")
 
 BLOCK_ROWS = 2048
 """Trajectories a task works on, at most: some 10 MiB of tokens at 500 a trajectory, tenths of a second of work."""
@@ -143,7 +150,30 @@ def blocks(count: int, rows: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + rows, count)) for first in range(0, count, rows))
 
 
-@functools.lru_cache(maxsize=2)
+making = threading.RLock()
+"""Held while what a process keeps is made: its imports, too, then are for one thread at a time. transformers, for one,
+replaces its own module at the end of its import, and who waited for that is left with the old one."""
+
+
+def once_a_process(most: int) -> Callable[[Callable[Key, Made]], Callable[Key, Made]]:
+    """A function whose last `most` results are kept for the tasks of a process. Threads that ask for the same at once
+    get the same: functools.lru_cache alone would make it for each of them. Arguments are hashable, and by position."""
+
+    def decorate(make: Callable[Key, Made]) -> Callable[Key, Made]:
+        kept = functools.lru_cache(maxsize=most)(make)
+
+        @functools.wraps(make)
+        def made(*args: Key.args, **kwargs: Key.kwargs) -> Made:
+            assert not kwargs
+            with making:
+                return kept(*args)
+
+        return made
+
+    return decorate
+
+
+@once_a_process(2)
 def store_at(path: str, snapshot: str) -> VersionedStore:
-    """A store as tasks read it; opened once a process."""
+    """A store as tasks read it. Reading at a snapshot changes nothing in it, so threads may share one."""
     return VersionedStore.at(Path(path), snapshot)

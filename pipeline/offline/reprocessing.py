@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import hashlib
 import pickle
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pipeline.config import actor_settings
 from pipeline.config.schema import RunConfig, TrackingConfig
 from pipeline.config.user_files import with_code
-from pipeline.offline.pool import Pool, require_all, store_at
+from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.offline.texts import texts_of
 from pipeline.runtime.run_folder import load_job
 from stores import branches
@@ -32,6 +32,10 @@ from stores.errors import ConfigError
 from stores.trajectory import Fate, Trajectory
 from stores.versioned import MAIN, Damaged, VersionedStore
 from tasks.training.advantage import advantages
+
+if TYPE_CHECKING:
+    from tasks.prompts import Prompts, PromptSettings
+    from tasks.scoring import Scorer, ScoringSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +149,7 @@ class Block:
 def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int) -> tuple[int, Block]:
     """Score rows first <= row < last of a snapshot. A task; what is slow to make is kept in its process. Each row that
     cannot be read is an error."""
-    prompts, scorer = _tools(settings)
+    prompts, scoring = _prompts(settings)
     rows = list(store_at(path, snapshot).readable(first, last))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
     errors = {int(row.trajectory): row.what for row in rows if isinstance(row, Damaged)}
@@ -155,9 +159,9 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
             valid[i] = False
         elif row.trajectory.num_tokens:
             answered.append((i, row.trajectory))
-    texts = [prompts.text(t.response_tokens) for _, t in answered]
+    texts = [prompts.text(t.response_tokens.tolist()) for _, t in answered]
     records = [prompts.task(int(t.group)).record for _, t in answered]
-    scores = scorer.score(list(zip(texts, records, strict=True)))
+    scores = _scorer(scoring).score(list(zip(texts, records, strict=True)))
     for (i, trajectory), score in zip(answered, scores, strict=True):
         rewards[i] = score.reward
         if score.error:
@@ -166,10 +170,11 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
     return first, Block(rewards=rewards, valid=valid, errors=errors)
 
 
-@functools.lru_cache(maxsize=1)
-def _tools(settings: bytes) -> tuple[Any, Any]:
-    from tasks.scoring import Scorer
-
+@once_a_process(1)
+def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
+    """What decodes responses and draws records, and what scores them."""
+    prompts: PromptSettings
+    scoring: ScoringSettings
     prompts, scoring, code = pickle.loads(settings)
     if code:  # the user's own, from where the command was given
         folder = Path(tempfile.mkdtemp(prefix="staleflow-code-"))
@@ -182,4 +187,19 @@ def _tools(settings: bytes) -> tuple[Any, Any]:
 
         scoring = dataclasses.replace(scoring, function=here(scoring.function), source=here(scoring.source))
         prompts = dataclasses.replace(prompts, source=here(prompts.source))
-    return prompts.build(), Scorer(scoring)
+    return prompts.build(), scoring
+
+
+_of_thread = threading.local()
+
+
+def _scorer(scoring: ScoringSettings) -> Scorer:
+    """The calling thread's own, with a process of its own: threads score at the same time."""
+    from tasks.scoring import Scorer
+
+    kept: tuple[ScoringSettings, Scorer] | None = getattr(_of_thread, "scorer", None)
+    if kept is None or kept[0] != scoring:
+        if kept is not None:
+            kept[1].close()
+        _of_thread.scorer = kept = (scoring, Scorer(scoring))
+    return kept[1]

@@ -7,9 +7,9 @@ to keep them, and then wait in a file, not in memory.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pipeline.config.model_facts import inspect_model
 from pipeline.config.schema import RunConfig
-from pipeline.offline.pool import Pool, require_all, store_at
+from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.runtime.run_folder import load_job
 from stores import branches
 from stores.errors import ConfigError
@@ -232,11 +232,12 @@ def read_rows(
 
 
 def response_logprobs(reading: Reading, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
-    """[T] logprobs of each response under the model, nats."""
+    """[T] logprobs of each response under the model, nats. Threads read one after another."""
     from tasks.training.packing import Row
 
     packed = [Row.of(row) for row in rows]
-    found = _reader(reading).rows(packed, range(len(packed)))
+    with _reading:
+        found = _reader(reading).rows(packed, range(len(packed)))
     return [found[i] for i in range(len(packed))]
 
 
@@ -258,7 +259,12 @@ def _sums(old: npt.NDArray[np.float32], new: npt.NDArray[np.float32], reading: R
     return np.asarray([values[name] for name in SUMS], np.float64)
 
 
-@functools.lru_cache(maxsize=1)
+_reading = threading.Lock()
+"""Held from loading a model to what it makes of some rows: threads share one model, and the memory of one forward pass.
+"""
+
+
+@once_a_process(1)
 def _reader(reading: Reading) -> Any:
     from tasks.engines.transformers import load_model, resolve_device
     from tasks.training.logprobs import Reader

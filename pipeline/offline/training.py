@@ -27,7 +27,7 @@ import numpy.typing as npt
 from pipeline.config import actor_settings, fields
 from pipeline.config.model_facts import inspect_model
 from pipeline.config.schema import RunConfig
-from pipeline.offline.pool import Pool, store_at
+from pipeline.offline.pool import Pool, making, store_at
 from pipeline.runtime import fingerprints
 from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
@@ -195,8 +195,10 @@ def _refuse_taken(out: Path) -> None:
 
 def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Trained:
     _prepare(part, plan)
-    context = inspect_model(plan.config).context
-    for line in fingerprints.changes(fingerprints.read(Path(plan.path).parent), fingerprints.taken(plan.asked)):
+    with making:  # this imports transformers
+        context = inspect_model(plan.config).context
+        changes = fingerprints.changes(fingerprints.read(Path(plan.path).parent), fingerprints.taken(plan.asked))
+    for line in changes:
         report({"say": line})
     before = _evaluated(plan, plan.config.model.path, 0, context, report)
     training = _Training(plan, part)

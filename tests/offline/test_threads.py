@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
+from pipeline.config import loading
+from pipeline.offline import exporting, reprocessing, rescoring
+from pipeline.offline import pool as pools
+from pipeline.offline.pool import Pool
 from pipeline.offline.texts import TokenizerTexts
+from stores.base import LedgerState, StepRecord
+from stores.trajectory import (
+    AbortReason,
+    Ended,
+    Fate,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
+from stores.versioned import VersionedStore
 from tasks import scoring, user_code
 from tasks.environments import make_source
 from tasks.scoring import Scorer, ScoringSettings
@@ -255,3 +275,121 @@ def test_files_of_one_name_are_modules_of_their_own(tmp_path: Path) -> None:
         )
         made.append(user_code.load(f"{tmp_path}/{folder}/mine.py:Given", "task.source"))
     assert [typing.get_type_hints(given)["kind"].of for given in made] == ["a", "b"]
+
+
+# -- work on a stored run ----------------------------------------------------------------------------------------------
+
+ROWS = 384
+
+
+@pytest.fixture(scope="module")
+def many(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with ROWS trajectories, each with a response of its own."""
+    folder = tmp_path_factory.mktemp("many") / "run"
+    folder.mkdir()
+    shutil.copy(stored / "config.toml", folder)
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(ROWS):
+        tokens = rng.integers(2, 14, int(rng.integers(4, 20))).astype(np.int32)
+        segment = Segment(
+            version=PolicyVersion(0),
+            instance=InstanceId("rollout-0"),
+            tokens=tokens,
+            logprobs=-rng.random(len(tokens), np.float32),
+        )
+        trajectory = Trajectory(
+            id=TrajectoryId(i),
+            group=GroupId(i // 4),
+            prompt_tokens=rng.integers(2, 14, 6).astype(np.int32),
+            segments=(segment,),
+        )
+        rows.append(
+            Ended(trajectory=trajectory, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=0, loss_mask=False)
+        )
+    ledger = LedgerState(
+        num_started=ROWS, num_ended={"aborted:run_ended": ROWS}, live=(), next_step=0, version=PolicyVersion(0)
+    )
+    header = VersionedStore.open(stored / "store").header
+    VersionedStore.create(folder / "store", header).commit(StepRecord(kind="end", step=0, ledger=ledger), rows)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[Pool]:
+    """One worker process with four threads, as `dask worker --nthreads 4` starts it."""
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=4, memory_limit=0, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield Pool(client, shared=False)
+
+
+def test_rewards_of_a_worker_with_threads_are_those_of_a_plain_loop(
+    many: Path, rewards: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    config = loading.load(many / "config.toml")
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    source = make_source(config.task.source, config.task.options, config.seed)
+    expected: dict[int, tuple[float, str]] = {}
+    for row in VersionedStore.open(many / "store").ended():
+        answer = tokenizer.decode(row.trajectory.response_tokens.tolist(), skip_special_tokens=True).strip()
+        prompt = source.task(int(row.trajectory.group)).prompt
+        number = zlib.crc32(f"{answer}|{prompt}".encode())
+        bad = number % 16 == 0
+        expected[row.trajectory.id] = (0.0, f"ValueError: not {number}") if bad else (float(number % 100_000), "")
+    assert len(set(expected.values())) > ROWS * 0.9
+
+    monkeypatch.setattr(pools, "LEAST_ROWS", 8)
+    monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
+    for branch in ("once", "twice"):
+        reprocessing.reprocess(many, f"{rewards}:checksum", branch, threads)
+        rows = VersionedStore.open(many / "store", branch=branch).ended()
+        assert {r.trajectory.id: (r.trajectory.reward, r.trajectory.error) for r in rows} == expected
+    # Another reward, while the threads hold the scorers of the first.
+    reprocessing.reprocess(many, f"{rewards}:one", "one", threads)
+    rows = VersionedStore.open(many / "store", branch="one").ended()
+    assert {(r.trajectory.reward, r.trajectory.error) for r in rows} == {(1.0, "")}
+
+
+def test_a_model_read_by_several_threads_gives_what_it_gives_one(
+    many: Path, tiny_model: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescoring, "MODEL_ROWS", 8)
+    monkeypatch.setattr(pools, "LEAST_ROWS", 8)
+    monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
+    rescoring.rescore(many, str(tiny_model), threads, branch="read")
+    config = loading.load(many / "config.toml")
+    store = VersionedStore.open(many / "store", branch="read")
+    rows = list(store.ended())
+    expected = rescoring.response_logprobs(rescoring.reading_of(config, str(tiny_model)), rows)
+    for row, logprobs in zip(rows, expected, strict=True):
+        found = store.rescored(row.trajectory.id)
+        assert found is not None
+        np.testing.assert_allclose(found, logprobs, atol=1e-5)
+    assert list(threads.client.run(_readers).values()) == [1]
+
+
+def _readers() -> int:
+    """How many models this process holds to read under."""
+    import gc
+
+    from tasks.training.logprobs import Reader
+
+    return sum(isinstance(held, Reader) for held in gc.get_objects())
+
+
+def test_an_export_by_several_threads_is_that_of_one(
+    many: Path, tmp_path: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "PART_ROWS", 16)
+    monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
+    exporting.export(many, "jsonl", tmp_path / "threads.jsonl", threads)
+    store = VersionedStore.open(many / "store")
+    part = tmp_path / "one.jsonl"
+    exporting.write_part("jsonl", str(many), str(store.path), store.snapshot, np.arange(ROWS), str(part))
+    assert (tmp_path / "threads.jsonl").read_text() == part.read_text()
