@@ -21,7 +21,6 @@ from pipeline.config import loading
 from pipeline.offline import exporting, reprocessing, rescoring
 from pipeline.offline import pool as pools
 from pipeline.offline.pool import Pool
-from pipeline.offline.texts import TokenizerTexts
 from stores.base import LedgerState, StepRecord
 from stores.trajectory import (
     AbortReason,
@@ -38,6 +37,7 @@ from stores.versioned import VersionedStore
 from tasks import scoring, user_code
 from tasks.environments import make_source
 from tasks.scoring import Scorer, ScoringSettings
+from tasks.texts import TokenizerTexts
 
 THREADS = 8
 Result = TypeVar("Result")
