@@ -1,9 +1,9 @@
-"""What each strategy brings when the tail is long: examples/longtail.toml (7B fit, 4 instances, B 256).
+"""The gain of each strategy when the tail is long: examples/longtail.toml (7B fit, 4 instances, B 256).
 
     python benchmarks/ablation.py --out docs/ablation.md
 
-Mean of three seeds. First `deadline` against `throughput_optimal` by bound, each at its best over a small sweep of its
-knob and of when to pull; then one strategy added at a time.
+Means of three seeds. First `deadline` against `throughput_optimal` by bound, each at its best over a small sweep of its
+setting and of the pull rule; then one strategy added at a time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
         base = rate(seeds(SYNCHRONOUS))
         lines = [f"synchronous: {base:,.0f} tokens/s.", ""]
-        head = "| bound | on pull | throughput_optimal | deadline | deadline brings |"
+        head = "| bound | on pull | throughput_optimal | deadline | gain of deadline |"
         lines += [head, "|---|---|---|---|---|"]
         for eta, on_pull in itertools.product((1, 2, 3), ("interrupt", "keep")):
             common = (f"staleness.eta={eta}", f"rollout.on_pull={on_pull}")
@@ -97,7 +97,7 @@ def main() -> None:
             )
             print(lines[-1], flush=True)
     if args.out:
-        args.out.write_text("\n".join(["# What each strategy brings", "", (__doc__ or "").strip(), "", *lines]) + "\n")
+        args.out.write_text("\n".join(["# What each strategy gains", "", (__doc__ or "").strip(), "", *lines]) + "\n")
 
 
 if __name__ == "__main__":

@@ -173,13 +173,13 @@ def best(results: list[dict[str, Any]], system: str) -> dict[str, Any]:
 
 
 SETTING = f"""\
-Setting: {GROUPS_AN_INSTANCE} groups of 8 a step for each instance, prompts of 512 tokens, responses cut at 16,000, at
-most 256 running an instance, the KV cache kept over weight updates. Training takes the rollout's physical minimum over
+Setting: {GROUPS_AN_INSTANCE} groups of 8 per step for each instance, prompts of 512 tokens, responses cut at 16,000, at
+most 256 running per instance, the KV cache kept over weight updates. Training takes the rollout's physical minimum over
 {TRAINER_SHARE:g}, on as many GPUs as rollout has; colocated, both use all of these GPUs in turn. Numbers are tokens
-trained on per second, as a ratio to the synchronous row, where rollout and training take turns on GPUs of their own. In
-brackets: the value that was best for the rule. `credits` drops what is too old, long responses above all; `backlog`
-(AReaL) trains it; staleflow waits for it, or, in the row "stragglers cut", ends the last unfinished responses of a step
-with the tokens they have once the trainer has waited a tenth of a step for them.
+trained on per second, as a ratio to the synchronous column, where rollout and training take turns on GPUs of their
+own. In brackets: the setting that was best for the rule. `credits` drops work that is too old, mostly long responses;
+`backlog` (AReaL) trains on it; staleflow waits for it, or, under "stragglers cut", ends the last unfinished responses
+of a step with the tokens they have once the trainer has waited a tenth of a step for them.
 """
 SHOWN = {
     "synchronous, colocated": "colocated",
@@ -196,7 +196,7 @@ def tables(results: list[dict[str, Any]]) -> str:
     lines = ["# Simulated: every strategy against every baseline", "", SETTING]
     for size in sorted({r["instances"] for r in results}):
         lines += [f"## {size} instances", "", *systems_table([r for r in results if r["instances"] == size]), ""]
-    lines += ["## What the bound brings, and routing", "", "16 instances, ratio to synchronous.", ""]
+    lines += ["## Gain of the bound and of routing", "", "16 instances, ratio to synchronous.", ""]
     lines += ["| model | workload | bound | " + " | ".join(ROUTINGS) + " | deadline |", "|---" * 8 + "|"]
     for own, model, workload in combinations([r for r in results if r["instances"] == 16]):
         base = best(own, "synchronous")["tokens_per_s"]
