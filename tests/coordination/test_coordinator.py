@@ -1,4 +1,4 @@
-"""Events in, commands out: the brain's decisions as tables, without sleep or mock."""
+"""Events in, commands out: the coordinator's decisions as tables, without sleep or mock."""
 
 from __future__ import annotations
 
