@@ -127,14 +127,21 @@ class Fleet:
 class MutableFleet(Fleet):
     """The instances as their owner, the state, changes them. Every verb keeps the arrays up to date."""
 
-    def join(self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> Instance:
-        """Add an instance that runs nothing."""
+    def join(
+        self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int, in_transit: int = 0
+    ) -> Instance:
+        """Add an instance that runs nothing. in_transit: moves that are on their way to its id already."""
         if instance in self._by_id:
             raise ProtocolViolation(f"{instance} joins twice")
         if len(self._rows) == self._numbers.shape[1]:
             self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
         one = Instance(
-            instance=instance, version=version, kv_capacity=kv_capacity, max_running=max_running, row=len(self._rows)
+            instance=instance,
+            version=version,
+            kv_capacity=kv_capacity,
+            max_running=max_running,
+            row=len(self._rows),
+            in_transit=in_transit,
         )
         self._rows.append(one)
         self._by_id[instance] = one

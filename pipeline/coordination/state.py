@@ -277,8 +277,9 @@ class CoordinatorState:
     # -- instances -----------------------------------------------------------------------------------------------
 
     def join(self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> None:
-        """Add an instance that runs nothing."""
-        self._fleet.join(instance, version, kv_capacity, max_running)
+        """Add an instance that runs nothing. One that restarted under its id expects the moves on their way to it."""
+        arriving = sum(live.target == instance for live in self._live.values())
+        self._fleet.join(instance, version, kv_capacity, max_running, in_transit=arriving)
         self._room_changed = self._routing_changed = self._all_loads_changed = True
 
     def lose(self, instance: Instance) -> None:

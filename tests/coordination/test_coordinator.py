@@ -356,6 +356,18 @@ def test_a_move_to_an_instance_that_filled_up_meanwhile_ends_elsewhere() -> None
     assert route.instance == A
 
 
+def test_a_move_to_an_instance_that_restarts_meanwhile_is_still_counted() -> None:
+    bench = Bench(eta=0, groups=150, migration="largest_gain")
+    bench.join(A, max_running=200)
+    bench.arrive(*range(150))
+    bench.join(B, max_running=200)
+    moved = {i.trajectory for i in only(bench.tell(Tick()), Interrupt)}
+    bench.join(B, max_running=200)  # validated: it expects what is on its way to it
+    for t in sorted(moved):
+        (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=t, epoch=1, tokens=3)), Route)
+        assert route.instance == B
+
+
 @pytest.mark.parametrize("action", ["truncate", "retry"])
 def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> None:
     bench = Bench(eta=0, groups=2, stragglers=action)
