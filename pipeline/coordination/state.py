@@ -256,7 +256,7 @@ class CoordinatorState:
     def interrupt(self, live: LiveTrajectory, tokens: int) -> None:
         """Take a trajectory off its instance and queue it with the `tokens` it has."""
         self._requeue(live, Transition.INTERRUPTED, tokens)
-        live.safe_tokens, live.cut = tokens, False
+        live.safe_tokens = tokens
 
     def fail(self, live: LiveTrajectory, transition: Transition) -> int:
         """Queue a trajectory that failed, or whose instance was lost, with the tokens that are safe. Returns how often
@@ -356,6 +356,10 @@ class CoordinatorState:
             raise ProtocolViolation(f"{live.id} was routed {live.epoch} times, with version {live.v_traj}")
         if not 0 <= live.safe_tokens <= live.tokens:
             raise ProtocolViolation(f"{live.id} has {live.tokens} tokens, {live.safe_tokens} of them safe")
+        if live.cut and live.phase is not Phase.RUNNING:
+            raise ProtocolViolation(f"{live.id} is to be cut off but {live.phase.value}")
+        if live.target is not None and live.phase not in {Phase.RUNNING, Phase.QUEUED}:
+            raise ProtocolViolation(f"{live.id} is to go on at {live.target} but {live.phase.value}")
 
     def _validate_instances(self) -> None:
         """The numbers of an instance are those of the trajectories it runs, or that are on their way."""
@@ -396,6 +400,8 @@ class CoordinatorState:
     def _requeue(self, live: LiveTrajectory, transition: Transition, tokens: int) -> None:
         phase = next_phase(live.phase, transition)
         self._leave_instance(live)
+        if live.cut:  # it left for another reason, or with nothing to score: it may be cut off in its next attempt
+            live.cut, live.moved_at = False, -1
         live.tokens = tokens
         live.phase, live.since = phase, self._now
         self._enqueue(live)

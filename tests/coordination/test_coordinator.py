@@ -368,6 +368,30 @@ def test_a_move_to_an_instance_that_restarts_meanwhile_is_still_counted() -> Non
         assert route.instance == B
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_straggler_that_fails_before_it_is_cut_off_is_cut_off_in_its_next_attempt(lost: bool) -> None:
+    bench = Bench(eta=0, groups=2, stragglers="truncate", max_attempts=3)
+    bench.join(A)
+    bench.arrive(0, 1)
+    bench.finish(0, 1)
+    bench.publish(1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.join(B, version=1)
+    bench.arrive(2, 3)
+    bench.finish(2)
+    for attempt in (1, 2):
+        place = next(i.instance for i in bench.coordinator.snapshot().instances if i.num_running)
+        bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
+        orders = [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]
+        assert [(o.trajectory, o.epoch) for o in orders] == [(3, attempt)]
+        if attempt == 1 and lost:
+            bench.tell(InstanceLost(instance=place, why="killed"))
+        elif attempt == 1:
+            bench.tell(TrajectoryFailed(trajectory=TrajectoryId(3), epoch=1, error="x"))
+    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), epoch=2, tokens=4))
+    assert [c.trajectory for c in only(commands, Score)] == [3]
+
+
 @pytest.mark.parametrize("action", ["truncate", "retry"])
 def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> None:
     bench = Bench(eta=0, groups=2, stragglers=action)
