@@ -438,6 +438,6 @@ class CoordinatorState:
             self._finish_move(live)
             self._fresh_groups.discard(live.group)
             live.phase = phase
-        if ended:
-            self._room_changed = self._routing_changed = True
+        if ended:  # a step may have waited for one of them
+            self._batch_changed = self._room_changed = self._routing_changed = True
         return tuple(ended)

@@ -392,6 +392,19 @@ def test_a_straggler_that_fails_before_it_is_cut_off_is_cut_off_in_its_next_atte
     assert [c.trajectory for c in only(commands, Score)] == [3]
 
 
+def test_a_step_no_longer_waits_for_due_work_that_was_given_up() -> None:
+    bench = Bench(eta=1, max_attempts=0)
+    bench.join()
+    bench.arrive(0, 1)
+    bench.finish(0)
+    bench.publish(1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.arrive(2)
+    assert only(bench.finish(2), Train) == []  # group 1 is due by step 1, group 2 only by step 2
+    commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), epoch=1, error="out of memory"))
+    assert [t.trajectories for t in only(commands, Train)] == [(2,)]
+
+
 @pytest.mark.parametrize("action", ["truncate", "retry"])
 def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> None:
     bench = Bench(eta=0, groups=2, stragglers=action)

@@ -198,7 +198,7 @@ NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[st
     "finish_pull": (lambda s: s.finish_pull(s.fleet[1]), (False, [B], False, False)),
     "abort": (
         lambda s: s.abort(GroupId(2), AbortReason.ENGINE_FAILED, TrajectoryId(6)),
-        (False, [], True, True),
+        (True, [], True, True),
     ),
     "draw": (lambda s: s.draw(2), (False, [], False, False)),
 }
@@ -232,7 +232,7 @@ def test_a_batch_is_noted_scored_consumed_published_and_pulled() -> None:
     assert changes(state) == (True, [], False, False)
     (surplus,) = state.occupy(GroupId(0))
     assert (surplus.ending.trajectory, surplus.running_on, surplus.epoch) == (2, A, 1)
-    assert changes(state) == (False, [A], True, True)
+    assert changes(state) == (True, [A], True, True)
     state.start_event(4.0)
     assert state.waited_s == 4.0
     batch = state.consume()
