@@ -405,7 +405,6 @@ class CoordinatorState:
         live.tokens = tokens
         live.phase, live.since = phase, self._now
         self._enqueue(live)
-        self._routing_changed = True
 
     def _leave_instance(self, live: LiveTrajectory) -> None:
         """Take a running trajectory off its instance. Before its tokens change: they are counted there as they are."""

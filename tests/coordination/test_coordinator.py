@@ -429,6 +429,8 @@ def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> Non
     else:
         (route,) = only(commands, Route)
         assert route.instance != place
+        bench.tell(InstanceReported(instance=route.instance, progress=((TrajectoryId(3), 6),)))
+        assert not [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]  # once a version
 
 
 def test_new_work_waits_rather_than_slow_down_what_is_urgent() -> None:

@@ -262,6 +262,18 @@ def test_fresh_groups_siblings_take_its_level_and_a_move_is_counted_at_both_ends
     state.validate()
 
 
+def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no_hurry() -> None:
+    state = busy_state()
+    state.interrupt(live(state, 0), 9)
+    send(state, 0, row=1)
+    state.hear_progress(state.fleet[1], [(TrajectoryId(0), 30)])
+    assert (state.fleet[1].kv_tokens, state.fleet[1].pace_s) == (40, 0.5)
+    assert state.fail(live(state, 0), Transition.INSTANCE_LOST) == 1
+    assert (live(state, 0).tokens, live(state, 0).safe_tokens) == (9, 9)
+    assert (state.fleet[1].kv_tokens, state.fleet[1].pace_s) == (0, math.inf)
+    state.validate()
+
+
 def test_what_everybody_may_read_cannot_be_written() -> None:
     state = busy_state()
     with pytest.raises(TypeError):
