@@ -1,4 +1,4 @@
-"""Events in, commands out: the brain's decisions as tables, without sleep or mock."""
+"""Events in, commands out: the coordinator's decisions as tables, without sleep or mock."""
 
 from __future__ import annotations
 
@@ -356,6 +356,55 @@ def test_a_move_to_an_instance_that_filled_up_meanwhile_ends_elsewhere() -> None
     assert route.instance == A
 
 
+def test_a_move_to_an_instance_that_restarts_meanwhile_is_still_counted() -> None:
+    bench = Bench(eta=0, groups=150, migration="largest_gain")
+    bench.join(A, max_running=200)
+    bench.arrive(*range(150))
+    bench.join(B, max_running=200)
+    moved = {i.trajectory for i in only(bench.tell(Tick()), Interrupt)}
+    bench.join(B, max_running=200)  # validated: it expects what is on its way to it
+    for t in sorted(moved):
+        (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=t, epoch=1, tokens=3)), Route)
+        assert route.instance == B
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_straggler_that_fails_before_it_is_cut_off_is_cut_off_in_its_next_attempt(lost: bool) -> None:
+    bench = Bench(eta=0, groups=2, stragglers="truncate", max_attempts=3)
+    bench.join(A)
+    bench.arrive(0, 1)
+    bench.finish(0, 1)
+    bench.publish(1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.join(B, version=1)
+    bench.arrive(2, 3)
+    bench.finish(2)
+    for attempt in (1, 2):
+        place = next(i.instance for i in bench.coordinator.snapshot().instances if i.num_running)
+        bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
+        orders = [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]
+        assert [(o.trajectory, o.epoch) for o in orders] == [(3, attempt)]
+        if attempt == 1 and lost:
+            bench.tell(InstanceLost(instance=place, why="killed"))
+        elif attempt == 1:
+            bench.tell(TrajectoryFailed(trajectory=TrajectoryId(3), epoch=1, error="x"))
+    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), epoch=2, tokens=4))
+    assert [c.trajectory for c in only(commands, Score)] == [3]
+
+
+def test_a_step_no_longer_waits_for_due_work_that_was_given_up() -> None:
+    bench = Bench(eta=1, max_attempts=0)
+    bench.join()
+    bench.arrive(0, 1)
+    bench.finish(0)
+    bench.publish(1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.arrive(2)
+    assert only(bench.finish(2), Train) == []  # group 1 is due by step 1, group 2 only by step 2
+    commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), epoch=1, error="out of memory"))
+    assert [t.trajectories for t in only(commands, Train)] == [(2,)]
+
+
 @pytest.mark.parametrize("action", ["truncate", "retry"])
 def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> None:
     bench = Bench(eta=0, groups=2, stragglers=action)
@@ -380,6 +429,8 @@ def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> Non
     else:
         (route,) = only(commands, Route)
         assert route.instance != place
+        bench.tell(InstanceReported(instance=route.instance, progress=((TrajectoryId(3), 6),)))
+        assert not [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]  # once a version
 
 
 def test_new_work_waits_rather_than_slow_down_what_is_urgent() -> None:
