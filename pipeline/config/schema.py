@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pipeline.config.fields import Explained, explained, knob
+from pipeline.config.fields import Explained, explained
 from pipeline.strategies.admission import ADMISSION_NAMES
 from pipeline.strategies.filtering import FILTERING_NAMES, Straggling
 from pipeline.strategies.migration import MIGRATION_NAMES
 from pipeline.strategies.routing import ROUTING_NAMES
 from pipeline.strategies.synchronization import SYNCHRONIZATION_NAMES
+from tasks.knobs import knob
 from tasks.names import (
     ADVANTAGE_NAMES,
     AGGREGATION_NAMES,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from cli.config import command
 from pipeline.config import fields, loading, schema
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
@@ -99,3 +102,28 @@ def test_every_knob_says_what_it_means(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(Path("examples").glob("*.toml")), ids=lambda p: p.name)
 def test_the_examples_are_valid(path: Path) -> None:
     loading.load(path)
+
+
+EXAMPLES = sorted(Path("examples").glob("*.toml"))
+WRITTEN = Path(__file__).parent / "golden"
+"""What `config explain` printed, and the config.toml a run of the example left, when each key was declared by hand."""
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_explain_prints_each_key_in_the_order_it_always_had(path: Path) -> None:
+    result = CliRunner().invoke(command, ["explain", str(path)])
+    assert result.output.splitlines() == (WRITTEN / f"{path.stem}.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_the_config_of_an_earlier_run_reads_as_the_same_job(path: Path) -> None:
+    earlier = WRITTEN / f"{path.stem}.config.toml"
+    assert loading.load(earlier) == loading.load(path)
+    assert fields.to_toml(loading.load(path)) == earlier.read_text()
+
+
+def test_explain_as_json_has_every_row_and_marks_no_table_that_is_not_set() -> None:
+    result = CliRunner().invoke(command, ["explain", "examples/dryrun.toml", "--json"])
+    rows = {row["key"]: row for row in json.loads(result.output)}
+    assert rows["task.options"]["value"] == rows["task.options"]["default"] == {}
+    assert rows["staleness.eta"]["value"] == 2
