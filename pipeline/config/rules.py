@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from pipeline.config.schema import RunConfig
+from pipeline.strategies.admission import ADMISSION
 from stores.errors import ConfigError
 from tasks.names import ENGINE_OPTIONS_OURS
 
@@ -27,12 +26,10 @@ def check_across(config: RunConfig, where: str) -> None:
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
             f"{config.trajectories_per_step} trajectories of a step"
         )
-    staleness = config.staleness
-    if staleness.admission == "credits" and math.ceil(staleness.alpha) > staleness.eta:
-        raise ConfigError(
-            f"{where}: staleness.alpha = {staleness.alpha:g} lets trajectories lag {math.ceil(staleness.alpha)} "
-            f"versions, staleness.eta allows {staleness.eta}; lower alpha or raise eta"
-        )
+    try:
+        ADMISSION.make(config.staleness, {"eta": config.staleness.eta})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if config.cluster.kind == kind and not getattr(config.cluster, key):
             raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")

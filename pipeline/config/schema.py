@@ -1,6 +1,7 @@
 """The job file: one frozen tree, read from TOML, checked once. Below this module nothing re-checks it.
 
-Every knob carries its meaning, unit and range, which is also what `staleflow config explain` prints.
+Every knob carries its meaning, unit and range, which is also what `staleflow config explain` prints. Those of a
+strategy, a loss or an engine are declared with it; the table that chooses one is `composed` of them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pipeline.config.fields import Explained, explained
-from pipeline.strategies.admission import ADMISSION_NAMES
-from pipeline.strategies.filtering import FILTERING_NAMES, Straggling
-from pipeline.strategies.migration import MIGRATION_NAMES
-from pipeline.strategies.routing import ROUTING_NAMES
-from pipeline.strategies.synchronization import SYNCHRONIZATION_NAMES
+from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.filtering import FILTERING, STRAGGLERS
+from pipeline.strategies.migration import MIGRATION
+from pipeline.strategies.routing import ROUTING
+from pipeline.strategies.synchronization import SYNCHRONIZATION
 from tasks.knobs import knob
 from tasks.names import (
     ADVANTAGE_NAMES,
@@ -26,6 +27,7 @@ from tasks.names import (
     SCHEDULE_NAMES,
     WORKLOAD_NAMES,
 )
+from tasks.registry import choice, composed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@composed
 class BatchConfig:
     """What one training step consumes."""
 
@@ -76,29 +79,27 @@ class BatchConfig:
     group_size: int = knob(8, "trajectories a prompt that an advantage is taken over", low=1)
     extra_groups: int = knob(0, "redundancy: groups a step started beyond groups_per_step", low=0)
     extra_members: int = knob(0, "redundancy: trajectories a group started beyond group_size", low=0)
-    filtering: str = knob("keep_all", "no_signal drops and replaces groups of equal rewards", choices=FILTERING_NAMES)
-    stragglers: str = knob(
+    filtering: str = choice(FILTERING, "keep_all", "no_signal drops and replaces groups of equal rewards")
+    stragglers: str = choice(
+        STRAGGLERS,
         "wait",
         "the last unfinished groups of a step that is stuck: wait, retry on the fastest instance, truncate",
-        choices=tuple(s.value for s in Straggling),
     )
-    straggler_patience: float = knob(1.0, "intervals between steps the trainer waits before it is stuck", above=0)
-    straggler_share: float = knob(0.1, "share of groups_per_step that may count as stragglers", low=0, high=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@composed
 class StalenessConfig:
     """The promise."""
 
     eta: int = knob(
         1, "bound: a trajectory is trained at most this many versions after its oldest token", low=0, high=1000
     )
-    admission: str = knob(
+    admission: str = choice(
+        ADMISSION,
         "staleflow",
         "who may start: by reservation, or as another system does; backlog keeps no bound, the store says so",
-        choices=ADMISSION_NAMES,
     )
-    alpha: float = knob(1.0, "credits: batches in play beyond one; versions a batch may lag, rounded up", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,7 @@ class CostConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@composed
 class RolloutConfig:
     """Sampling."""
 
@@ -143,18 +145,15 @@ class RolloutConfig:
     temperature: float = knob(
         1.0, "sampling temperature; the trainer recomputes logprobs at the same one", above=0, high=10
     )
-    routing: str = knob("least_requests", "which instance gets a trajectory", choices=ROUTING_NAMES)
-    mu: float = knob(0.1, "throughput_optimal: least gain, as a share of an empty instance's", low=0, high=1)
-    synchronization: str = knob("greedy", "when an instance pulls weights", choices=SYNCHRONIZATION_NAMES)
+    routing: str = choice(ROUTING, "least_requests", "which instance gets a trajectory")
+    synchronization: str = choice(SYNCHRONIZATION, "greedy", "when an instance pulls weights", knobs_after="on_pull")
     on_pull: str = knob(
         "interrupt",
         "what runs while new weights are pulled: interrupt computes its cache again, keep goes on with the old one",
         choices=("interrupt", "keep"),
     )
-    load_threshold: float = knob(0.5, "status: share of max_running below which an instance may pull", low=0, high=1)
     pace_slack: float = knob(1.0, "deadline: by how much the plan's seconds may be exceeded", above=0)
-    migration: str = knob("none", "moving single running trajectories to lighter instances", choices=MIGRATION_NAMES)
-    migration_gain: float = knob(0.2, "largest_gain: share by which a decode step must be faster there", low=0, high=1)
+    migration: str = choice(MIGRATION, "none", "moving single running trajectories to lighter instances")
     drift_limit: float = knob(
         0.0,
         "nats that an instance's logprobs of a probe may differ from the trainer's before it is named; 0: by dtype",
@@ -340,8 +339,8 @@ class RunConfig:
     def weighs_costs(self) -> bool:
         """Whether one of its strategies goes by the cost model."""
         rollout = self.rollout
-        by_cost = rollout.synchronization == "hypothesis" or rollout.migration != "none"
-        return by_cost or rollout.routing in ("throughput_optimal", "deadline")
+        chosen = ((r, getattr(rollout, r.field)) for r in (ROUTING, SYNCHRONIZATION, MIGRATION))
+        return any(registry.wants(name, "cost") for registry, name in chosen)
 
     @property
     def members_started(self) -> int:

@@ -25,9 +25,9 @@ from pipeline.coordination.events import Event
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import bound_of, explanation, measure
 from pipeline.simulator.trace import Trace
-from pipeline.strategies.admission import ADMISSION_NAMES
-from pipeline.strategies.routing import ROUTING_NAMES
-from pipeline.strategies.synchronization import SYNCHRONIZATION_NAMES
+from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.routing import ROUTING
+from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.errors import ActorLost, ConfigError, RunStuck
 from stores.trajectory import Fate
 from tasks.engines.cost_model import CostModel
@@ -291,7 +291,7 @@ class Witness:
 @st.composite
 def jobs(draw: st.DrawFn) -> RunConfig:
     """Any combination of strategies, redundancy and faults."""
-    admission = draw(st.sampled_from([a for a in ADMISSION_NAMES if a != "backlog"]))
+    admission = draw(st.sampled_from([a for a in ADMISSION.names if a != "backlog"]))
     eta = draw(st.integers(0, 3))
     return job(
         seed=draw(st.integers(0, 999)),
@@ -308,8 +308,8 @@ def jobs(draw: st.DrawFn) -> RunConfig:
         staleness__admission=admission,
         staleness__alpha=float(eta) * draw(st.sampled_from([0.5, 1.0])),
         rollout__instances=draw(st.integers(1, 4)),
-        rollout__routing=draw(st.sampled_from(ROUTING_NAMES)),
-        rollout__synchronization=draw(st.sampled_from(SYNCHRONIZATION_NAMES)),
+        rollout__routing=draw(st.sampled_from(ROUTING.names)),
+        rollout__synchronization=draw(st.sampled_from(SYNCHRONIZATION.names)),
         rollout__migration=draw(st.sampled_from(["none", "largest_gain"])),
         rollout__on_pull=draw(st.sampled_from(["interrupt", "keep"])),
         rollout__engine__max_running=draw(st.integers(1, 12)),

@@ -1,0 +1,153 @@
+"""What a job file chooses by name, with the knobs it brings.
+
+    ROUTING: Registry[Routing] = Registry("routing rule", "rollout.routing", contract=Routing)
+
+    @ROUTING.register("deadline")
+    @dataclass(frozen=True, slots=True)
+    class Deadline:
+        cost: CostModel                                     # given, because it asks for it by this name
+        slack: float = knob(1.0, "deadline: ...", above=0)  # becomes rollout.slack
+
+Name, meaning, knobs and behaviour stand in one place. The table of the job file that chooses among them (`choice`) is
+given the knobs of all of them (`composed`), so that a new one needs no line anywhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tasks.knobs import Knob, default_of, knob_field, knobs, spec_of
+
+T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
+REGISTRY, AFTER = "registry", "after"
+"""Metadata of a field that chooses: what it chooses from, and the field behind which their knobs stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A knob as a table takes it over. type: of its values."""
+
+    type: Any
+    field: dataclasses.Field[Any]
+
+    @property
+    def meaning(self) -> tuple[Any, Knob | None, Any]:
+        return self.type, spec_of(self.field), default_of(self.field)
+
+
+class Registry(Generic[T]):
+    """All of one kind that a job file may choose from. what: the kind, for messages. key: of the job file. contract:
+    what each must have."""
+
+    def __init__(self, what: str, key: str, *, contract: type[Any] | None = None) -> None:
+        self.what = what
+        self.key = key
+        self._contract = contract
+        self._found: dict[str, Callable[..., T]] = {}
+        self._knobs: dict[str, Declared] = {}
+        self._taken = False  # by a table: what comes later would have no key there
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the order they were registered."""
+        return tuple(self._found)
+
+    @property
+    def field(self) -> str:
+        """The field of its table that chooses, the last part of the key."""
+        return self.key.rpartition(".")[2]
+
+    def register(self, name: str) -> Callable[[C], C]:
+        """Decorate what the job file calls `name`. Raises ValueError or TypeError for what cannot be registered."""
+
+        def add(found: C) -> C:
+            if name in self._found:
+                raise ValueError(f"there is a {self.what} {name!r} already: {self._found[name]}")
+            if missing := self.missing(found):
+                raise TypeError(f"{self.what} {name!r} lacks {', '.join(missing)}")
+            for key, declared in _declared(found).items():
+                same = self._knobs.setdefault(key, declared)
+                if same.meaning != declared.meaning:
+                    raise ValueError(f"{self.what} {name!r}: its knob {key} is declared otherwise by another one")
+                if same is declared and self._taken:
+                    raise ValueError(f"{self.what} {name!r}: the table of {self.key} is made already, without {key}")
+            self._found[name] = found
+            return found
+
+        return add
+
+    def find(self, name: str) -> Callable[..., T]:
+        """What is registered as `name`. Raises ValueError, with the names there are."""
+        if name not in self._found:
+            raise ValueError(f"no {self.what} {name!r}; there are {', '.join(self.names)}")
+        return self._found[name]
+
+    def wants(self, name: str, given: str) -> bool:
+        """Whether the one called `name` asks to be given this."""
+        return given in inspect.signature(self.find(name)).parameters
+
+    def make(self, section: object, given: Mapping[str, Any] | None = None) -> T:
+        """The one that `section`, the table of a job file, chooses: with its knobs as set there, and with what it asks
+        for of what is given, by name."""
+        found = self.find(getattr(section, self.field))
+        known = dict(given or {}) | {name: getattr(section, name) for name in _declared(found)}
+        wanted = inspect.signature(found).parameters
+        return found(**{name: known[name] for name in wanted if name in known})
+
+    def missing(self, found: object) -> list[str]:
+        """What the contract asks for and this has not."""
+        members = [m for m in vars(self._contract) if not m.startswith("_")] if self._contract else []
+        return [m for m in members if not hasattr(found, m)]
+
+    def take_knobs(self) -> dict[str, Declared]:
+        """The knobs of all that are registered, for the table that chooses among them."""
+        self._taken = True
+        return dict(self._knobs)
+
+
+def choice(registry: Registry[Any], default: str, doc: str, *, knobs_after: str = "") -> str:
+    """A knob that chooses from a registry. knobs_after: the field of its table behind which their knobs stand, if not
+    this one; `composed` puts them there."""
+    spec = Knob(doc=doc, choices=registry.names)
+    made: str = knob_field(default, spec, **{REGISTRY: registry, AFTER: knobs_after})
+    return made
+
+
+def composed(cls: type[T]) -> type[T]:
+    """A table with the knobs of all that its choices may name. To be applied below @dataclass."""
+    own = dict(cls.__annotations__)
+    behind: dict[str, list[Registry[Any]]] = {}
+    for name in own:
+        metadata = getattr(vars(cls).get(name), "metadata", {})
+        if REGISTRY in metadata:
+            behind.setdefault(metadata[AFTER] or name, []).append(metadata[REGISTRY])
+    annotations: dict[str, Any] = {}
+    for name, hint in own.items():
+        annotations[name] = hint
+        for registry in behind.pop(name, ()):
+            for key, declared in registry.take_knobs().items():
+                if key in own or key in annotations:
+                    raise ValueError(f"{cls.__name__} has a {key} of its own, and so has a {registry.what}")
+                annotations[key] = declared.type
+                spec = spec_of(declared.field)
+                assert spec is not None
+                setattr(cls, key, knob_field(default_of(declared.field), spec))
+    if behind:
+        raise ValueError(f"{cls.__name__} has no {', '.join(behind)} to put knobs behind")
+    cls.__annotations__ = annotations
+    return cls
+
+
+def _declared(found: Any) -> dict[str, Declared]:
+    own = knobs(found)
+    hints = typing.get_type_hints(found) if own else {}
+    return {name: Declared(hints[name], f) for name, f in own.items()}
