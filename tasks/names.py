@@ -42,8 +42,6 @@ ENGINE_OPTIONS_OURS = {
     }
 }
 """Engine arguments that a job may not pass on, and why."""
-ADVANTAGE_NAMES = ("grpo", "dapo", "dr_grpo", "rloo", "reinforce_plus_plus")
-LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "cispo", "tis")
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant_length")
 SCHEDULE_NAMES = ("constant", "cosine")
 WORKLOAD_NAMES = ("lognormal", "bimodal", "power_law", "agentic", "recorded")

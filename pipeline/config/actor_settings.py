@@ -89,27 +89,14 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
             s_per_token=config.simulation.train_s_per_token,
             time_scale=config.rollout.engine.time_scale,
         )
-    from tasks.training.loss import LossSettings
     from tasks.training.policy_trainer import TrainerSettings
 
-    t = config.training
     return TrainerSettings(
         model=config.model.path,
         dtype=config.model.dtype,
         device=config.model.device,
-        learning_rate=t.learning_rate,
-        schedule=t.schedule,
-        warmup_steps=t.warmup_steps,
+        training=config.training,
         num_steps=config.steps,
-        minibatches=t.minibatches,
-        microbatch_tokens=t.microbatch_tokens,
-        grad_clip=t.grad_clip,
-        weight_decay=t.weight_decay,
-        betas=(t.beta1, t.beta2),
-        aggregation=t.loss.aggregation,
-        loss=LossSettings(
-            name=t.loss.name, clip_low=t.loss.clip_low, clip_high=t.loss.clip_high, weight_cap=t.loss.weight_cap
-        ),
         temperature=config.rollout.temperature,
         max_length=config.rollout.max_new_tokens,
         seed=config.seed,

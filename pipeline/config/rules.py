@@ -6,6 +6,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.strategies.admission import ADMISSION
 from stores.errors import ConfigError
 from tasks.names import ENGINE_OPTIONS_OURS
+from tasks.training.advantage import NEED_NO_GROUP
 
 
 def check_across(config: RunConfig, where: str) -> None:
@@ -16,7 +17,7 @@ def check_across(config: RunConfig, where: str) -> None:
         raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {config.task.template!r}")
     if not config.name or "/" in config.name or config.name.startswith("."):
         raise ConfigError(f"{where}: name = {config.name!r} must be a plain folder name")
-    needs_groups = config.training.advantage != "reinforce_plus_plus"
+    needs_groups = config.training.advantage not in NEED_NO_GROUP
     if needs_groups and config.batch.group_size < 2:
         raise ConfigError(
             f"{where}: batch.group_size = 1 gives {config.training.advantage} nothing to compare with; it must be >= 2"

@@ -18,16 +18,9 @@ from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from tasks.knobs import knob
-from tasks.names import (
-    ADVANTAGE_NAMES,
-    AGGREGATION_NAMES,
-    ENGINE_NAMES,
-    LOSS_NAMES,
-    SAMPLING_REFUSED,
-    SCHEDULE_NAMES,
-    WORKLOAD_NAMES,
-)
+from tasks.names import ENGINE_NAMES, SAMPLING_REFUSED, WORKLOAD_NAMES
 from tasks.registry import choice, composed
+from tasks.training.settings import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,38 +155,6 @@ class RolloutConfig:
     max_attempts: int = knob(3, "engine failures or lost instances a trajectory survives", low=0)
     engine: EngineConfig = EngineConfig()
     cost: CostConfig = CostConfig()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossConfig:
-    """The objective; docs/losses.md and tasks/training/loss.py have the formulas."""
-
-    name: str = knob("decoupled_ppo", "the loss", choices=LOSS_NAMES)
-    clip_low: float = knob(0.2, "the ratio is clipped at 1 - clip_low", low=0, high=1)
-    clip_high: float = knob(0.28, "and at 1 + clip_high", low=0)
-    weight_cap: float = knob(5.0, "cap of pi_old / pi_rollout (decoupled_ppo), of the ratio (tis)", above=0)
-    aggregation: str = knob("token_mean", "how token losses become one number", choices=AGGREGATION_NAMES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingConfig:
-    """Optimization."""
-
-    learning_rate: float = knob(1e-5, "peak learning rate of AdamW", above=0, high=1)
-    schedule: str = knob("constant", "learning rate over the run", choices=SCHEDULE_NAMES)
-    warmup_steps: int = knob(0, "training steps of linear warm-up", low=0)
-    minibatches: int = knob(1, "optimizer updates a training step", low=1)
-    microbatch_tokens: int = knob(8192, "padded tokens one forward and backward pass may hold", low=1)
-    grad_clip: float = knob(1.0, "largest gradient norm", above=0)
-    weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
-    beta1: float = knob(0.9, "AdamW", low=0, high=1)
-    beta2: float = knob(0.95, "AdamW", low=0, high=1)
-    advantage: str = knob("grpo", "advantage estimate", choices=ADVANTAGE_NAMES)
-    loss: LossConfig = LossConfig()
-    checkpoint_every: int = knob(0, "steps between checkpoints; 0 for the last step only", low=0)
-    resume_every: int = knob(
-        1, "steps between resume points (weights, optimizer, random state; the latest are kept); 0 for none", low=0
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
