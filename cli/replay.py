@@ -17,6 +17,7 @@ def command(run: str, trajectory: int | None, as_json: bool) -> None:
     """Feed a run's recorded events to a fresh coordinator: it must answer with exactly the recorded commands."""
     from pipeline.config import loading
     from pipeline.config.deciding import make_coordinator
+    from pipeline.config.user_files import moved
     from pipeline.coordination import journal
     from pipeline.runtime.resumption import parts
     from stores.errors import ConfigError
@@ -28,7 +29,7 @@ def command(run: str, trajectory: int | None, as_json: bool) -> None:
     story: list[str] = []
     result = journal.Replay(num_events=0, num_commands=0, difference="")
     for config, events in parts(folder):
-        coordinator = make_coordinator(loading.load(config))
+        coordinator = make_coordinator(moved(loading.load(config), folder))
         result += journal.replay(coordinator, journal.read(events))
         if trajectory is not None:
             story += coordinator.story(TrajectoryId(trajectory))

@@ -119,11 +119,9 @@ def default_of(declared: dataclasses.Field[Any]) -> Any:
     return declared.default if made is dataclasses.MISSING else made()
 
 
-def knobs(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+def knobs(cls: object) -> dict[str, dataclasses.Field[Any]]:
     """The knobs of a class by name; none if it is no dataclass."""
-    if not dataclasses.is_dataclass(cls):
-        return {}
-    return {f.name: f for f in dataclasses.fields(cls) if spec_of(f) is not None}
+    return {f.name: f for f in dataclasses.fields(cls) if spec_of(f)} if dataclasses.is_dataclass(cls) else {}
 
 
 def values(section: Any) -> dict[str, Any]:

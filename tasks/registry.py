@@ -10,6 +10,9 @@
 
 Name, meaning, knobs and behaviour stand in one place. The table of the job file that chooses among them (`choice`) is
 given the knobs of all of them (`composed`), so that a new one needs no line anywhere else.
+
+Where a registry says so, a job may also name a class or function of its user's own, file.py:NAME, which keeps the same
+contract and whose knobs are set in a table of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tasks.knobs import Knob, default_of, knob_field, knobs, spec_of
+from stores.errors import ConfigError
+from tasks import user_code
+from tasks.knobs import Knob, default_of, knob_field, knobs, names_own_code, read, spec_of
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Callable[..., Any])
@@ -43,11 +48,27 @@ class Declared:
 
 class Registry(Generic[T]):
     """All of one kind that a job file may choose from. what: the kind, for messages. key: of the job file. contract:
-    what each must have."""
+    what each must have.
 
-    def __init__(self, what: str, key: str, *, contract: type[Any] | None = None) -> None:
+    own: a job may name one from a file of its user's own. options: the key of its table that sets the knobs of such a
+    one. guarded: what stands between it and those who use it; is given the name it has in the job file.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        key: str,
+        *,
+        contract: type[Any] | None = None,
+        own: bool = False,
+        options: str = "",
+        guarded: Callable[[T, str], T] | None = None,
+    ) -> None:
         self.what = what
         self.key = key
+        self.own = own
+        self.options = options
+        self._guarded = guarded
         self._contract = contract
         self._found: dict[str, Callable[..., T]] = {}
         self._knobs: dict[str, Declared] = {}
@@ -91,17 +112,58 @@ class Registry(Generic[T]):
             raise ValueError(f"no {self.what} {name!r}; there are {', '.join(self.names)}")
         return self._found[name]
 
+    def load(self, name: str) -> Callable[..., T]:
+        """What is registered as `name`, or what it names of the user's own. Raises ConfigError, in one line."""
+        if name in self or not (self.own and names_own_code(name)):
+            return self.find(name)
+        found: Callable[..., T] = user_code.load(name, self.key, "class" if self._contract else "function")
+        return found
+
     def wants(self, name: str, given: str) -> bool:
-        """Whether the one called `name` asks to be given this."""
-        return given in inspect.signature(self.find(name)).parameters
+        """Whether the one called `name` asks to be given this; taken for granted of one of the user's own."""
+        return name not in self or given in inspect.signature(self.find(name)).parameters
+
+    def check(self, section: object) -> None:
+        """Raise ConfigError if a table sets the knobs of one from a file, and names none. Loads nothing."""
+        name, table = getattr(section, self.field), self.key.rpartition(".")[0]
+        if self.options and getattr(section, self.options) and name in self:
+            raise ConfigError(
+                f"{table}.{self.options} sets the knobs of a {self.what} from a file; those of {name} stand in "
+                f"[{table}]: {', '.join(knobs(self._found[name])) or 'it has none'}"
+            )
 
     def make(self, section: object, given: Mapping[str, Any] | None = None) -> T:
         """The one that `section`, the table of a job file, chooses: with its knobs as set there, and with what it asks
-        for of what is given, by name."""
-        found = self.find(getattr(section, self.field))
+        for of what is given, by name. Raises ConfigError if one of the user's own cannot be made."""
+        name = getattr(section, self.field)
+        if name not in self and self.own and names_own_code(name):
+            return self._make_own(name, getattr(section, self.options, {}), given or {})
+        found = self.find(name)
         known = dict(given or {}) | {name: getattr(section, name) for name in _declared(found)}
         wanted = inspect.signature(found).parameters
         return found(**{name: known[name] for name in wanted if name in known})
+
+    def _make_own(self, name: str, options: Mapping[str, Any], given: Mapping[str, Any]) -> T:
+        where = f"{self.key} = {name!r}"
+        found: Any = self.load(name)
+        if any(isinstance(member, dataclasses.Field) for member in vars(found).values()):
+            raise ConfigError(f"{where}: it declares knobs and is no dataclass; write @dataclass above the class")
+        try:
+            known = dict(given) | read(found, options, where, f"{self.key.rpartition('.')[0]}.{self.options}.")
+            asked = inspect.signature(found).parameters
+            optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            for one in asked.values():
+                if one.name not in known and one.default is one.empty and one.kind not in optional:
+                    may = ", ".join(given) or "nothing"
+                    raise ConfigError(f"{where}: it asks for {one.name}; it may ask for {may}")
+            made: T = found(**{one: known[one] for one in asked if one in known})
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's code
+            raise ConfigError(f"{where}: cannot be made: {type(error).__name__}: {user_code.said(error)}") from error
+        if missing := self.missing(made):
+            raise ConfigError(f"{where}: it lacks {', '.join(missing)}; docs/extending.md has an example")
+        return self._guarded(made, name) if self._guarded else made
 
     def missing(self, found: object) -> list[str]:
         """What the contract asks for and this has not."""
@@ -117,7 +179,7 @@ class Registry(Generic[T]):
 def choice(registry: Registry[Any], default: str, doc: str, *, knobs_after: str = "") -> str:
     """A knob that chooses from a registry. knobs_after: the field of its table behind which their knobs stand, if not
     this one; `composed` puts them there."""
-    spec = Knob(doc=doc, choices=registry.names)
+    spec = Knob(doc=doc, choices=registry.names, own=registry.own)
     made: str = knob_field(default, spec, **{REGISTRY: registry, AFTER: knobs_after})
     return made
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pipeline.config.schema import RunConfig
 from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.routing import ROUTING
 from stores.errors import ConfigError
 from tasks.names import ENGINE_OPTIONS_OURS
-from tasks.training.advantage import NEED_NO_GROUP
+from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP
+from tasks.training.loss import LOSSES
 
 
 def check_across(config: RunConfig, where: str) -> None:
@@ -17,11 +19,10 @@ def check_across(config: RunConfig, where: str) -> None:
         raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {config.task.template!r}")
     if not config.name or "/" in config.name or config.name.startswith("."):
         raise ConfigError(f"{where}: name = {config.name!r} must be a plain folder name")
-    needs_groups = config.training.advantage not in NEED_NO_GROUP
+    advantage = config.training.advantage
+    needs_groups = advantage in ADVANTAGES and advantage not in NEED_NO_GROUP
     if needs_groups and config.batch.group_size < 2:
-        raise ConfigError(
-            f"{where}: batch.group_size = 1 gives {config.training.advantage} nothing to compare with; it must be >= 2"
-        )
+        raise ConfigError(f"{where}: batch.group_size = 1 gives {advantage} nothing to compare with; it must be >= 2")
     if config.training.minibatches > config.batch.groups_per_step * config.batch.group_size:
         raise ConfigError(
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
@@ -29,6 +30,8 @@ def check_across(config: RunConfig, where: str) -> None:
         )
     try:
         ADMISSION.make(config.staleness, {"eta": config.staleness.eta})
+        ROUTING.check(config.rollout)
+        LOSSES.check(config.training.loss)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     for kind, key in (("address", "address"), ("file", "scheduler_file")):

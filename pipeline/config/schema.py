@@ -139,6 +139,7 @@ class RolloutConfig:
         1.0, "sampling temperature; the trainer recomputes logprobs at the same one", above=0, high=10
     )
     routing: str = choice(ROUTING, "least_requests", "which instance gets a trajectory")
+    routing_options: dict[str, Any] = knob({}, "knobs of a routing rule from a file", shown=False)
     synchronization: str = choice(SYNCHRONIZATION, "greedy", "when an instance pulls weights", knobs_after="on_pull")
     on_pull: str = knob(
         "interrupt",

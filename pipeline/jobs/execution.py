@@ -70,11 +70,14 @@ async def execute(
         raise ConfigError("simulation.colocated = true: in a run all roles have workers of their own; use simulate")
     facts = inspect_model(config)
     config = user_files.located(config)
+    user_files.check(config)
     run_dir = config.run_dir
     if resume:
         resumptions.reached(config)
     else:
-        prepare_run_dir(config)
+        config, code = user_files.with_code(config, user_files.RULES)
+        config = user_files.with_code_in(config, run_dir / "code", code)
+        prepare_run_dir(config, code)
     cluster = await connect(config, None if slot is None else slot.security)
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps)
 

@@ -8,7 +8,6 @@ because someone asked, or failed with a reason.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import tomllib
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from distributed.core import Status
 
 from pipeline.config import loading
 from pipeline.config.schema import RunConfig
-from pipeline.config.user_files import CODE
+from pipeline.config.user_files import with_code_in, write_code
 from pipeline.jobs import reporter as reporting
 from pipeline.jobs.execution import DriverSlot, DriverSlotTaken, execute
 from pipeline.jobs.run_folder import refuse_taken
@@ -122,9 +121,7 @@ def _take_folder(config: RunConfig, submission: Submission) -> None:
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         owner.write_text(f"{submission.id}\n")
-        for name, text in submission.code.items():
-            (config.run_dir / "code").mkdir(exist_ok=True)
-            (config.run_dir / "code" / name).write_text(text)
+        write_code(config.run_dir / "code", submission.code)
     except OSError as error:
         raise StoreError(f"{config.run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
 
@@ -140,10 +137,4 @@ def at_home(submission: Submission, scheduler: str) -> RunConfig:
     tree = tomllib.loads(submission.job)
     tree["cluster"] |= {"kind": "address", "address": scheduler, "scheduler_file": ""}
     config = loading.from_tree(tree, submission.id)
-    for table, key in CODE:
-        section = getattr(config, table)
-        file, _, name = getattr(section, key).rpartition(":")
-        if file in submission.code:
-            named = f"{config.run_dir / 'code' / file}:{name}"
-            config = dataclasses.replace(config, **{table: dataclasses.replace(section, **{key: named})})
-    return config
+    return with_code_in(config, config.run_dir / "code", submission.code)

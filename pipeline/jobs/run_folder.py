@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipeline.config import fields
 from pipeline.config.schema import RunConfig
+from pipeline.config.user_files import write_code
 from stores.errors import ConfigError, StoreError
 
 
@@ -20,12 +21,13 @@ def refuse_taken(config: RunConfig) -> None:
         raise ConfigError(f"{config.run_dir} already holds a run; choose another with --set name=..., or remove it")
 
 
-def prepare_run_dir(config: RunConfig) -> Path:
-    """Make the run's folder. ConfigError as `refuse_taken`."""
+def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) -> Path:
+    """Make the run's folder. code: of the user's own, that it keeps. ConfigError as `refuse_taken`."""
     refuse_taken(config)
     run_dir = config.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        write_code(run_dir / "code", code or {})
         (run_dir / "config.toml").write_text(fields.to_toml(config))
     except OSError as error:
         raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import actor_settings, loading
-from pipeline.config.schema import RunConfig, TrackingConfig
-from pipeline.config.user_files import with_code
+from pipeline.config.schema import RunConfig
+from pipeline.config.user_files import SCORING, with_code
 from pipeline.offline.pool import Pool, store_at
 from pipeline.offline.texts import texts_of
 from stores import branches
@@ -61,7 +61,7 @@ def reprocess(
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
     errors: dict[int, str] = {}
     done = 0
-    config, code = with_code(dataclasses.replace(config, tracking=TrackingConfig()))
+    config, code = with_code(config, SCORING)
     settings = pickle.dumps((actor_settings.prompt_settings(config), actor_settings.scoring_settings(config), code))
     calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
     for first, block in pool.run(score_rows, calls):

@@ -6,17 +6,21 @@ Declined work stays in the queue, where it can still go to any instance, and to 
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from stores.errors import ConfigError
 from tasks.engines.cost_model import CostModel, Numbers
 from tasks.knobs import knob
 from tasks.registry import Registry
+from tasks.user_code import said
 
 BoolArray = npt.NDArray[np.bool_]
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +64,59 @@ class Routing(Protocol):
         ...
 
 
-ROUTING: Registry[Routing] = Registry("routing rule", "rollout.routing", contract=Routing)
-"""A rule may ask for `cost`, the cost model, and `rng`, numbers drawn from the job's seed."""
+@dataclass(frozen=True, slots=True)
+class SeenLoads:
+    """Loads that cannot be changed."""
+
+    running: Numbers
+    kv_tokens: Numbers
+    pace_s: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRouting:
+    """A rule from a user's file, at arm's length: it is shown what it cannot change, and what it raises names it.
+    Whether the instance it chooses fits is for the coordinator to say, as with every rule."""
+
+    rule: Routing
+    name: str
+
+    @property
+    def knows_urgency(self) -> bool:
+        return bool(self.rule.knows_urgency)
+
+    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
+        seen = SeenLoads(_locked(loads.running), _locked(loads.kv_tokens), _locked(loads.pace_s))
+        row = self._asked("choose", work, seen, _locked(fitting))
+        try:
+            return None if row is None else operator.index(row)
+        except TypeError:
+            raise ConfigError(f"{self._where}: choose gave {row!r}; it must give a row's number or None") from None
+
+    def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
+        return bool(self._asked("takes", work, running, kv_tokens))
+
+    @property
+    def _where(self) -> str:
+        return f"{ROUTING.key} = {self.name!r}"
+
+    def _asked(self, method: str, *arguments: object) -> Any:
+        try:
+            return getattr(self.rule, method)(*arguments)
+        except Exception as error:  # a user's code
+            raise ConfigError(f"{self._where}: {method} raised {type(error).__name__}: {said(error)}") from error
+
+
+def _locked(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+ROUTING: Registry[Routing] = Registry(
+    "routing rule", "rollout.routing", contract=Routing, own=True, options="routing_options", guarded=OwnRouting
+)
+"""A rule may ask for `cost`, the cost model; `rng`, numbers drawn from the job's seed; and `eta`, the bound."""
 
 
 @ROUTING.register("random")

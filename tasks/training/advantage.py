@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from stores.errors import ConfigError
 from tasks.registry import Registry
+from tasks.user_code import said
 
 EPS = 1e-6
 """Keeps a group of equal rewards at advantage 0 instead of dividing by 0."""
@@ -18,18 +20,29 @@ EPS = 1e-6
 Rewards = npt.NDArray[np.float64]
 Valid = npt.NDArray[np.bool_]
 
-ADVANTAGES: Registry[Rewards] = Registry("advantage", "training.advantage")
+ADVANTAGES: Registry[Rewards] = Registry("advantage", "training.advantage", own=True)
 NEED_NO_GROUP = ("reinforce_plus_plus",)
 """Estimates that a job may ask for with groups of one."""
 
 
 def advantages(name: str, rewards: Rewards, valid: Valid) -> npt.NDArray[np.float32]:
-    """One advantage a trajectory, 0 for an invalid one. Returns [G, N] float32.
+    """One advantage a trajectory, 0 for an invalid one. Returns [G, N] float32. Raises ConfigError for an estimate of
+    the user's own that cannot be loaded or used.
 
     >>> advantages("rloo", np.array([[1.0, 0.0, 0.0]]), np.ones((1, 3), bool)).tolist()
     [[1.0, -0.5, -0.5]]
     """
-    return np.where(valid, ADVANTAGES.find(name)(rewards, valid), 0.0).astype(np.float32)
+    estimate = ADVANTAGES.load(name)
+    if name in ADVANTAGES:
+        return np.where(valid, estimate(rewards, valid), 0.0).astype(np.float32)
+    try:
+        own = np.asarray(estimate(rewards.copy(), valid.copy()), np.float64)
+    except Exception as error:  # a user's code
+        raise ConfigError(f"{ADVANTAGES.key} = {name!r}: raised {type(error).__name__}: {said(error)}") from error
+    if own.shape != rewards.shape or not np.isfinite(own[valid]).all():
+        found = f"shape {own.shape}" if own.shape != rewards.shape else "a number that is not finite"
+        raise ConfigError(f"{ADVANTAGES.key} = {name!r}: gave {found}; it must give {rewards.shape} finite numbers")
+    return np.where(valid, own, 0.0).astype(np.float32)
 
 
 @ADVANTAGES.register("grpo")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from stores.errors import ConfigError
 from tasks.knobs import knob
 from tasks.registry import Registry
 
@@ -43,7 +44,32 @@ class Loss(Protocol):
         ...
 
 
-LOSSES: Registry[Loss] = Registry("loss", "training.loss.name", contract=Loss)
+@dataclass(frozen=True, slots=True)
+class OwnLoss:
+    """A loss from a user's file. A result of another shape would be broadcast to a wrong number in silence."""
+
+    loss: Loss
+    name: str
+
+    @property
+    def needs_proximal(self) -> bool:
+        return bool(self.loss.needs_proximal)
+
+    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
+        result = self.loss.token_loss(logprobs, proximal, behaviour, advantage)
+        for part in ("loss", "clipped"):
+            given = getattr(result, part, None)
+            if getattr(given, "shape", None) != logprobs.shape:
+                raise ConfigError(
+                    f"{LOSSES.key} = {self.name!r}: token_loss gave {part} of shape "
+                    f"{tuple(getattr(given, 'shape', ()))}; it must be {tuple(logprobs.shape)}, a number a token"
+                )
+        return result
+
+
+LOSSES: Registry[Loss] = Registry(
+    "loss", "training.loss.name", contract=Loss, own=True, options="options", guarded=OwnLoss
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +110,7 @@ class PpoClip(_Clipped):
 
 @LOSSES.register("decoupled_ppo")
 @dataclass(frozen=True, kw_only=True)
-class DecoupledPpo(_Clipped, _Capped):
+class DecoupledPpo(_Capped, _Clipped):
     """Clips around the proximal policy and weighs with min(pi_proximal / pi_behaviour, weight_cap) (2505.24298)."""
 
     needs_proximal = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tasks.knobs import knob
 from tasks.names import AGGREGATION_NAMES, SCHEDULE_NAMES
@@ -17,6 +18,7 @@ class LossConfig:
     """The objective; docs/losses.md and tasks/training/loss.py have the formulas."""
 
     name: str = choice(LOSSES, "decoupled_ppo", "the loss")
+    options: dict[str, Any] = knob({}, "knobs of a loss from a file", shown=False)
     aggregation: str = knob("token_mean", "how token losses become one number", choices=AGGREGATION_NAMES)
 
 
