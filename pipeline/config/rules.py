@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pipeline.config.schema import RunConfig
 from pipeline.strategies.admission import ADMISSION
 from pipeline.strategies.routing import ROUTING
 from stores.errors import ConfigError
-from tasks.names import ENGINE_OPTIONS_OURS
+from tasks.engines.settings import ENGINES
+from tasks.knobs import knobs, values
 from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP
 from tasks.training.loss import LOSSES
 
@@ -44,14 +47,16 @@ def check_across(config: RunConfig, where: str) -> None:
 def _check_engine(config: RunConfig, where: str) -> None:
     """Rules of what the engines can do."""
     engine = config.rollout.engine
-    if config.rollout.on_pull == "keep" and engine.name == "transformers":
-        raise ConfigError(f'{where}: rollout.on_pull = "keep" is not known to the transformers engine; use "interrupt"')
-    ours = ENGINE_OPTIONS_OURS.get(engine.name)
-    for option in engine.options:
-        if ours is None:
+    settings: Any = ENGINES.find(engine.name)
+    if config.rollout.on_pull == "keep" and not settings.keeps:
+        raise ConfigError(
+            f'{where}: rollout.on_pull = "keep" is not known to the {engine.name} engine; use "interrupt"'
+        )
+    for option in values(engine)["options"]:
+        if "options" not in knobs(settings):
             raise ConfigError(f"{where}: rollout.engine.options is not known to the {engine.name} engine; remove it")
-        if option in ours:
-            raise ConfigError(f"{where}: rollout.engine.options.{option}: {ours[option]}; remove it")
+        if why := settings.refused_options.get(option):
+            raise ConfigError(f"{where}: rollout.engine.options.{option}: {why}; remove it")
     if engine.kv_tokens < config.rollout.max_new_tokens:
         raise ConfigError(
             f"{where}: rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "

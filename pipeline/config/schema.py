@@ -17,8 +17,9 @@ from pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
+from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
 from tasks.knobs import knob
-from tasks.names import ENGINE_NAMES, SAMPLING_REFUSED, WORKLOAD_NAMES
+from tasks.names import WORKLOAD_NAMES
 from tasks.registry import choice, composed
 from tasks.training.settings import TrainingConfig
 
@@ -96,16 +97,15 @@ class StalenessConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@composed
 class EngineConfig:
     """What samples."""
 
-    name: str = knob("transformers", "the engine", choices=ENGINE_NAMES)
+    name: str = choice(ENGINES, "transformers", "the engine", knobs_after="max_batch_tokens")
     max_running: int = knob(64, "trajectories an instance decodes at once", low=1)
     kv_tokens: int = knob(16384, "KV cache of an instance, tokens", low=64)
     page_tokens: int = knob(32, "tokens a cache page", low=4)
     max_batch_tokens: int = knob(1024, "tokens one forward pass may hold (prefill and decode together)", low=1)
-    tensor_parallel: int = knob(1, "vllm: GPUs an instance spreads its model over", low=1, high=64)
-    options: dict[str, Any] = knob({}, "vllm: further arguments of its EngineArgs, such as gpu_memory_utilization")
     time_scale: float = knob(1.0, "emulated: seconds of the cost model that pass in one second", above=0)
 
 
