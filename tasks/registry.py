@@ -167,8 +167,8 @@ class Registry(Generic[T]):
 
     def missing(self, found: object) -> list[str]:
         """What the contract asks for and this has not."""
-        members = [m for m in vars(self._contract) if not m.startswith("_")] if self._contract else []
-        return [m for m in members if not hasattr(found, m)]
+        members = () if self._contract is None else {**inspect.get_annotations(self._contract), **vars(self._contract)}
+        return [m for m in members if not m.startswith("_") and not hasattr(found, m)]
 
     def take_knobs(self) -> dict[str, Declared]:
         """The knobs of all that are registered, for the table that chooses among them."""
