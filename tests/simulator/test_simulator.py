@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.simulate import command
+from cli.simulate import command, swept
 from pipeline.config import actor_settings, deciding, fields, loading
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Command, Retire, Route, Train
@@ -381,6 +381,11 @@ def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
     assert [r["row"] for r in rows][:2] == ["eta=0", "eta=2"]
     assert all(r["tokens_per_s"] > 0 for r in rows)
     assert len(list(out.glob("row-*.png"))) == len(rows) == 6
+
+
+def test_rows_of_a_sweep_are_named_by_their_whole_values() -> None:
+    rows = swept(("rollout.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule"))
+    assert [row.label for row in rows][1:3] == ["mu=0.1 routing=mine.py:Rule", "mu=0.25 routing=deadline"]
 
 
 def test_a_wrong_sweep_is_one_line(tmp_path: Path) -> None:
