@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, EngineSettings, Request, Sampled
+from tasks.engines.base import Engine, Request, Sampled
+from tasks.engines.settings import EngineSettings
 
 PROMPT, NEW = 32, 96
 """Tokens of each prompt, and of each response: no id ends one, so that all systems sample the same number."""
@@ -60,10 +61,10 @@ def settings(engine: str, model: str, running: int, dtype: str = "float32", **ch
     shape = {"max_running": running, "kv_tokens": running * (PROMPT + NEW + 32), "max_batch_tokens": 2048}
     values = {**COMMON, **shape, "model": model, "dtype": dtype, **changes}
     if engine == "vllm":
-        from tasks.engines.vllm import VllmSettings
+        from tasks.engines.settings import VllmSettings
 
         return VllmSettings(**values)
-    from tasks.engines.transformers import TransformersSettings
+    from tasks.engines.settings import TransformersSettings
 
     return TransformersSettings(**values)
 

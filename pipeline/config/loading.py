@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.fields import apply_override, build, merged
+from pipeline.config.fields import apply_override, merged
 from pipeline.config.rules import check_across
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
+from tasks.knobs import build
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -41,7 +42,7 @@ def from_overridden(tree: dict[str, Any], overrides: Sequence[str], where: str) 
 
 def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
-    config: RunConfig = build(RunConfig, _with_profile(tree, where), where)
+    config = build(RunConfig, _with_profile(tree, where), where)
     check_across(config, where)
     return config
 

@@ -1,38 +1,48 @@
-"""Code and data of the user's own that a job names by file: located, and made to travel with a submitted job."""
+"""Code and data of the user's own that a job names by file: located, checked, and made to travel with the job."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
+from pipeline.config.deciding import make_strategies
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
+from tasks.training.advantage import ADVANTAGES
+from tasks.training.loss import LOSSES
+
+CODE = (
+    "task.source",
+    "reward.function",
+    "tracking.tracker",
+    "rollout.routing",
+    "training.advantage",
+    "training.loss.name",
+)
+"""Where a job may name code of its user's own by file."""
+RULES = ("rollout.routing", "training.advantage", "training.loss.name")
+"""Those of which a run keeps a copy in its folder: replayed or resumed, it goes by what it began with."""
+SCORING = ("task.source", "reward.function")
+"""Those by which responses are scored."""
 
 
 def located(config: RunConfig) -> RunConfig:
     """The same job with absolute paths: workers of a cluster have working folders of their own."""
-    model, task, reward = config.model, config.task, config.reward
-    kind, _, name = task.source.rpartition(":") if ".py:" in task.source else task.source.partition(":")
-    file, _, function = reward.function.rpartition(":")
-    if Path(model.path).is_dir():
-        model = dataclasses.replace(model, path=str(Path(model.path).resolve()))
-    if kind.endswith(".py"):
-        task = dataclasses.replace(task, source=f"{Path(kind).resolve()}:{name}")
+    for key in CODE:
+        file, name = _named(config, key)
+        if file:
+            config = _set(config, key, f"{Path(file).resolve()}:{name}")
+    if Path(config.model.path).is_dir():
+        config = _set(config, "model.path", str(Path(config.model.path).resolve()))
+    kind, _, data = config.task.source.partition(":")
     if kind == "jsonl":
-        task = dataclasses.replace(task, source=f"jsonl:{Path(name).resolve()}")
-    workload = config.workload
-    if workload.run:
-        workload = dataclasses.replace(workload, run=str(Path(workload.run).resolve()))
-    if file.endswith(".py"):
-        reward = dataclasses.replace(reward, function=f"{Path(file).resolve()}:{function}")
-    tracking = config.tracking
-    file, _, name = tracking.tracker.rpartition(":")
-    if file.endswith(".py"):
-        tracking = dataclasses.replace(tracking, tracker=f"{Path(file).resolve()}:{name}")
-    runs_dir = str(Path(config.runs_dir).resolve())
-    return dataclasses.replace(
-        config, model=model, task=task, reward=reward, tracking=tracking, workload=workload, runs_dir=runs_dir
-    )
+        config = _set(config, "task.source", f"jsonl:{Path(data).resolve()}")
+    if config.workload.run:
+        config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
+    return _set(config, "runs_dir", str(Path(config.runs_dir).resolve()))
 
 
 def placed(config: RunConfig, run_dir: Path) -> RunConfig:
@@ -40,23 +50,61 @@ def placed(config: RunConfig, run_dir: Path) -> RunConfig:
     return dataclasses.replace(config, runs_dir=str(run_dir.parent), name=run_dir.name)
 
 
-CODE = (("task", "source"), ("reward", "function"), ("tracking", "tracker"))
-"""Where a job may name code of its user's own by file."""
+def check(config: RunConfig) -> None:
+    """Load and make once what the job names by file to decide and to train with. Raises ConfigError."""
+    make_strategies(config)
+    ADVANTAGES.load(config.training.advantage)
+    LOSSES.make(config.training.loss)
 
 
-def with_code(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """The job with its own code named by file name only, and that code by file name. Raises ConfigError if it cannot be
-    read."""
+def with_code(config: RunConfig, keys: Sequence[str] = CODE) -> tuple[RunConfig, dict[str, str]]:
+    """The job with the code of these keys named by file name only, and that code by file name. Raises ConfigError if it
+    cannot be read."""
     code: dict[str, str] = {}
-    for table, key in CODE:
-        section = getattr(config, table)
-        file, _, name = getattr(section, key).rpartition(":")
-        if file.endswith(".py"):
-            kept = Path(file).parent == config.run_dir / "code"  # it has travelled with the run before
-            travels = Path(file).name if kept else f"{table}_{Path(file).name}"
+    for key in keys:
+        file, name = _named(config, key)
+        if file:
+            prefix = key.split(".")[-2] + "_"
+            travels = prefix + Path(file).name.removeprefix(prefix)
             try:
                 code[travels] = Path(file).read_text()
-            except OSError as error:
-                raise ConfigError(f"{table}.{key} = {getattr(section, key)!r}: cannot be read: {error}") from error
-            config = dataclasses.replace(config, **{table: dataclasses.replace(section, **{key: f"{travels}:{name}"})})
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{key} = {_get(config, key)!r}: cannot be read: {error}") from error
+            config = _set(config, key, f"{travels}:{name}")
     return config, code
+
+
+def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
+    """The job with such code named where it lies in `folder`."""
+    for key in CODE:
+        file, name = _named(config, key)
+        if file in code:
+            config = _set(config, key, f"{folder / file}:{name}")
+    return config
+
+
+def write_code(folder: Path, code: Mapping[str, str]) -> None:
+    """Write code by file name. Raises OSError."""
+    for name, text in code.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def _named(config: RunConfig, key: str) -> tuple[str, str]:
+    """The file that a key names, and what of it; empty if it names none."""
+    file, _, name = _get(config, key).rpartition(":")
+    return (file, name) if file.endswith(".py") else ("", "")
+
+
+def _get(config: RunConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _set(config: RunConfig, key: str, value: str) -> RunConfig:
+    changed: RunConfig = _replaced(config, key.split("."), value)
+    return changed
+
+
+def _replaced(node: Any, path: Sequence[str], value: str) -> Any:
+    first, *rest = path
+    return dataclasses.replace(node, **{first: _replaced(getattr(node, first), rest, value) if rest else value})

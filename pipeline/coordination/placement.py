@@ -45,6 +45,8 @@ class Placement:
         row = routing.choose(self.work(live, now), fleet, fitting)
         if row is None:
             return "pace too slow" if routing.knows_urgency else "gain too small"
+        if not 0 <= row < len(fleet) or not fitting[row]:
+            return "routing named an instance that does not fit"
         return fleet[row]
 
     def work(self, live: LiveTrajectory, now: float) -> Candidate:

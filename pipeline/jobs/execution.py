@@ -62,6 +62,7 @@ async def execute(
         raise ConfigError("simulation.colocated = true: in a run all roles have workers of their own; use simulate")
     facts = inspect_model(config)
     config = user_files.located(config)
+    user_files.check(config)
     with contextlib.nullcontext() if held else claimed(config.run_dir):
         return await _execute(config, facts, progress, announce, resume=resume, slot=slot, job=job)
 
@@ -85,7 +86,7 @@ async def _execute(
     from pipeline.scheduler import board
 
     run_dir = config.run_dir
-    found, changed = _folder_ready(config, resume=resume)
+    config, found, changed = _folder_ready(config, resume=resume)
     cluster = await connect(config, None if slot is None else slot.security)
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps)
 
@@ -127,17 +128,20 @@ async def _execute(
     return RunEnd(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
 
 
-def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[Fingerprints, list[str]]:
-    """Make the run's folder, or see that it can be gone on with. Returns the fingerprints of what the run uses now, and
-    what differs from its start. Raises ConfigError, StoreError."""
+def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fingerprints, list[str]]:
+    """Make the run's folder, or check that the run in it can be resumed. Returns the job, with the code that decides
+    and trains named where the folder keeps it; the fingerprints of what the run uses now; and what differs from its
+    start. Raises ConfigError, StoreError."""
     from pipeline.runtime import resumption
 
     found = fingerprints.taken(config)
     if resume:
         resumption.reached(config)
-        return found, fingerprints.changes(fingerprints.read(config.run_dir), found)
-    fingerprints.write(prepare_run_dir(config), found)
-    return found, []
+        return config, found, fingerprints.changes(fingerprints.read(config.run_dir), found)
+    config, code = user_files.with_code(config, user_files.RULES)
+    config = user_files.with_code_in(config, config.run_dir / "code", code)
+    fingerprints.write(prepare_run_dir(config, code), found)
+    return config, found, []
 
 
 async def _driven(driver: Driver, beside: Coroutine[Any, Any, None]) -> Outcomes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 import tomllib
@@ -23,7 +22,7 @@ from distributed.core import Status
 
 from pipeline.config import loading
 from pipeline.config.schema import RunConfig
-from pipeline.config.user_files import CODE
+from pipeline.config.user_files import with_code_in
 from pipeline.jobs import reporter as reporting
 from pipeline.jobs.execution import DriverSlot, DriverSlotTaken, execute
 from pipeline.runtime.run_folder import FolderInUse, claimed, job_id, refuse_taken, write_job_id
@@ -157,10 +156,4 @@ def at_home(submission: Submission, scheduler: str) -> RunConfig:
     tree = tomllib.loads(submission.job)
     tree["cluster"] |= {"kind": "address", "address": scheduler, "scheduler_file": ""}
     config = loading.from_tree(tree, submission.id)
-    for table, key in CODE:
-        section = getattr(config, table)
-        file, _, name = getattr(section, key).rpartition(":")
-        if file in submission.code:
-            named = f"{config.run_dir / 'code' / file}:{name}"
-            config = dataclasses.replace(config, **{table: dataclasses.replace(section, **{key: named})})
-    return config
+    return with_code_in(config, config.run_dir / "code", submission.code)

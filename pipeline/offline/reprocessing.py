@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import actor_settings
-from pipeline.config.schema import RunConfig, TrackingConfig
-from pipeline.config.user_files import with_code
+from pipeline.config.schema import RunConfig
+from pipeline.config.user_files import SCORING, with_code
 from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.offline.texts import texts_of
 from pipeline.runtime.run_folder import load_job
@@ -66,7 +66,7 @@ def reprocess(
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
     errors: dict[int, str] = {}
     done = 0
-    config, code = with_code(dataclasses.replace(config, tracking=TrackingConfig()))
+    config, code = with_code(config, SCORING)
     # The header says which prompt a group had: not as the job would draw it now.
     prompts = actor_settings.prompt_settings(config, held_out=store.header.held_out)
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))

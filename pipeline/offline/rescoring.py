@@ -27,6 +27,7 @@ from stores.errors import ConfigError
 from stores.selection import Selection
 from stores.trajectory import Ended
 from stores.versioned import Damaged, VersionedStore
+from tasks.knobs import values
 
 MODEL_ROWS = 64
 """Trajectories a task reads: a forward pass costs more than its bookkeeping."""
@@ -146,13 +147,14 @@ def reading_of(config: RunConfig, model: str) -> Reading:
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts that a model could read")
     inspect_model(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)))
+    clipping = values(config.training.loss)
     return Reading(
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,
         dtype=config.model.dtype,
         device=config.model.device,
         temperature=config.rollout.temperature,
-        clip_low=config.training.loss.clip_low,
-        clip_high=config.training.loss.clip_high,
+        clip_low=clipping["clip_low"],
+        clip_high=clipping["clip_high"],
     )
 
 

@@ -14,9 +14,9 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from pipeline.config import fields, loading, user_files
 from pipeline.config.schema import RunConfig
@@ -24,13 +24,7 @@ from stores.errors import ConfigError, StoreError
 
 LOCK = ".running"
 """The file in a run's folder that is locked; it says by whom."""
-PATHS = (
-    ("model", "path"),
-    ("task", "source"),
-    ("reward", "function"),
-    ("tracking", "tracker"),
-    ("workload", "run"),
-)
+PATHS = ("model.path", "workload.run", *user_files.CODE)
 """Keys of a job that may name a file in the run's own folder."""
 
 
@@ -47,10 +41,12 @@ def refuse_taken(run_dir: Path) -> None:
         raise ConfigError(f"{run_dir} already holds a run; choose another with --set name=..., or remove it")
 
 
-def prepare_run_dir(config: RunConfig) -> Path:
-    """Make the folder of a new run, with its job file. Only while the folder is held. ConfigError as `refuse_taken`."""
+def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) -> Path:
+    """Make the folder of a new run, with its job file and the user's code that it keeps, by file name. Only while the
+    folder is held. Raises ConfigError as `refuse_taken`, StoreError."""
     refuse_taken(config.run_dir)
     _make(config.run_dir)
+    write_code(config.run_dir, code or {})
     write_job(config)
     return config.run_dir
 
@@ -65,15 +61,19 @@ def write_job(config: RunConfig) -> None:
         raise StoreError(f"{config.run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
 
 
-def load_job(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The job that a run's folder holds, as it is where the folder is now; then the overrides. Raises ConfigError."""
-    tree = loading.read_tree(run_dir / "config.toml")
+def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:
+    """The job that a run's folder holds, as it is where the folder is now; then the overrides. file: the job of an
+    earlier part of the run. Raises ConfigError."""
+    tree = loading.read_tree(run_dir / file)
     here, before = run_dir.resolve(), str(Path(tree.get("runs_dir", "runs")) / tree.get("name", "run"))
-    for table, key in PATHS:
-        section = tree.get(table)
+    for path in PATHS:
+        *tables, key = path.split(".")
+        section: Any = tree
+        for table in tables:
+            section = section.get(table) if isinstance(section, dict) else None
         if isinstance(section, dict) and isinstance(value := section.get(key), str):
             section[key] = _moved(value, before, str(here))
-    config = loading.from_overridden(tree, overrides, str(run_dir / "config.toml"))
+    config = loading.from_overridden(tree, overrides, str(run_dir / file))
     return user_files.placed(config, here)
 
 
@@ -149,13 +149,19 @@ def job_id(run_dir: Path) -> str:
     return owner.read_text().strip() if owner.is_file() else ""
 
 
-def write_job_id(run_dir: Path, id: str, code: dict[str, str]) -> None:
+def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:
     """Note that the run is this job's from now on, with the code that came with it. Raises StoreError."""
     try:
         (run_dir / "job.txt").write_text(f"{id}\n")
-        for name, text in code.items():
-            (run_dir / "code").mkdir(exist_ok=True)
-            (run_dir / "code" / name).write_text(text)
+    except OSError as error:
+        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+    write_code(run_dir, code)
+
+
+def write_code(run_dir: Path, code: Mapping[str, str]) -> None:
+    """Keep the user's code, by file name, in the run's folder. Raises StoreError."""
+    try:
+        user_files.write_code(run_dir / "code", code)
     except OSError as error:
         raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
 

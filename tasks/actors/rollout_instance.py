@@ -18,7 +18,8 @@ from stores.errors import ProtocolViolation
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import call
 from tasks.engines.answering import answers
-from tasks.engines.base import Engine, EngineLoad, EngineSettings, Failed, Loaded, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.settings import EngineSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

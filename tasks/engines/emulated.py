@@ -22,10 +22,10 @@ import numpy as np
 from stores.errors import ActorLost
 from stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, PolicyVersion, Segment, TrajectoryId
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
-from tasks.engines.cost_model import CostModel
 from tasks.engines.decoding import DecodingInstance, Finished
+from tasks.engines.settings import EmulatedSettings
 from tasks.names import REWARD_TOKEN
-from tasks.workload import Turn, Workload
+from tasks.workload import Turn
 
 if TYPE_CHECKING:
     import torch
@@ -37,21 +37,8 @@ WEIGHTS = "emulated"
 """Name of the one tensor that published weights hold, the version as a number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedSettings:
-    """See EngineConfig and SimulationConfig. members: trajectories a group. pull_s: in the cost model's seconds."""
-
-    cost: CostModel
-    workload: Workload
-    members: int
-    kv_tokens: int
-    max_running: int
-    pull_s: float
-    keep: bool
-    time_scale: float
-
-    def build(self, instance: InstanceId, threads: int) -> Engine:
-        return EmulatedEngine(self, instance)
+def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Engine:
+    return EmulatedEngine(settings, instance)
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

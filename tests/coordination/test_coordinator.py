@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.config.schema import BatchConfig, RolloutConfig, StalenessConfig
 from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
 from pipeline.coordination.coordinator import Coordinator, Strategies
 from pipeline.coordination.events import (
@@ -28,11 +29,11 @@ from pipeline.coordination.events import (
 )
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.pacing import Pacing
-from pipeline.strategies.admission import make_admission
-from pipeline.strategies.filtering import Stragglers, Straggling, make_filtering
-from pipeline.strategies.migration import make_migration
-from pipeline.strategies.routing import make_routing
-from pipeline.strategies.synchronization import make_synchronization
+from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.filtering import FILTERING, STRAGGLERS
+from pipeline.strategies.migration import MIGRATION
+from pipeline.strategies.routing import ROUTING
+from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.errors import ProtocolViolation
 from stores.staleness import StalenessLedger
 from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
@@ -61,13 +62,16 @@ class Bench:
     ) -> None:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
         cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002)
+        given = {"cost": cost, "eta": eta, "rng": np.random.default_rng(0)}
+        rollout = RolloutConfig(routing=routing, synchronization=synchronization, migration=migration)
+        batch = BatchConfig(filtering=filtering, stragglers=stragglers)
         strategies = Strategies(
-            admission=make_admission(admission, eta, alpha=eta),
-            routing=make_routing(routing, cost, 0.1, np.random.default_rng(0)),
-            synchronization=make_synchronization(synchronization, 0.5, cost),
-            filtering=make_filtering(filtering),
-            migration=make_migration(migration, cost, 0.2),
-            stragglers=Stragglers(action=Straggling(stragglers)),
+            admission=ADMISSION.make(StalenessConfig(admission=admission, alpha=eta), given),
+            routing=ROUTING.make(rollout, given),
+            synchronization=SYNCHRONIZATION.make(rollout, given),
+            filtering=FILTERING.make(batch, given),
+            migration=MIGRATION.make(rollout, given),
+            stragglers=STRAGGLERS.make(batch, given),
             max_attempts=max_attempts,
         )
         forecast = LengthForecast(100, rare=0.01)

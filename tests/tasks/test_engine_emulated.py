@@ -17,7 +17,8 @@ from stores.parameters import ParameterFolder
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion
 from tasks.engines.base import Engine
 from tasks.engines.cost_model import CostModel
-from tasks.engines.emulated import EmulatedEngine, EmulatedSettings, weights, word_logprobs
+from tasks.engines.emulated import EmulatedEngine, weights, word_logprobs
+from tasks.engines.settings import EmulatedSettings
 from tasks.names import REWARD_TOKEN
 from tasks.workload import DrawnWorkload, WorkloadSettings
 from tests.tasks.engine_conformance import EngineTests, collect, request, tokens_of
