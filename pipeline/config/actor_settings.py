@@ -12,6 +12,7 @@ from pipeline.config.deciding import cost_model
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
+from tasks.seeds import engine_seed
 from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSettings
 
 if TYPE_CHECKING:
@@ -116,8 +117,11 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
     )
 
 
-def engine_settings(config: RunConfig, index: int, eos: tuple[int, ...]) -> EngineSettings:
-    """index: of the instance, so that each samples with a seed of its own. eos: ids that end a response."""
+def engine_settings(
+    config: RunConfig, index: int, eos: tuple[int, ...], *, attempt: int = 0, life: int = 0
+) -> EngineSettings:
+    """index: of the instance; attempt: how often it was replaced; life: how often the run was started before. Each
+    samples with a seed of its own. eos: ids that end a response."""
     engine = config.rollout.engine
     if config.emulated:
         from tasks.engines.emulated import EmulatedSettings
@@ -142,7 +146,7 @@ def engine_settings(config: RunConfig, index: int, eos: tuple[int, ...]) -> Engi
         "page_tokens": engine.page_tokens,
         "max_batch_tokens": engine.max_batch_tokens,
         "eos": eos,
-        "seed": config.seed * 1000 + index,
+        "seed": engine_seed(config.seed, index, attempt, life),
     }
     if engine.name == "vllm":
         from tasks.engines.vllm import VllmSettings

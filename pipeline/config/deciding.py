@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.coordinator import Coordinator, Strategies
@@ -18,9 +15,7 @@ from pipeline.strategies.routing import make_routing
 from pipeline.strategies.synchronization import make_synchronization
 from stores.staleness import StalenessLedger
 from tasks.engines.cost_model import CostModel
-
-if TYPE_CHECKING:
-    pass
+from tasks.seeds import Stream, generator
 
 
 def cost_model(config: RunConfig) -> CostModel:
@@ -43,7 +38,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
     )
     strategies = Strategies(
         admission=admission,
-        routing=make_routing(rollout.routing, cost, rollout.mu, np.random.default_rng([config.seed, 1])),
+        routing=make_routing(rollout.routing, cost, rollout.mu, generator(config.seed, Stream.ROUTING)),
         synchronization=make_synchronization(
             rollout.synchronization,
             rollout.load_threshold,

@@ -76,6 +76,7 @@ class Actors:
         self._facts = facts
         self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._num_lost: dict[str, int] = {}
+        self._life = 0
         self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
         self.instances: dict[InstanceId, InstanceHandle] = {}
@@ -104,6 +105,7 @@ class Actors:
         on the run's clock."""
         config, cluster = self._config, self._cluster
         version = PolicyVersion(0) if resumption is None else resumption.version
+        self._life = 0 if resumption is None else resumption.life
         stored = resumption is not None and (self._run_dir / "store").is_dir()
         settings = actor_settings.server_settings(config, self._run_dir / "store", self._facts.context, resumed=stored)
         await _all(
@@ -153,7 +155,7 @@ class Actors:
             name,
             "rollout",
             RolloutInstance,
-            actor_settings.engine_settings(config, index + 100 * attempt, self._facts.eos),
+            actor_settings.engine_settings(config, index, self._facts.eos, attempt=attempt, life=self._life),
             InstanceId(name),
             config.cluster.threads,
             config.rollout.max_new_tokens,
