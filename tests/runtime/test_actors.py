@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any, cast
+
+import pytest
 
 from pipeline.config import loading
 from pipeline.config.model_facts import ModelFacts
@@ -28,7 +31,7 @@ class NotedPlaces:
             raise ActorLost("no server here")
         if role == "rollout":
             self.engines[name] = args[0]
-        return Placed(name=name, role=role, worker=name, address="", host="", actor=None, future=None)
+        return Placed(name=name, role=role, worker=name, address="tcp://w", host="", actor=None, future=None)
 
     def lose(self, name: str) -> None:
         pass
@@ -53,6 +56,14 @@ def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> d
         return cluster
 
     return {name: settings.seed for name, settings in asyncio.run(scenario()).engines.items()}
+
+
+def test_who_joins_and_who_is_lost_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pipeline"):
+        seeds_of(None, tmp_path, 1)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told[-2:] == [("WARNING", "gone; replacing it"), ("INFO", "rollout-0.3 takes a lost one's place on tcp://w")]
+    assert ("INFO", "rollout-0 joins on tcp://w") in told
 
 
 def test_no_instance_samples_with_the_seed_of_another_nor_again_after_it_was_resumed(tmp_path: Path) -> None:
