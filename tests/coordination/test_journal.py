@@ -129,7 +129,7 @@ class TinyBody:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=settings.default.max_examples // 40)
+@settings(max_examples=settings.default.max_examples // 16)
 @given(seed=st.integers(0, 2**32))
 def test_an_eventful_run_keeps_every_promise_and_replays_to_the_same_commands(
     tmp_path_factory: pytest.TempPathFactory, shape: str, seed: int
