@@ -49,11 +49,15 @@ def run(overrides: tuple[str, ...]) -> Measures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one seed, bound 1, few steps, one value a knob")
     args = parser.parse_args()
+    seeds_run, bounds, mus, slacks, few = SEEDS, (1, 2, 3), MUS, SLACKS, ()
+    if args.quick:
+        seeds_run, bounds, mus, slacks, few = SEEDS[:1], (1,), MUS[:1], SLACKS[:1], ("steps=4",)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
 
         def seeds(overrides: tuple[str, ...]) -> list[Measures]:
-            return list(pool.map(run, [(*overrides, f"seed={s}") for s in SEEDS]))
+            return list(pool.map(run, [(*overrides, *few, f"seed={s}") for s in seeds_run]))
 
         def rate(results: list[Measures]) -> float:
             return mean(m.tokens_per_s for m in results)
@@ -62,10 +66,10 @@ def main() -> None:
         lines = [f"synchronous: {base:,.0f} tokens/s.", ""]
         head = "| bound | on pull | throughput_optimal | deadline | gain of deadline |"
         lines += [head, "|---|---|---|---|---|"]
-        for eta, on_pull in itertools.product((1, 2, 3), ("interrupt", "keep")):
+        for eta, on_pull in itertools.product(bounds, ("interrupt", "keep")):
             common = (f"staleness.eta={eta}", f"rollout.on_pull={on_pull}")
             tops = []
-            for routing, knob, values in (("throughput_optimal", "mu", MUS), ("deadline", "pace_slack", SLACKS)):
+            for routing, knob, values in (("throughput_optimal", "mu", mus), ("deadline", "pace_slack", slacks)):
                 tried = {
                     (value, pull): (
                         *common,

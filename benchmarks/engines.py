@@ -310,9 +310,12 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--count", type=int, default=256, help="responses, updates, tokens")
     parser.add_argument("--running", type=int, default=64, help="at once")
+    parser.add_argument("--quick", action="store_true", help="few responses, updates, tokens")
     parser.add_argument("--system", help=argparse.SUPPRESS)
     parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.quick:
+        args.count = min(args.count, 8)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if args.what == "one":
         print(json.dumps(SYSTEMS[args.system](args.model, args.count, args.running)))

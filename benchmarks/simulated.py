@@ -4,7 +4,7 @@
 
 writes simulated.json, simulated.md and two pictures. No baseline is weakened: where a rule has a knob it gets a small
 sweep and its best value counts, and every system keeps the KV cache over a weight update (rollout.on_pull = "keep").
-staleflow's row is one fixed setting for all models and workloads. --quick does one model at the small size.
+staleflow's row is one fixed setting for all models and workloads. --quick does a little of it: whether it works.
 """
 
 from __future__ import annotations
@@ -296,19 +296,20 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs"))
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="one model and workload, four instances, few steps")
     parser.add_argument("--resume", action="store_true", help="keep the rows that simulated.json has already")
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 128])
     args = parser.parse_args()
     models = ["7B"] if args.quick else list(MODELS)
-    sizes = [16] if args.quick else args.sizes
+    sizes = [4] if args.quick else args.sizes
+    workloads, steps = (list(WORKLOADS)[:1], 4) if args.quick else (list(WORKLOADS), STEPS)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "simulated.json"
     results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() and args.resume else []
     known = {key_of(r) for r in results}
     work = [
-        (model, workload, size, row, STEPS)
-        for size in sizes for model in models for workload in WORKLOADS for row in rows_of(size)
+        (model, workload, size, row, steps)
+        for size in sizes for model in models for workload in workloads for row in rows_of(size)
         if (size, model, workload, row.system, row.knob, row.eta) not in known
     ]  # fmt: skip
     begin = time.perf_counter()

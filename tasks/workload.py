@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tasks.seeds import Stream, generator
+
 BLOCK = 1024
 """Groups drawn at once: a draw costs microseconds a number, and any group's numbers are found from its id alone."""
 MOST_TURNS = 10
@@ -85,7 +87,7 @@ class DrawnWorkload:
 
     def _draw_block(self, number: int) -> dict[str, npt.NDArray[Any]]:
         s = self._settings
-        rng = np.random.default_rng([s.seed, 2, number])
+        rng = generator(s.seed, Stream.WORKLOAD, number)
         shape = (BLOCK, s.members)
         alike, own = rng.standard_normal((BLOCK, 1)), rng.standard_normal(shape)
         z = np.sqrt(s.group_correlation) * alike + np.sqrt(1 - s.group_correlation) * own

@@ -13,6 +13,7 @@ from stores.base import RunHeader
 from stores.errors import ConfigError
 from tasks.engines.settings import ENGINES, EngineSettings
 from tasks.knobs import values
+from tasks.seeds import engine_seed
 from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSettings
 
 if TYPE_CHECKING:
@@ -106,8 +107,11 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
     )
 
 
-def engine_settings(config: RunConfig, index: int, eos: tuple[int, ...]) -> EngineSettings:
-    """index: of the instance, so that each samples with a seed of its own. eos: ids that end a response."""
+def engine_settings(
+    config: RunConfig, index: int, eos: tuple[int, ...], *, attempt: int = 0, life: int = 0
+) -> EngineSettings:
+    """index: of the instance; attempt: how often it was replaced; life: how often the run was started before. Each
+    samples with a seed of its own. eos: ids that end a response."""
     engine = config.rollout.engine
     given = values(engine) | {
         "model": config.model.path,
@@ -115,7 +119,7 @@ def engine_settings(config: RunConfig, index: int, eos: tuple[int, ...]) -> Engi
         "device": config.model.device,
         "temperature": config.rollout.temperature,
         "eos": eos,
-        "seed": config.seed * 1000 + index,
+        "seed": engine_seed(config.seed, index, attempt, life),
         "keep": config.rollout.on_pull == "keep",
         "cost": cost_model(config),
         "members": config.members_started,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.coordinator import Coordinator, Strategies
 from pipeline.coordination.forecast import LengthForecast
@@ -17,6 +15,7 @@ from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.staleness import StalenessLedger
 from tasks.engines.cost_model import CostModel
+from tasks.seeds import Stream, generator
 
 
 def cost_model(config: RunConfig) -> CostModel:
@@ -27,7 +26,7 @@ def cost_model(config: RunConfig) -> CostModel:
 def make_strategies(config: RunConfig) -> Strategies:
     """The rules this job names, with their knobs. Raises ConfigError."""
     cost, rollout = cost_model(config), config.rollout
-    given = {"cost": cost, "eta": config.staleness.eta, "rng": np.random.default_rng([config.seed, 1])}
+    given = {"cost": cost, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
     # A pull that interrupts nothing computes no context again.
     pulling = cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0)
     return Strategies(

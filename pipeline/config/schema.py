@@ -168,7 +168,7 @@ class ClusterConfig:
     address: str = knob("", "of the scheduler, for kind = address, such as tcp://host:8786")
     scheduler_file: str = knob("", "path of the scheduler file, for kind = file")
     threads: int = knob(1, "torch threads a process; more on shared cores makes them spin", low=1, high=1024)
-    dashboard: bool = knob(True, "serve the Dask dashboard (kind = local)")
+    dashboard: bool = knob(True, "serve the Dask dashboard and its staleflow page (kind = local)")
     shared_memory: str = knob("/dev/shm", "folder in memory that weights are published in, one per host")
 
 

@@ -50,6 +50,7 @@ from pipeline.runtime.resumption import Resumption
 from stores import errors
 from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
+from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
 from tasks.actors.trainer import StepResult
 
@@ -102,6 +103,7 @@ class Driver:
         self._decide_s = 0.0
         self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
         self._drift_said = False
+        self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = Outcomes()
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -139,6 +141,7 @@ class Driver:
             await self._evaluate(version)
         self._note(await self._actors.ask("server", "kept_apart"))
         await self._actors.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
+        self._log_resume_points()
         return self.outcomes
 
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
@@ -164,6 +167,7 @@ class Driver:
         if self._task is not None and (self._stop_requested or not self._stepping):
             self._task.cancel()
         self.outcomes.stopped = self._stop_requested = self._stop_requested or why
+        logger.info("stopping: %s", why)
 
     async def close(self) -> None:
         """Stop all tasks, close all actors; never raises."""
@@ -287,8 +291,16 @@ class Driver:
                 metrics = await self._actors.ask("server", "commit", item)
                 if item.kind == "step":
                     self.outcomes.steps.append({"step": float(item.step), **item.metrics, **metrics})
+                    self._log_resume_points()
                     self._say("")
             self._books.task_done()
+
+    def _log_resume_points(self) -> None:
+        """Log the resume points that have come since the last time; the trainer writes them in its own process."""
+        for version in ResumePoints(self._run_dir / "resume").versions():
+            if version > self._last_point:
+                self._last_point = version
+                logger.info("resume point of version %d written", version)
 
     async def _close_books(self) -> None:
         """Wait until everything is stored, or raise what kept it from being stored."""

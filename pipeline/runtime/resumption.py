@@ -32,12 +32,14 @@ MAY_CHANGE = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
     """Where a run goes on. fingerprint: of the weights of `version`, as its step recorded it; empty for the base
-    model. steps: metrics of the steps before. elapsed_s: seconds the run took up to there."""
+    model. steps: metrics of the steps before. elapsed_s: seconds the run took up to there. life: how often it was
+    started before, as far as anything came of it."""
 
     version: PolicyVersion
     fingerprint: str = ""
     steps: tuple[dict[str, float], ...] = ()
     elapsed_s: float = 0.0
+    life: int = 0
 
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -110,7 +112,7 @@ def prepare(config: RunConfig) -> Resumption:
     run_dir, version = config.run_dir, reached(config)
     if not (run_dir / "store").is_dir():
         write_job(config)
-        return Resumption(version=version)
+        return Resumption(version=version, life=_last_number(run_dir))
     try:
         VersionedStore.rewind(run_dir / "store", version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
@@ -125,6 +127,7 @@ def prepare(config: RunConfig) -> Resumption:
         fingerprint=records[-1].weight_fingerprint if records else "",
         steps=tuple({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records),
         elapsed_s=records[-1].metrics.get("elapsed_s", 0.0) if records else 0.0,
+        life=_last_number(run_dir),
     )
 
 
@@ -138,9 +141,14 @@ def _numbers(run_dir: Path) -> list[int]:
     return sorted(int(p.name.split(".")[1]) for p in run_dir.glob("events.*.jsonl"))
 
 
+def _last_number(run_dir: Path) -> int:
+    """Of the parts that are set aside; 0 if there is none."""
+    return max(_numbers(run_dir), default=0)
+
+
 def _set_aside(run_dir: Path) -> None:
     """Keep the job file and the events of the time before: each part is replayed with its own."""
     if (run_dir / "events.jsonl").is_file():
-        number = max(_numbers(run_dir), default=0) + 1
+        number = _last_number(run_dir) + 1
         shutil.copyfile(run_dir / "config.toml", run_dir / f"config.{number}.toml")
         (run_dir / "events.jsonl").rename(run_dir / f"events.{number}.jsonl")

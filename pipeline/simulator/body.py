@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from pipeline.config import deciding
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
@@ -39,6 +37,7 @@ from stores.errors import RunStuck
 from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.cost_model import CostModel
 from tasks.engines.decoding import DecodingInstance
+from tasks.seeds import Stream, generator
 from tasks.workload import Workload
 
 STUCK_TICKS = 100
@@ -86,7 +85,7 @@ class SimulatedRun:
         self._observe = observe
         self._members = config.members_started
         self.coordinator: Coordinator = deciding.make_coordinator(config, validate_each=validate_each)
-        self._faults = np.random.default_rng([config.seed, 3])
+        self._faults = generator(config.seed, Stream.FAULTS)
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
         self._under_way = 0  # entries of the heap that are neither ticks nor faults

@@ -345,7 +345,7 @@ def make_engine(settings: VllmSettings) -> Any:
     arguments: dict[str, Any] = {
         "model": settings.model,
         "dtype": settings.dtype,
-        "seed": settings.seed,
+        "seed": settings.seed % 2**32,  # it seeds numpy too, which takes no more
         "skip_tokenizer_init": True,
         "max_model_len": longest_sequence(settings),
         "max_num_seqs": settings.max_running + 1,  # and the probe

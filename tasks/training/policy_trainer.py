@@ -19,6 +19,7 @@ import torch
 from stores import parameters
 from stores.errors import StoreError
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
+from tasks.seeds import Stream, generator
 from tasks.training.logprobs import Reader
 from tasks.training.loss import LOSSES, Loss
 from tasks.training.packing import MicroBatch, Row, microbatches, minibatches, token_weights
@@ -113,7 +114,7 @@ class PolicyTrainer:
             temperature=settings.temperature,
             token_budget=training.microbatch_tokens,
         )
-        self._rng = np.random.default_rng(settings.seed)
+        self._rng = generator(settings.seed, Stream.MINIBATCHES)
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then constant or a cosine down to a tenth."""

@@ -56,9 +56,11 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
     assert trained >= 3
     assert len(ResumePoints(folder / "resume").versions()) <= KEPT
 
-    resumed = staleflow("resume", folder, "--set", f"steps={trained + 3}")
+    resumed = staleflow("resume", folder, "--set", f"steps={trained + 3}", "-v")
     assert resumed.returncode == 0, resumed.stderr
     assert "going on from version" in resumed.stderr
+    for logged in ("rollout-0 joins", f"step {trained + 2}/", "resume point of version", "checkpoint written"):
+        assert resumed.stderr.count(logged) >= 1, resumed.stderr
     store = check(folder, trained + 3)
     assert [r.kind for r in store.steps()].count("resume") <= 1
     lost = [e for e in store.ended() if e.reason is AbortReason.RUN_ENDED]
@@ -134,7 +136,10 @@ def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: P
     newest = points.path(PolicyVersion(3))
     newest.write_bytes(newest.read_bytes()[:-1000])
     assert resumption.reached(config) == 2
-    assert resumption.prepare(config).version == 2
+    undone = resumption.prepare(config)
+    assert (undone.version, undone.life) == (2, 1)
+    (folder / "events.jsonl").write_text("")  # as of a run that went on from there
+    assert resumption.prepare(config).life == 2
     assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
 
 

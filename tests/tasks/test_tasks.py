@@ -57,17 +57,25 @@ def greedy(a, b, c):
 
 
 @pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 2)
+    return path
+
+
+@pytest.fixture
 def rewards(tmp_path: Path) -> Path:
     path = tmp_path / "rewards.py"
     path.write_text(REWARDS)
     return path
 
 
-def scorer(function: str, timeout_s: float = 1.0, pattern: str = "") -> Scorer:
+def scorer(function: str, timeout_s: float = 1.0, pattern: str = "", rows: Path | None = None) -> Scorer:
+    """rows: a file of prompts to be used in place of chain_sum, whose package takes seconds to load in each process."""
     return Scorer(
         ScoringSettings(
-            source="reasoning_gym:chain_sum",
-            options=OPTIONS,
+            source="reasoning_gym:chain_sum" if rows is None else f"jsonl:{rows}",
+            options=OPTIONS if rows is None else {},
             seed=1,
             function=function,
             answer_pattern=pattern,
@@ -261,8 +269,8 @@ def test_math_verify_accepts_equal_expressions() -> None:
     assert [s.reward for s in scores] == [1.0, 0.0]
 
 
-def test_a_users_reward_with_parts(rewards: Path) -> None:
-    one = scorer(f"{rewards}:length", pattern="<(.*)>")
+def test_a_users_reward_with_parts(rewards: Path, rows: Path) -> None:
+    one = scorer(f"{rewards}:length", pattern="<(.*)>", rows=rows)
     try:
         (score,) = one.score([("x <abc>", {})])
     finally:
@@ -270,8 +278,8 @@ def test_a_users_reward_with_parts(rewards: Path) -> None:
     assert (score.reward, score.parts, score.error) == (pytest.approx(0.3), {"length": 3}, "")
 
 
-def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: Path) -> None:
-    one = scorer(f"{rewards}:moody")
+def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: Path, rows: Path) -> None:
+    one = scorer(f"{rewards}:moody", rows=rows)
     try:
         scores = one.score([(a, {}) for a in ("ok", "raise", "hang", "nan", "text", "die", "ok")])
     finally:
@@ -296,8 +304,8 @@ def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: P
         ("bare", "expected task, math_verify"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_one_line(rewards: Path, function: str, message: str) -> None:
-    one = scorer(function.format(rewards=rewards))
+def test_a_reward_that_cannot_be_loaded_is_one_line(rewards: Path, rows: Path, function: str, message: str) -> None:
+    one = scorer(function.format(rewards=rewards), rows=rows)
     with pytest.raises(ConfigError, match=message):
         one.check()
 
