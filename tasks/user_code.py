@@ -1,4 +1,4 @@
-"""Loading what a job names of its user's own: path/to/file.py:NAME, or module:NAME."""
+"""Loads user code that a job names: path/to/file.py:NAME, or module:NAME."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stores.errors import ConfigError
 
 
 def load(named: str, key: str) -> Any:
-    """What `named` names. key: of the job file, for messages. Raises ConfigError, in one line."""
+    """Load the function or class called `named`. key: its key in the job file, for messages. Raises ConfigError."""
     where, _, name = named.rpartition(":")
     if not where:
         raise ConfigError(f"{key} = {named!r}: expected file.py:NAME or module:NAME")
@@ -28,8 +28,8 @@ def load(named: str, key: str) -> Any:
 
 
 def _load_file(path: Path) -> Any:
-    """A module by path; the current folder is never searched, so its name cannot shadow one of ours. Files of one name
-    in several folders are modules of their own."""
+    """Import a module by path. The current folder is never searched, so its name cannot shadow one of ours. Files of
+    one name in several folders become different modules."""
     if not path.is_file():
         raise OSError(f"{path}: no such file")
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
