@@ -60,8 +60,8 @@ class TaskSource(Protocol):
         ...
 
     @property
-    def told(self) -> str:
-        """What keeping held-out prompts apart has taken up to now, in one line; empty if nothing."""
+    def held_out_notice(self) -> str:
+        """One line on training prompts found to be held out so far; empty if there were none."""
         ...
 
     @property
@@ -123,7 +123,7 @@ class ReasoningGym:
         return other
 
     @property
-    def told(self) -> str:
+    def held_out_notice(self) -> str:
         if not self._num_redrawn:
             return ""
         return f"{self._num_redrawn} of {self._num_drawn} prompts drawn for training were held out, and replaced"
@@ -184,7 +184,7 @@ class JsonLines:
         return other
 
     @property
-    def told(self) -> str:
+    def held_out_notice(self) -> str:
         if len(self._rows) == self._num_rows:
             return ""
         return (
@@ -197,7 +197,7 @@ class JsonLines:
         return float(" ".join(answer.split()) == " ".join(str(record["answer"]).split()))
 
 
-class Own:
+class UserEnvironment:
     """A user's environment. NAME(options, seed) returns an object with two methods:
 
     record(index: int, held_out: bool) -> dict      # `prompt`, and anything else its verifier needs; pure
@@ -215,8 +215,8 @@ class Own:
         self._num_drawn = self._num_both = 0
         make = user_code.load(named, "task.source")
         try:
-            self._own = make(dict(options), seed)
-            self.score = self._own.score
+            self._environment = make(dict(options), seed)
+            self.score = self._environment.score
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(f"{self._where}: cannot be created: {type(error).__name__}: {error}") from error
         self.task(0)
@@ -224,7 +224,7 @@ class Own:
     def task(self, index: int, *, held_out: bool = False) -> Task:
         try:
             with _drawing:
-                record = self._own.record(index, held_out)
+                record = self._environment.record(index, held_out)
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(f"{self._where}: record {index}: {type(error).__name__}: {error}") from error
         if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
@@ -237,14 +237,14 @@ class Own:
             self._num_both += task.prompt in self._apart
         return task
 
-    def apart(self, num_held_out: int) -> Own:
+    def apart(self, num_held_out: int) -> UserEnvironment:
         other = copy.copy(self)
         other._num_apart, other._apart = num_held_out, None
         other._num_drawn = other._num_both = 0
         return other
 
     @property
-    def told(self) -> str:
+    def held_out_notice(self) -> str:
         if not self._num_both:
             return ""
         return (
@@ -257,7 +257,7 @@ class Emulated:
     """Task source of an emulated run: the first token of a response determines its reward."""
 
     num_held_out = None
-    told = ""
+    held_out_notice = ""
 
     def apart(self, num_held_out: int) -> Emulated:
         return self
@@ -289,7 +289,7 @@ def make_source(source: str, options: Mapping[str, Any], seed: int) -> TaskSourc
     if source == "emulated":
         return Emulated()
     if name:
-        return Own(source, options, seed)
+        return UserEnvironment(source, options, seed)
     raise ConfigError(
         f"task.source = {source!r}: expected reasoning_gym:DATASET, jsonl:FILE, file.py:NAME or module:NAME"
     )

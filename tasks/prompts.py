@@ -52,7 +52,7 @@ class Prompts(Protocol):
     def held_out(self, count: int) -> list[Task]: ...
 
     @property
-    def told(self) -> str: ...
+    def held_out_notice(self) -> str: ...
 
     def encode(self, task: Task) -> tuple[int, ...]: ...
 
@@ -66,7 +66,7 @@ class EmulatedPrompts:
         self._workload = workload
         self._texts = NumberTexts()
 
-    told = ""
+    held_out_notice = ""
 
     def held_out(self, count: int) -> list[Task]:
         return [self.task(i) for i in range(count)]
@@ -116,9 +116,9 @@ class TokenizedPrompts:
         return distinct_held_out(self._source, count)
 
     @property
-    def told(self) -> str:
-        """What keeping held-out prompts apart has taken, in one line."""
-        return self._source.told
+    def held_out_notice(self) -> str:
+        """One line on training prompts found to be held out so far; empty if there were none."""
+        return self._source.held_out_notice
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)

@@ -86,7 +86,7 @@ class TrajectoryServer:
         self._metrics: dict[int, dict[str, float]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
-    async def take_up(self) -> LedgerState:
+    async def resume(self) -> LedgerState:
         """Continue a stored run: commit what was in flight at its last commit, which is lost, as aborted. Returns the
         ledger state after that. Idempotent."""
         records = self._store.steps()
@@ -147,9 +147,9 @@ class TrajectoryServer:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
 
-    async def kept_apart(self) -> str:
+    async def held_out_notice(self) -> str:
         """One line on training prompts found to be held out so far; empty if there were none."""
-        return self._prompts.told
+        return self._prompts.held_out_notice
 
     async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
         """Decode token ids to texts."""
