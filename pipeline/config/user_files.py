@@ -1,4 +1,4 @@
-"""Code and data of the user's own that a job names by file: located, and made to travel with a submitted job."""
+"""User code and data that a job names by file: made absolute, and sent along with a submitted job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stores.errors import ConfigError
 
 
 def located(config: RunConfig) -> RunConfig:
-    """The same job with absolute paths: workers of a cluster have working folders of their own."""
+    """The job with absolute paths, since a cluster's workers have other working directories."""
     model, task, reward = config.model, config.task, config.reward
     kind, _, name = task.source.rpartition(":") if ".py:" in task.source else task.source.partition(":")
     file, _, function = reward.function.rpartition(":")
@@ -36,27 +36,27 @@ def located(config: RunConfig) -> RunConfig:
 
 
 def placed(config: RunConfig, run_dir: Path) -> RunConfig:
-    """The same job in another folder."""
+    """The job in another run folder."""
     return dataclasses.replace(config, runs_dir=str(run_dir.parent), name=run_dir.name)
 
 
 CODE = (("task", "source"), ("reward", "function"), ("tracking", "tracker"))
-"""Where a job may name code of its user's own by file."""
+"""Keys of a job that may name user code by file."""
 
 
 def with_code(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """The job with its own code named by file name only, and that code by file name. Raises ConfigError if it cannot be
-    read."""
+    """The job with user code named by file name only, and that code by file name. Raises ConfigError for an unreadable
+    file."""
     code: dict[str, str] = {}
     for table, key in CODE:
         section = getattr(config, table)
         file, _, name = getattr(section, key).rpartition(":")
         if file.endswith(".py"):
-            kept = Path(file).parent == config.run_dir / "code"  # it has travelled with the run before
-            travels = Path(file).name if kept else f"{table}_{Path(file).name}"
+            sent_before = Path(file).parent == config.run_dir / "code"  # sent along at an earlier submission
+            sent_as = Path(file).name if sent_before else f"{table}_{Path(file).name}"
             try:
-                code[travels] = Path(file).read_text()
+                code[sent_as] = Path(file).read_text()
             except OSError as error:
                 raise ConfigError(f"{table}.{key} = {getattr(section, key)!r}: cannot be read: {error}") from error
-            config = dataclasses.replace(config, **{table: dataclasses.replace(section, **{key: f"{travels}:{name}"})})
+            config = dataclasses.replace(config, **{table: dataclasses.replace(section, **{key: f"{sent_as}:{name}"})})
     return config, code
