@@ -32,7 +32,7 @@ MODEL_ROWS = 64
 """Trajectories per task: enough that forward passes outweigh the task's overhead."""
 TOKEN_BUDGET = 16_384
 """Padded tokens per forward pass."""
-SAFE = 300.0
+MAX_LOG_RATIO = 300.0
 """Largest log ratio that is exponentiated: the square of the ratio is still finite."""
 SUMS = (
     "tokens", "log_ratio", "distance", "farthest", "kl", "ratio", "ratio_squared", "clipped",
@@ -42,7 +42,7 @@ _SUM = {name: i for i, name in enumerate(SUMS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class LogprobSettings:
     """Settings for computing logprobs under a model. clip_low, clip_high: a loss would not clip ratios in [1 - low, 1 +
     high]."""
 
@@ -104,7 +104,7 @@ def rescore(
     config = load_job(run_dir)
     if branch and where:
         raise ConfigError("--branch stores the logprobs of all trajectories; omit --where")
-    reading = reading_of(config, model)
+    settings = logprob_settings(config, model)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
     if branch:
@@ -118,7 +118,7 @@ def rescore(
     with tempfile.TemporaryFile() as file:  # unnamed, so that nothing is ever left behind
         kept = _mapped(file, store.array_lengths()["tokens/logprobs"]) if branch else None
         calls = (
-            (reading, str(path), store.snapshot, first, last, chosen[first:last], kept is not None)
+            (settings, str(path), store.snapshot, first, last, chosen[first:last], kept is not None)
             for first, last in pool.blocks(count, MODEL_ROWS)
             if chosen[first:last].any()
         )
@@ -133,7 +133,7 @@ def rescore(
         require_all(done, int(chosen.sum()))
         snapshot = ""
         if kept is not None:
-            lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": reading.temperature}
+            lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": settings.temperature}
             snapshot = branches.derive_logprobs(store, path, branch, kept, lineage)
     return Rescored(
         model=model,
@@ -145,12 +145,12 @@ def rescore(
     )
 
 
-def reading_of(config: RunConfig, model: str) -> Reading:
+def logprob_settings(config: RunConfig, model: str) -> LogprobSettings:
     """Settings for computing logprobs of a job's responses under a model. Raises ConfigError if it cannot be loaded."""
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts to compute logprobs of")
     inspect_model(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)))
-    return Reading(
+    return LogprobSettings(
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,
         dtype=config.model.dtype,
         device=config.model.device,
@@ -216,39 +216,47 @@ class RescoredRows:
 
 
 def read_rows(
-    reading: Reading, path: str, snapshot: str, first: int, last: int, chosen: npt.NDArray[np.bool_], keep: bool
+    settings: LogprobSettings,
+    path: str,
+    snapshot: str,
+    first: int,
+    last: int,
+    chosen: npt.NDArray[np.bool_],
+    keep: bool,
 ) -> RescoredRows:
     """Compute sums for the chosen ones of rows first <= row < last of a snapshot. A Dask task."""
     rows = list(store_at(path, snapshot).readable(first, last))
     errors = {int(r.trajectory): r.what for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, Damaged)}
     at = [i for i, (row, c) in enumerate(zip(rows, chosen, strict=True)) if c and not isinstance(row, Damaged)]
-    read = response_logprobs(reading, [row for i in at if isinstance(row := rows[i], Ended)])
+    read = response_logprobs(settings, [row for i in at if isinstance(row := rows[i], Ended)])
     sums = np.zeros((len(rows), len(SUMS)))
     logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
     table = store_at(path, snapshot).places(first, last) if keep else None
     for i, new in zip(at, read, strict=True):
         row = rows[i]
         assert isinstance(row, Ended)
-        sums[i] = _sums(row.trajectory.logprobs, new, reading)
+        sums[i] = _sums(row.trajectory.logprobs, new, settings)
         if table is not None:
             logprobs.append((int(table[i]), new))
     return RescoredRows(first=first, read=int(chosen.sum()), sums=sums, errors=errors, logprobs=logprobs)
 
 
-def response_logprobs(reading: Reading, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
+def response_logprobs(settings: LogprobSettings, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
     """[T] logprobs of each response under the model, nats. Threads take turns."""
     from tasks.training.packing import Row
 
     packed = [Row.of(row) for row in rows]
     with _model_lock:
-        found = _reader(reading).rows(packed, range(len(packed)))
+        found = _reader(settings).rows(packed, range(len(packed)))
     return [found[i] for i in range(len(packed))]
 
 
-def _sums(old: npt.NDArray[np.float32], new: npt.NDArray[np.float32], reading: Reading) -> npt.NDArray[np.float64]:
-    log_ratio = np.clip(new.astype(np.float64) - old, -SAFE, SAFE)
+def _sums(
+    old: npt.NDArray[np.float32], new: npt.NDArray[np.float32], settings: LogprobSettings
+) -> npt.NDArray[np.float64]:
+    log_ratio = np.clip(new.astype(np.float64) - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = np.exp(log_ratio)
-    clipped = (ratio < 1 - reading.clip_low) | (ratio > 1 + reading.clip_high)
+    clipped = (ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)
     distance = np.abs(log_ratio)
     values = {
         "tokens": len(ratio),
@@ -268,15 +276,15 @@ _model_lock = threading.Lock()
 
 
 @once_a_process(1)
-def _reader(reading: Reading) -> Any:
+def _reader(settings: LogprobSettings) -> Any:
     from tasks.engines.transformers import load_model, resolve_device
     from tasks.training.logprobs import Reader
 
-    device = resolve_device(reading.device)
+    device = resolve_device(settings.device)
     return Reader(
-        model=load_model(reading.model, "float32", device, attention="sdpa"),
+        model=load_model(settings.model, "float32", device, attention="sdpa"),
         device=device,
-        half=reading.dtype == "bfloat16",
-        temperature=reading.temperature,
+        half=settings.dtype == "bfloat16",
+        temperature=settings.temperature,
         token_budget=TOKEN_BUDGET,
     )

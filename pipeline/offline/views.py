@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.offline.rescoring import reading_of, response_logprobs
+from pipeline.offline.rescoring import logprob_settings, response_logprobs
 from pipeline.offline.texts import texts_of
 from pipeline.runtime.run_folder import load_job
 from stores.errors import ConfigError
@@ -92,7 +92,7 @@ def view(
         rows.append(row)
     read: list[npt.NDArray[np.float32] | None]
     if model:
-        read = [*response_logprobs(reading_of(config, model), rows)]
+        read = [*response_logprobs(logprob_settings(config, model), rows)]
     else:
         read = [store.rescored(row.trajectory.id) for row in rows]
     views = []
