@@ -1,4 +1,4 @@
-"""Loading what a job names of its user's own: path/to/file.py:NAME, or module:NAME."""
+"""Loads user code that a job names: path/to/file.py:NAME, or module:NAME."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stores.errors import ConfigError
 
 
 def load(named: str, key: str, kind: str = "function") -> Any:
-    """What `named` names, a function or a class. key: of the job file, and kind: what is expected, for messages. Raises
-    ConfigError, in one line."""
+    """Load the function or class called `named`. key: its key in the job file, and kind: what is expected, for
+    messages. Raises ConfigError."""
     where, _, name = named.rpartition(":")
     if not where:
         raise ConfigError(f"{key} = {named!r}: expected file.py:NAME or module:NAME")
@@ -33,12 +33,13 @@ def load(named: str, key: str, kind: str = "function") -> Any:
 
 
 def said(error: BaseException) -> str:
-    """What an error of a user's code says, in one line."""
+    """The message of an error in user code, on one line."""
     return " ".join(str(error).split())
 
 
 def _of_file(path: Path) -> ModuleType:
-    """A module by path; the current folder is never searched, so its name cannot shadow one of ours."""
+    """Import a module by path. The current folder is never searched, so its name cannot shadow one of ours. Files of
+    one name in several folders become different modules."""
     if not path.is_file():
         raise OSError(f"{path}: no such file")
     path = path.resolve()
@@ -47,7 +48,7 @@ def _of_file(path: Path) -> ModuleType:
 
 @lru_cache(maxsize=64)
 def _loaded(path: Path, mtime_ns: int) -> ModuleType:
-    """Executed once a process as long as the file does not change: what it defines keeps its identity."""
+    """Executed once per process until the file changes, so that its classes keep their identity."""
     name = f"staleflow_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

@@ -73,17 +73,27 @@ def test_a_class_name_exists_once() -> None:
 
 
 def names_defined(tree: ast.Module) -> set[str]:
-    """Top-level names that a module defines, and the private methods of its classes."""
+    """Top-level names that a module defines, and the private methods of its classes; not what a decorator call hands on
+    to a registry or a command group."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
+            if not any(handed_on(one) for one in node.decorator_list):
+                names.add(node.name)
             if isinstance(node, ast.ClassDef):
                 names |= {one.name for one in node.body if isinstance(one, ast.FunctionDef) and one.name[0] == "_"}
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return {name for name in names if not name.startswith("__")}
+
+
+def handed_on(decorator: ast.expr) -> bool:
+    return (
+        isinstance(decorator, ast.Call)
+        and isinstance(decorator.func, ast.Attribute)
+        and decorator.func.attr in ("register", "command")
+    )
 
 
 def names_used(tree: ast.Module) -> set[str]:

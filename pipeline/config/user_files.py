@@ -1,4 +1,4 @@
-"""Code and data of the user's own that a job names by file: located, checked, and made to travel with the job."""
+"""User code and data that a job names by file: made absolute, checked, and sent along with the job."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CODE = (
     "training.advantage",
     "training.loss.name",
 )
-"""Where a job may name code of its user's own by file."""
+"""Keys of a job that may name user code by file."""
 RULES = ("rollout.routing", "training.advantage", "training.loss.name")
-"""Those of which a run keeps a copy in its folder: replayed or resumed, it goes by what it began with."""
+"""Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
 SCORING = ("task.source", "reward.function")
-"""Those by which responses are scored."""
+"""Keys whose code scores responses."""
 
 
 def located(config: RunConfig) -> RunConfig:
-    """The same job with absolute paths: workers of a cluster have working folders of their own."""
+    """The job with absolute paths, since a cluster's workers have other working directories."""
     for key in CODE:
         file, name = _named(config, key)
         if file:
@@ -46,36 +46,36 @@ def located(config: RunConfig) -> RunConfig:
 
 
 def placed(config: RunConfig, run_dir: Path) -> RunConfig:
-    """The same job in another folder."""
+    """The job in another run folder."""
     return dataclasses.replace(config, runs_dir=str(run_dir.parent), name=run_dir.name)
 
 
 def check(config: RunConfig) -> None:
-    """Load and make once what the job names by file to decide and to train with. Raises ConfigError."""
+    """Load and construct once the rules, losses and advantages that the job names by file. Raises ConfigError."""
     make_strategies(config)
     ADVANTAGES.load(config.training.advantage)
     LOSSES.make(config.training.loss)
 
 
 def with_code(config: RunConfig, keys: Sequence[str] = CODE) -> tuple[RunConfig, dict[str, str]]:
-    """The job with the code of these keys named by file name only, and that code by file name. Raises ConfigError if it
-    cannot be read."""
+    """The job with the user code of these keys named by file name only, and that code by file name. Raises ConfigError
+    for an unreadable file."""
     code: dict[str, str] = {}
     for key in keys:
         file, name = _named(config, key)
         if file:
             prefix = key.split(".")[-2] + "_"
-            travels = prefix + Path(file).name.removeprefix(prefix)
+            sent_as = prefix + Path(file).name.removeprefix(prefix)
             try:
-                code[travels] = Path(file).read_text()
+                code[sent_as] = Path(file).read_text()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{key} = {_get(config, key)!r}: cannot be read: {error}") from error
-            config = _set(config, key, f"{travels}:{name}")
+            config = _set(config, key, f"{sent_as}:{name}")
     return config, code
 
 
 def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
-    """The job with such code named where it lies in `folder`."""
+    """The job with such code named by its path in `folder`."""
     for key in CODE:
         file, name = _named(config, key)
         if file in code:
@@ -84,14 +84,14 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
 
 
 def write_code(folder: Path, code: Mapping[str, str]) -> None:
-    """Write code by file name. Raises OSError."""
+    """Write user code, by file name, into a folder. Raises OSError."""
     for name, text in code.items():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
 
 def _named(config: RunConfig, key: str) -> tuple[str, str]:
-    """The file that a key names, and what of it; empty if it names none."""
+    """The file that a key names, and the name within it; empty if it names no file."""
     file, _, name = _get(config, key).rpartition(":")
     return (file, name) if file.endswith(".py") else ("", "")
 

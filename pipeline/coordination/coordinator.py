@@ -42,7 +42,7 @@ from pipeline.coordination.phases import Phase, Transition
 from pipeline.coordination.placement import Placement
 from pipeline.coordination.pulls import Pulls
 from pipeline.coordination.snapshot import Snapshot, take_snapshot, waiting_for
-from pipeline.coordination.state import CoordinatorState, Ended
+from pipeline.coordination.state import CoordinatorState, EndedTrajectory
 from pipeline.coordination.trajectories import LiveTrajectory
 from pipeline.strategies.admission import Admission
 from pipeline.strategies.filtering import Filtering, Stragglers
@@ -329,7 +329,7 @@ class Coordinator:
         if attempts > self._strategies.max_attempts:
             self._retire(self._state.abort(live.group, AbortReason.ENGINE_FAILED, live.id))
 
-    def _retire(self, ended: tuple[Ended, ...]) -> None:
+    def _retire(self, ended: tuple[EndedTrajectory, ...]) -> None:
         """Stop those that still run, and tell the store how all of them ended."""
         cause = self._history.cause
         for one in ended:

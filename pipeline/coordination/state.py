@@ -27,7 +27,7 @@ from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class EndedTrajectory:
     """A trajectory that has just ended without being trained on. running_on: the instance that must be told to stop."""
 
     ending: Ending
@@ -44,7 +44,7 @@ class Consumed:
     groups: tuple[GroupId, ...]
     members: tuple[TrajectoryId, ...]
     versions: tuple[PolicyVersion, ...]
-    surplus: tuple[Ended, ...]
+    surplus: tuple[EndedTrajectory, ...]
 
 
 class CoordinatorState:
@@ -172,19 +172,19 @@ class CoordinatorState:
         self._routing_changed = True
         return added
 
-    def occupy(self, group: GroupId) -> tuple[Ended, ...]:
+    def occupy(self, group: GroupId) -> tuple[EndedTrajectory, ...]:
         """Let a complete group wait for the trainer; returns what became surplus because of it."""
         return self._end(self.ledger.occupy(group))
 
-    def filter(self, group: GroupId, reason: AbortReason) -> tuple[Ended, ...]:
+    def filter(self, group: GroupId, reason: AbortReason) -> tuple[EndedTrajectory, ...]:
         """Drop a complete group that is not worth training on."""
         return self._end(self.ledger.filter(group, reason))
 
-    def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId) -> tuple[Ended, ...]:
+    def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId) -> tuple[EndedTrajectory, ...]:
         """Give up one member, and its group if too few are left."""
         return self._end(self.ledger.abort(group, reason, member))
 
-    def abort_all(self, reason: AbortReason) -> tuple[Ended, ...]:
+    def abort_all(self, reason: AbortReason) -> tuple[EndedTrajectory, ...]:
         """Give up everything in flight."""
         return self._end([e for group in tuple(self.ledger.entries) for e in self.ledger.abort(group, reason)])
 
@@ -423,12 +423,12 @@ class CoordinatorState:
         if target is not None:
             self._fleet.finish_move(target)
 
-    def _end(self, endings: Iterable[Ending]) -> tuple[Ended, ...]:
+    def _end(self, endings: Iterable[Ending]) -> tuple[EndedTrajectory, ...]:
         """Take trajectories that the ledger has ended out of everything else."""
-        ended: list[Ended] = []
+        ended: list[EndedTrajectory] = []
         for ending in endings:
             live = self._live.pop(ending.trajectory)
-            ended.append(Ended(ending=ending, v_traj=live.v_traj, epoch=live.epoch, running_on=live.instance))
+            ended.append(EndedTrajectory(ending=ending, v_traj=live.v_traj, epoch=live.epoch, running_on=live.instance))
             phase = next_phase(live.phase, Transition.GIVEN_UP)
             if live.phase is Phase.QUEUED:
                 self._queue.remove(live, live.level)

@@ -1,4 +1,4 @@
-"""What two branches' rewards have made of the same trajectories."""
+"""Comparison of two branches' rewards for the same trajectories."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from stores.versioned import VersionedStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two branches of a store, over what was trained on. mean: without rewards that failed. flipped: groups in which a
-    member that was better than another is worse now; gained, lost: groups whose rewards differ in the second only, in
-    the first only."""
+    """Differences between two branches' rewards, over trajectories that were trained on. mean: mean rewards, without
+    failed ones. flipped: groups in which the better of two members became the worse. gained, lost: groups whose rewards
+    vary in the second branch only, in the first only."""
 
     trajectories: int
     changed: int
     mean: tuple[float, float]
     histogram: tuple[tuple[float, int, int], ...]
-    """(lower edge of the reward, trajectories in the first, in the second)."""
+    """(lower edge of the bin, trajectories in the first branch, in the second)."""
     groups: int
     flipped: tuple[int, ...]
     gained: tuple[int, ...]
@@ -30,7 +30,7 @@ class Difference:
 
 
 def difference(run_dir: Path, first: str, second: str) -> Difference:
-    """What scoring anew changed."""
+    """Compare the rewards of two branches of a run's store."""
     path = run_dir / "store"
     one, two = (VersionedStore.open(path, branch=name) for name in (first, second))
     table, other = one.table(), two.table()
@@ -44,7 +44,7 @@ def difference(run_dir: Path, first: str, second: str) -> Difference:
     grouped_a, grouped_b = a.reshape(-1, size), b.reshape(-1, size)
     ids = table["group"][at].reshape(-1, size)[:, 0]
     signal_a, signal_b = (np.ptp(g, axis=1) > 1e-9 for g in (grouped_a, grouped_b))
-    # A pair of members flips if the one that was better is worse now; equal is neither.
+    # A pair of members flips if the better one becomes the worse; ties do not count.
     order_a = np.sign(grouped_a[:, :, None] - grouped_a[:, None, :])
     order_b = np.sign(grouped_b[:, :, None] - grouped_b[:, None, :])
     flipped = ((order_a * order_b) < 0).any(axis=(1, 2))

@@ -1,7 +1,7 @@
-"""Scoring stored trajectories again, onto a branch of their own.
+"""Scores stored trajectories again, onto a new branch.
 
-Blocks of rows are read, decoded and scored where the workers are; what comes back is a number a row. The branch becomes
-visible at the end, all at once: killed before it, nothing is left behind.
+Workers read, decode and score blocks of rows, and return one number per row. The branch becomes visible atomically at
+the end: if the process is killed before that, nothing is left behind.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reprocessed:
-    """What came of it. scored: rows that had a response. errors: of the reward function, by trajectory."""
+    """The result of scoring a run again. scored: rows with a response. errors: of the reward function, by
+    trajectory."""
 
     branch: str
     snapshot: str
@@ -55,8 +56,8 @@ class Reprocessed:
 def reprocess(
     run_dir: Path, reward: str, branch: str, pool: Pool, progress: Callable[[int, int], None] = lambda *_: None
 ) -> Reprocessed:
-    """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name). progress: (rows
-    done, rows in all). Raises ConfigError before anything is computed."""
+    """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name). progress: called
+    with (rows done, total rows). Raises ConfigError before anything is computed."""
     config = _with_reward(load_job(run_dir), reward)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
@@ -67,7 +68,7 @@ def reprocess(
     errors: dict[int, str] = {}
     done = 0
     config, code = with_code(config, SCORING)
-    # The header says which prompt a group had: not as the job would draw it now.
+    # As the store's header has it: the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(config, held_out=store.header.held_out)
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
     calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
@@ -139,7 +140,7 @@ def _advantages(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Scores of some rows, in their order. errors: by trajectory."""
+    """Scores of a block of rows, in order. errors: by trajectory."""
 
     rewards: npt.NDArray[np.float32]
     valid: npt.NDArray[np.bool_]
@@ -147,8 +148,8 @@ class Block:
 
 
 def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int) -> tuple[int, Block]:
-    """Score rows first <= row < last of a snapshot. A task; what is slow to make is kept in its process. Each row that
-    cannot be read is an error."""
+    """Score rows first <= row < last of a snapshot; an unreadable row is an error. A Dask task, whose process keeps
+    what is slow to create."""
     prompts, scoring = _prompts(settings)
     rows = list(store_at(path, snapshot).readable(first, last))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
@@ -172,11 +173,11 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
 
 @once_a_process(1)
 def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
-    """What decodes responses and draws records, and what scores them."""
+    """The prompts, which decode responses and draw records, and the settings of their scoring."""
     prompts: PromptSettings
     scoring: ScoringSettings
     prompts, scoring, code = pickle.loads(settings)
-    if code:  # the user's own, from where the command was given
+    if code:  # user code, sent from where the command was run
         folder = Path(tempfile.mkdtemp(prefix="staleflow-code-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         for file, text in code.items():
@@ -190,16 +191,16 @@ def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
     return prompts.build(), scoring
 
 
-_of_thread = threading.local()
+_per_thread = threading.local()
 
 
 def _scorer(scoring: ScoringSettings) -> Scorer:
-    """The calling thread's own, with a process of its own: threads score at the same time."""
+    """The calling thread's scorer, which has its own process: threads score in parallel."""
     from tasks.scoring import Scorer
 
-    kept: tuple[ScoringSettings, Scorer] | None = getattr(_of_thread, "scorer", None)
+    kept: tuple[ScoringSettings, Scorer] | None = getattr(_per_thread, "scorer", None)
     if kept is None or kept[0] != scoring:
         if kept is not None:
             kept[1].close()
-        _of_thread.scorer = kept = (scoring, Scorer(scoring))
+        _per_thread.scorer = kept = (scoring, Scorer(scoring))
     return kept[1]

@@ -1,10 +1,10 @@
 """Training on stored trajectories: the run's trainer and losses on its batches, in their order, without any rollout.
 
-Over everything a run consumed, with nothing changed, this gives the very weights that the run published, step by step,
-which the fingerprints in the store prove. With other rewards (a branch), a choice of rows or other settings it gives
-another policy; behaviour logprobs are always the stored ones, so the losses correct for the distance.
+On everything a run consumed, with nothing changed, it reproduces the weights that the run published, step by step, as
+the fingerprints in the store prove. Other rewards (a branch), a choice of rows or other settings give another policy;
+behaviour logprobs are always the stored ones, so the losses correct for the distance.
 
-The training is one task on a Dask worker. Killed, it goes on from its newest resume point when it is asked for again.
+The training is one task on a Dask worker. If it is killed, the same command resumes it from its newest resume point.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from stores.trajectory import Ended, InstanceId, PolicyVersion
 from stores.versioned import Damaged, VersionedStore
 
 MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
-"""What --set may change: how it learns, not what it learns from."""
+"""Keys that --set may change: how the policy learns, not what it learns from."""
 POINT_S = 30.0
-"""Seconds of work that a kill may lose."""
+"""Seconds of work after which a resume point is written."""
 LIMIT_S = 3600.0
-"""Longest an evaluation may take."""
+"""Time limit of an evaluation, seconds."""
 
 Report = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflinePlan:
-    """All that the outcome depends on. out: the folder to make. exact: nothing differs from what the run did.
-    prompt_seed: of the run, whose prompts these are whatever seed it is trained with now."""
+    """Everything the outcome depends on. out: the folder to create. exact: whether nothing differs from the run's own
+    training. prompt_seed: the run's seed, which determines its prompts, whatever seed it is trained with now."""
 
     config: RunConfig
     path: str
@@ -63,21 +63,21 @@ class OfflinePlan:
     prompt_seed: int
 
     @property
-    def asked(self) -> RunConfig:
-        """The job as far as prompts and rewards go."""
+    def run_job(self) -> RunConfig:
+        """The job with the run's seed, for prompts and rewards."""
         return dataclasses.replace(self.config, seed=self.prompt_seed)
 
     @property
     def digest(self) -> str:
-        """Tells one plan from another."""
-        told = (fields.to_toml(self.config), self.snapshot, self.where, self.epochs)
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+        """A hash that identifies the plan."""
+        parts = (fields.to_toml(self.config), self.snapshot, self.where, self.epochs)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What came of it. same_steps: leading steps after which the weights were, bit for bit, those the run published;
-    None where they are not meant to be. errors: of rows that cannot be read; they are left out."""
+    """The result of offline training. same_steps: number of leading steps after which the weights equal the run's bit
+    for bit; None if they are not meant to. errors: of unreadable rows by trajectory; they are left out."""
 
     out: str
     checkpoint: str
@@ -100,8 +100,8 @@ def train_offline(
     epochs: int = 1,
     report: Report = lambda _: None,
 ) -> Trained:
-    """Train on what a run consumed, into the folder `out`, which appears when all is done. report: hears of every
-    step. Raises ConfigError before anything is trained."""
+    """Train on the trajectories a run consumed, into the folder `out`, which appears when training is complete. report:
+    called with every step's events. Raises ConfigError before anything is trained."""
     plan = planned(run_dir, out, overrides, branch, where, epochs)
     topic = f"staleflow-offline-{secrets.token_hex(4)}"
     pool.client.subscribe_topic(topic, lambda event: report(event[1]))
@@ -114,19 +114,19 @@ def train_offline(
 
 
 def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, where: str, epochs: int) -> OfflinePlan:
-    """Everything checked. Raises ConfigError."""
+    """Make a plan and check all of it. Raises ConfigError."""
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith(MAY_CHANGE):
-            raise ConfigError(f"--set {override}: offline these can change: {', '.join(MAY_CHANGE)}")
+            raise ConfigError(f"--set {override}: cannot be changed offline; these can: {', '.join(MAY_CHANGE)}")
     _refuse_taken(out)
     config = load_job(run_dir, overrides)
     if config.emulated:
-        raise ConfigError(f"{run_dir}: an emulated run has nothing that a model could learn")
+        raise ConfigError(f"{run_dir}: an emulated run has nothing to train a model on")
     inspect_model(config)
     store = VersionedStore.open(run_dir / "store", branch=branch)
     if not chosen_rows(store, where):
-        raise ConfigError(f"{run_dir}: no trajectory that was trained on is left by --where {where!r}")
+        raise ConfigError(f"{run_dir}: no trajectory that was trained on matches --where {where!r}")
     same = [o for o in overrides if not o.startswith("task.eval_prompts")]
     return OfflinePlan(
         config=dataclasses.replace(
@@ -144,7 +144,7 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
 
 
 def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:
-    """By training step, in the order they came: the places of the rows it consumed that `where` chooses."""
+    """Positions of the consumed rows that `where` selects, by training step in order."""
     columns = store.columns()
     mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
     (at,) = np.nonzero(mask)
@@ -161,7 +161,7 @@ def _absolute(model: str) -> str:
 
 
 def _task(plan: bytes, topic: str) -> bytes:
-    """The training as a task. Values go as bytes: the scheduler has no use for what is in them."""
+    """Offline training as a Dask task. Values are passed as bytes, which the scheduler need not unpickle."""
     from distributed import get_worker
 
     worker = get_worker()
@@ -169,35 +169,35 @@ def _task(plan: bytes, topic: str) -> bytes:
 
 
 def train(plan: OfflinePlan, report: Report) -> Trained:
-    """Carry out a plan, in this process."""
+    """Carry out a plan in this process."""
     out = Path(plan.out)
     part = out.with_name(f".{out.name}.part")
     try:
         part.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{part}: cannot be made: {error}; choose another place with --out") from error
+        raise StoreError(f"{part}: cannot be created: {error}; choose another place with --out") from error
     with only_here(part):
         try:
-            _refuse_taken(out)  # by a training that has ended since
+            _refuse_taken(out)  # another training may have finished meanwhile
         except ConfigError:
             shutil.rmtree(part, ignore_errors=True)
             raise
         result = _trained(plan, out, part, report)
         part.rename(out)
-        (out / LOCK).unlink()  # after it: a folder without its lock file is anyone's
+        (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
     return result
 
 
 def _refuse_taken(out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out} is there already; name another with --out, or remove it")
+        raise ConfigError(f"{out} already exists; choose another with --out, or remove it")
 
 
 def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Trained:
     _prepare(part, plan)
     with making:  # this imports transformers
         context = inspect_model(plan.config).context
-        changes = fingerprints.changes(fingerprints.read(Path(plan.path).parent), fingerprints.taken(plan.asked))
+        changes = fingerprints.changes(fingerprints.read(Path(plan.path).parent), fingerprints.taken(plan.run_job))
     for line in changes:
         report({"say": line})
     before = _evaluated(plan, plan.config.model.path, 0, context, report)
@@ -205,7 +205,7 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Traine
     steps = list(training.steps())
     report({"total": len(steps)})
     if training.version:
-        report({"say": f"going on after {training.version} of {len(steps)} steps"})
+        report({"say": f"resuming after {training.version} of {len(steps)} steps"})
     for number in range(training.version, len(steps)):
         report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
     checkpoint = part / "checkpoints" / f"step-{len(steps):06d}"
@@ -223,13 +223,13 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Traine
     )
     shutil.rmtree(part / "resume", ignore_errors=True)
     lineage = {"store": plan.path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
-    story = {**dataclasses.asdict(result), **lineage, "epochs": plan.epochs, "metrics": training.history}
-    (part / "offline.json").write_text(json.dumps(story, indent=2) + "\n")
+    record = {**dataclasses.asdict(result), **lineage, "epochs": plan.epochs, "metrics": training.history}
+    (part / "offline.json").write_text(json.dumps(record, indent=2) + "\n")
     return result
 
 
 def _prepare(part: Path, plan: OfflinePlan) -> None:
-    """The folder to work in, with what an earlier attempt at the same plan has left there. Raises StoreError."""
+    """Prepare the working folder, keeping the results of an earlier attempt at the same plan. Raises StoreError."""
     try:
         if not (part / "plan").is_file() or (part / "plan").read_text() != plan.digest:
             for old in (part / name for name in ("resume", "checkpoints", "history.jsonl")):
@@ -242,7 +242,7 @@ def _prepare(part: Path, plan: OfflinePlan) -> None:
 
 
 class _Training:
-    """The trainer, and how far it is."""
+    """The trainer and its progress."""
 
     def __init__(self, plan: OfflinePlan, part: Path) -> None:
         from tasks.training.policy_trainer import PolicyTrainer, TrainerSettings
@@ -268,18 +268,19 @@ class _Training:
             (part / "history.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
     def steps(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """(number for the learning rate's schedule, places of the rows), of all epochs."""
+        """(step number for the learning-rate schedule, positions of the rows), over all epochs."""
         chosen = chosen_rows(self._store, self._plan.where)
         for epoch in range(self._plan.epochs):
             for step, rows in chosen.items():
                 yield epoch * self._plan.config.steps + step, rows
 
     def step(self, number: int, schedule: int, places: npt.NDArray[np.int64]) -> dict[str, float]:
-        """Train step `number` on some rows; returns its metrics."""
+        """Train step `number` on the rows at `places`; returns its metrics. schedule: the step the learning rate is
+        of."""
         from stores import parameters
         from tasks.training.packing import Row
 
-        first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so near each other
+        first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so close together
         found = list(self._store.readable(first, last))
         picked = [found[i - first] for i in places.tolist()]
         self.errors |= {int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)}
@@ -305,15 +306,14 @@ class _Training:
         return metrics
 
     def same_steps(self) -> int | None:
-        """See Trained."""
+        """The value of Trained.same_steps."""
         if not self._plan.exact:
             return None
         return next((i for i, same in enumerate(self._prints) if not same), len(self._prints))
 
 
 def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
-    """Mean reward on the job's held-out prompts under a model, without those that the plan trains on; None if there are
-    none."""
+    """Mean reward on the job's held-out prompts under a model, except those the plan trains on; None if none remain."""
     from tasks.engines.answering import answers
     from tasks.scoring import ScoredResponse, Scorer
 
@@ -323,9 +323,9 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
     store = store_at(plan.path, plan.snapshot)
-    # The header says which prompt a group had: not as the job would draw it now.
-    prompts = actor_settings.prompt_settings(plan.asked, context, held_out=store.header.held_out).build()
-    scorer = Scorer(actor_settings.scoring_settings(plan.asked))
+    # As the store's header has it: the job might draw other prompts for its groups now.
+    prompts = actor_settings.prompt_settings(plan.run_job, context, held_out=store.header.held_out).build()
+    scorer = Scorer(actor_settings.scoring_settings(plan.run_job))
     tasks = prompts.held_out(count)
     apart = store.header.held_out
     if not version and (line := fewer_prompts(count, len(tasks), config.task.source)):
@@ -335,11 +335,13 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
         trained = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
         kept = [task for task in tasks if task.prompt not in trained]
         if not version and len(kept) < len(tasks):
-            report({"say": f"{len(tasks) - len(kept)} of {len(tasks)} held-out prompts were trained on: left out"})
+            report(
+                {"say": f"leaving out {len(tasks) - len(kept)} of {len(tasks)} held-out prompts: they were trained on"}
+            )
         tasks = kept
     if not tasks:
         return None
-    # The embedded engine, wherever the job sampled: it is there wherever the trainer is.
+    # Always the transformers engine: it is available wherever the trainer is.
     sampling = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, path=model),
@@ -364,6 +366,6 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     finally:
         scorer.close()
         engine.close()
-    found = Evaluation.of(version, scores[False], scores[True], fingerprints.taken(plan.asked).digests())
+    found = Evaluation.of(version, scores[False], scores[True], fingerprints.taken(plan.run_job).digests())
     report({"say": found.line})
     return found

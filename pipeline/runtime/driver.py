@@ -116,7 +116,7 @@ class Driver:
         self._say("starting actors")
         await self._actors.place_all(self._now(), self._resumption)
         await self._take_up()
-        self._note(await self._actors.ask("server", "kept_apart"))
+        self._note(await self._actors.ask("server", "held_out_notice"))
         if self._coordinator.ledger.version == 0:
             await self._evaluate(PolicyVersion(0))
         self._idle_since = time.monotonic()
@@ -139,7 +139,7 @@ class Driver:
             version = self._coordinator.ledger.version
             await self._actors.pull_all(version)
             await self._evaluate(version)
-        self._note(await self._actors.ask("server", "kept_apart"))
+        self._note(await self._actors.ask("server", "held_out_notice"))
         await self._actors.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
         self._log_resume_points()
         return self.outcomes
@@ -158,7 +158,7 @@ class Driver:
             return
         self.outcomes.steps += self._resumption.steps
         self.outcomes.evaluations += read_evaluations(self._run_dir)
-        state: LedgerState = await self._actors.ask("server", "take_up", within_s=self._config.deadlines.start_s)
+        state: LedgerState = await self._actors.ask("server", "resume", within_s=self._config.deadlines.start_s)
         self._handle(RunResumed(step=state.next_step, num_ended=tuple(state.num_ended.items())))
 
     def stop(self, why: str) -> None:

@@ -1,7 +1,7 @@
-"""Mean reward on held-out prompts, by the run's own instances and reward worker, while nothing else runs on them.
+"""Mean reward on held-out prompts, computed by the run's instances and reward worker while nothing else uses them.
 
-A number here says what it rests on: how many different prompts, how many responses could not be scored (they are left
-out of the mean, as they are of a batch's), its standard error, and by which reward, data and template it was found.
+Each number comes with its basis: the number of distinct prompts, the responses that could not be scored (left out of
+the mean, as in a batch's), the standard error, and fingerprints of the reward, data and template.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ class Evaluation:
 
     version: int
     num_prompts: int
-    """Different prompts, each answered once at temperature and once greedily."""
+    """Distinct prompts, each answered once at the rollout temperature and once greedily."""
     sampled: float | None
-    """At the rollout temperature; None if no response could be scored."""
+    """Mean at the rollout temperature; None if no response could be scored."""
     greedy: float | None
     sampled_stderr: float | None = None
     """Standard error of the mean, over prompts; None for fewer than two."""
     greedy_stderr: float | None = None
     sampled_failed: int | None = None
-    """Responses that could not be scored. None in what earlier versions wrote: there they count as 0 in the mean, and
-    num_prompts may count a prompt more than once."""
+    """Responses that could not be scored. None in records of earlier versions, where they count as 0 in the mean and
+    num_prompts may include duplicates."""
     greedy_failed: int | None = None
     failure: str = ""
-    """The first of them."""
+    """Error of the first response that could not be scored."""
     reward: str = ""
-    """Fingerprints of what this was found by; empty if that is not known. See pipeline/runtime/fingerprints.py."""
+    """Fingerprints of the reward, data and template; empty if unknown. See pipeline/runtime/fingerprints.py."""
     data: str = ""
     template: str = ""
     changed: tuple[str, ...] = ()
-    """What had changed by then since the run began, a line each."""
+    """Changes to them since the run began, one line each."""
 
     @classmethod
     def of(
@@ -59,7 +59,7 @@ class Evaluation:
         prints: Mapping[str, str],
         changed: Sequence[str] = (),
     ) -> Evaluation:
-        """From a score a prompt. prints: fingerprints of reward, data and template."""
+        """Summarize one sampled and one greedy score per prompt. prints: fingerprints of reward, data and template."""
         failures = [s.error for s in (*sampled, *greedy) if s.error]
         one, two = _mean(sampled), _mean(greedy)
         return cls(
@@ -78,12 +78,12 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Evaluation:
-        """The inverse of `asdict`, also of what earlier versions wrote."""
+        """The inverse of `asdict`; also reads records of earlier versions."""
         return cls(**{**value, "changed": tuple(value.get("changed", ()))})
 
     @property
     def line(self) -> str:
-        """For people."""
+        """A one-line summary for display."""
         return (
             f"held-out reward at version {self.version}: {shown(self.sampled, self.sampled_stderr)} at temperature, "
             f"{shown(self.greedy, self.greedy_stderr)} greedy ({self.basis})"
@@ -91,10 +91,10 @@ class Evaluation:
 
     @property
     def basis(self) -> str:
-        """What the means rest on, for people."""
+        """What the means are based on, for display."""
         one, two = self.sampled_failed, self.greedy_failed
         if one is None or two is None:
-            return f"{self.num_prompts} prompts, repeated ones counted again and failed rewards as 0"
+            return f"{self.num_prompts} prompts, counting duplicates, and failed rewards as 0"
         failed = f", {one} not scored" if one else ""
         if one != two:
             failed = f", not scored: {one} at temperature, {two} greedy"
@@ -102,7 +102,7 @@ class Evaluation:
 
 
 def shown(mean: float | None, stderr: float | None) -> str:
-    """A mean and its standard error, for people.
+    """Format a mean and its standard error for display.
 
     >>> shown(0.4713, 0.0249)
     '0.471 ± 0.025'
@@ -113,7 +113,7 @@ def shown(mean: float | None, stderr: float | None) -> str:
 
 
 def not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Why evaluations that follow each other cannot be set against each other, a line a pair; empty if all can."""
+    """Reasons why consecutive evaluations cannot be compared, one line per pair; empty if all can."""
     lines = []
     for one, two in itertools.pairwise(evaluations):
         pairs = (
@@ -124,43 +124,43 @@ def not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
         if one.num_prompts != two.num_prompts:
             reasons.append(f"{one.num_prompts} and {two.num_prompts} prompts")
         if (one.sampled_failed is None) != (two.sampled_failed is None):
-            reasons.append("different counting: an earlier version took failed rewards for 0 and repeated prompts")
+            reasons.append("different counting: an earlier version counted duplicates, and failed rewards as 0")
         if reasons:
             lines.append(
-                f"held-out rewards at versions {one.version} and {two.version} cannot be compared: found with "
+                f"held-out rewards at versions {one.version} and {two.version} cannot be compared: "
                 + ", ".join(reasons)
             )
     return lines
 
 
 def fewer_prompts(asked: int, found: int, source: str) -> str:
-    """What to tell who asked for more held-out prompts than there are; empty if there are enough."""
+    """A warning that the source has fewer held-out prompts than requested; empty if it has enough."""
     if found >= asked:
         return ""
-    return f"task.eval_prompts = {asked}: {source} gives {found} different held-out prompts; each is evaluated once"
+    return f"task.eval_prompts = {asked}: {source} has only {found} distinct held-out prompts; each is evaluated once"
 
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Keep them in the run's folder: a resumed run has those of the time before."""
+    """Write evaluations to the run's folder, where a resumed run finds them. Raises OSError."""
     part = run_dir / ".evaluations.part"
     part.write_text(json.dumps([asdict(e) for e in evaluations]) + "\n")
-    part.rename(run_dir / "evaluations.json")  # whole or not at all: whoever resumes reads it
+    part.rename(run_dir / "evaluations.json")  # atomic: a resumed run reads it
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """What was kept; none if there is nothing yet. Raises StoreError."""
+    """Read a run's evaluations; empty if there are none yet. Raises StoreError."""
     path = run_dir / "evaluations.json"
     try:
         return [Evaluation.from_json(e) for e in json.loads(path.read_text())] if path.is_file() else []
     except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}; remove it to go on without earlier evaluations") from error
+        raise StoreError(f"{path}: cannot be read: {error}; remove it to resume without earlier evaluations") from error
 
 
 async def evaluate(
     actors: Actors, config: RunConfig, version: int, prints: Mapping[str, str], changed: Sequence[str] = ()
 ) -> Evaluation:
-    """One sampled and one greedy response to each held-out prompt, spread over the instances. prints, changed: as in
-    `Evaluation.of`."""
+    """Evaluate a sampled and a greedy response to each held-out prompt, spread over the instances. prints, changed: as
+    in `Evaluation.of`."""
     limit_s = config.deadlines.train_s
     prompts = await actors.ask("server", "held_out", config.task.eval_prompts, within_s=limit_s)
     names = list(actors.instances)
@@ -185,7 +185,7 @@ async def evaluate(
 
 
 def _mean(scores: Sequence[ScoredResponse]) -> tuple[float | None, float | None]:
-    """(mean, its standard error) over what could be scored."""
+    """(mean, its standard error) of the scores without error."""
     rewards = [s.reward for s in scores if not s.error]
     if not rewards:
         return None, None

@@ -1,11 +1,11 @@
-"""A run's folder: complete in itself, and worked on by one process at a time.
+"""A run's folder: self-contained, and used by one process at a time.
 
 runs/NAME/ holds config.toml (resolved), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest
 resume points), tensorboard/, summary.json and summary.png; a submitted job's also job.txt (its id) and code/.
 
-Two promises. Nothing in it is written before its lock is held. And the folder that is named is the one that is worked
-on: config.toml says where the run was when it was written, so what it says of its own place, and of files below it, is
-read as where the folder is now.
+Two guarantees. Nothing in the folder is written before its lock is held. And a run uses the folder it is given, even
+after a move: paths in config.toml that point into the folder's place at the time of writing are read as paths into its
+present place.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError, StoreError
 
 LOCK = ".running"
-"""The file in a run's folder that is locked; it says by whom."""
+"""The lock file in a run's folder; it contains the holder's name."""
 PATHS = ("model.path", "workload.run", *user_files.CODE)
-"""Keys of a job that may name a file in the run's own folder."""
+"""Keys of a job that may name a file in the run's folder."""
 
 
 class FolderInUse(ConfigError):
-    """Another process is at work in the folder."""
+    """Another process is using the folder."""
 
 
 def refuse_taken(run_dir: Path) -> None:
-    """ConfigError if the folder holds a run already: nothing stored is ever overwritten. What a run leaves that was
-    killed before it had a store is no run."""
+    """Raise ConfigError if the folder already holds a run: nothing stored is ever overwritten. What remains of a run
+    killed before it had a store does not count."""
     events = run_dir / "events.jsonl"
     kept = any((run_dir / name).exists() for name in ("store", "checkpoints", "resume"))
     if kept or (events.is_file() and events.stat().st_size):
@@ -42,8 +42,8 @@ def refuse_taken(run_dir: Path) -> None:
 
 
 def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) -> Path:
-    """Make the folder of a new run, with its job file and the user's code that it keeps, by file name. Only while the
-    folder is held. Raises ConfigError as `refuse_taken`, StoreError."""
+    """Create a new run's folder with its job file and a copy of the user's code, by file name. Requires the folder's
+    lock. Raises ConfigError as `refuse_taken`, StoreError."""
     refuse_taken(config.run_dir)
     _make(config.run_dir)
     write_code(config.run_dir, code or {})
@@ -52,7 +52,7 @@ def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) ->
 
 
 def write_job(config: RunConfig) -> None:
-    """Write a job into its run's folder, all of it or nothing. Raises StoreError."""
+    """Write a job to its run's folder atomically. Raises StoreError."""
     part = config.run_dir / ".config.part"
     try:
         part.write_text(fields.to_toml(config))
@@ -62,8 +62,8 @@ def write_job(config: RunConfig) -> None:
 
 
 def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:
-    """The job that a run's folder holds, as it is where the folder is now; then the overrides. file: the job of an
-    earlier part of the run. Raises ConfigError."""
+    """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides. file:
+    another for the job of an earlier start. Raises ConfigError."""
     tree = loading.read_tree(run_dir / file)
     here, before = run_dir.resolve(), str(Path(tree.get("runs_dir", "runs")) / tree.get("name", "run"))
     for path in PATHS:
@@ -78,7 +78,7 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
 
 
 def _moved(value: str, before: str, here: str) -> str:
-    """What a job names, with a path that is in the folder `before` in the folder `here` instead.
+    """A job's value, with a path inside the folder `before` moved to the folder `here`.
 
     >>> _moved("/runs/one/code/mine.py:f", "/runs/one", "/runs/two")
     '/runs/two/code/mine.py:f'
@@ -92,7 +92,7 @@ def _moved(value: str, before: str, here: str) -> str:
 
 @contextlib.contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Hold a run's folder, which is made if it is not there. Raises as `only_here` does."""
+    """Lock a run's folder, creating it if necessary. Raises as `only_here` does."""
     _make(run_dir)
     with only_here(run_dir):
         yield
@@ -100,8 +100,8 @@ def claimed(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_here(run_dir: Path) -> Iterator[None]:
-    """Hold a folder. FolderInUse, naming the holder, if another process works there. The lock ends with this process,
-    however that ends."""
+    """Lock a folder. Raises FolderInUse, naming the holder, if another process uses it. The lock ends with this
+    process, however that ends."""
     with _locked(run_dir) as file:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -110,30 +110,30 @@ def only_here(run_dir: Path) -> Iterator[None]:
 
 
 def _locked(run_dir: Path) -> TextIO:
-    """The folder's lock file, locked for as long as it is open."""
+    """The folder's lock file, locked while it is open."""
     path = run_dir / LOCK
     while True:
         try:
             file = path.open("a+")
         except OSError as error:
             raise StoreError(
-                f"{run_dir}: cannot be written: {error}; a run's folder is locked while it is used"
+                f"{run_dir}: cannot be written: {error}; a run's folder is locked while it is in use"
             ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-            file.close()  # made anew meanwhile: the lock of a file that is gone keeps nobody out
+            file.close()  # recreated meanwhile: a lock on a deleted file excludes no one
         except FileNotFoundError:
             file.close()
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            raise FolderInUse(f"{run_dir}: is running now, in {holder}") from None
+            raise FolderInUse(f"{run_dir}: in use by {holder}; wait until it ends, or stop it") from None
         except OSError as error:
             file.close()
-            raise StoreError(f"{path}: cannot be locked: {error}; use a file system that has locks") from error
+            raise StoreError(f"{path}: cannot be locked: {error}; use a file system that supports locks") from error
 
 
 def _make(run_dir: Path) -> None:
@@ -144,13 +144,13 @@ def _make(run_dir: Path) -> None:
 
 
 def job_id(run_dir: Path) -> str:
-    """Of the job that was submitted last to go on with the run here; empty if none was."""
+    """Id of the job last submitted to continue the run; empty if there was none."""
     owner = run_dir / "job.txt"
     return owner.read_text().strip() if owner.is_file() else ""
 
 
 def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:
-    """Note that the run is this job's from now on, with the code that came with it. Raises StoreError."""
+    """Record that the run now belongs to this job, and store the code sent with it. Raises StoreError."""
     try:
         (run_dir / "job.txt").write_text(f"{id}\n")
     except OSError as error:
@@ -159,7 +159,7 @@ def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:
 
 
 def write_code(run_dir: Path, code: Mapping[str, str]) -> None:
-    """Keep the user's code, by file name, in the run's folder. Raises StoreError."""
+    """Store user code, by file name, in the run's folder. Raises StoreError."""
     try:
         user_files.write_code(run_dir / "code", code)
     except OSError as error:
@@ -167,5 +167,5 @@ def write_code(run_dir: Path, code: Mapping[str, str]) -> None:
 
 
 def list_runs(runs_dir: Path) -> list[Path]:
-    """Folders below `runs_dir` that hold a run, by name."""
+    """Folders below `runs_dir` that hold a run, sorted by name."""
     return sorted(p.parent for p in runs_dir.glob("*/config.toml"))

@@ -63,7 +63,7 @@ class Reservations:
         return ledger.refusal(version)
 
 
-class _Capped(ABC):
+class _CappedAdmission(ABC):
     """At most so many groups in play."""
 
     late = Late.WAIT
@@ -83,7 +83,7 @@ class _Capped(ABC):
 
 
 @ADMISSION.register("synchronous")
-class Synchronous(_Capped):
+class Synchronous(_CappedAdmission):
     """One batch at a time, all of it from the version that will train on it: rollout and training take turns."""
 
     def cap(self, ledger: StalenessLedger) -> int:
@@ -96,7 +96,7 @@ class Synchronous(_Capped):
 
 
 @ADMISSION.register("one_step")
-class OneStep(_Capped):
+class OneStep(_CappedAdmission):
     """One batch ahead: the next batch is sampled while one is trained, never a second."""
 
     def cap(self, ledger: StalenessLedger) -> int:
@@ -105,7 +105,7 @@ class OneStep(_Capped):
 
 @ADMISSION.register("credits")
 @dataclass(frozen=True, slots=True)
-class Credits(_Capped):
+class Credits(_CappedAdmission):
     """ROLL Flash: B + ceil(alpha B) credits to start with, B more a step; what is too old for a step is dropped.
 
     alpha bounds the version gap by ceil(alpha), which must not be more than eta; a fractional alpha holds fewer groups
@@ -130,7 +130,7 @@ class Credits(_Capped):
 
 @ADMISSION.register("backlog")
 @dataclass(frozen=True, slots=True)
-class Backlog(_Capped):
+class Backlog(_CappedAdmission):
     """AReaL: (eta + version + 1) B less what was accepted and what runs. Bounds how far ahead work is started, not how
     old it is when it is trained."""
 

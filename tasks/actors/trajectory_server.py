@@ -1,6 +1,6 @@
 """The trajectory server: an actor that holds the payloads of live trajectories and is the store's only committer.
 
-Tokens and texts travel between it and the other actors, worker to worker; the driver and the coordinator see ids,
+Tokens and texts go directly from worker to worker; the driver and the coordinator see ids,
 lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits run in a
 thread.
 """
@@ -40,8 +40,8 @@ from tasks.training.packing import PackedRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """See BatchConfig and RewardConfig. store: the store's folder. reward: its name, for messages. resumed: whether the
-    store is there already, and is gone on with."""
+    """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder. reward: name of
+    the reward function, for messages. resumed: whether to continue an existing store."""
 
     prompts: PromptSettings
     reward: str
@@ -56,14 +56,14 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnGroup:
-    """A prompt by its group's id and its length in tokens."""
+    """A drawn prompt: its group's id and its length in tokens."""
 
     group: GroupId
     prompt_tokens: int
 
 
 class TrajectoryServer:
-    """The Dask actor. Idempotent where it is asked twice: draws are numbered, deliveries carry whole segments."""
+    """The trajectory server's Dask actor. Safe to ask twice: draws are numbered, deliveries carry whole segments."""
 
     def __init__(self, settings: ServerSettings, start_s: float) -> None:
         # Seconds since the run's start, as the driver counts them.
@@ -86,9 +86,9 @@ class TrajectoryServer:
         self._metrics: dict[int, dict[str, float]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
-    async def take_up(self) -> LedgerState:
-        """Go on with a stored run: what was in flight at its last commit is lost, and is committed as given up. Returns
-        the books after that. Done twice, it changes nothing."""
+    async def resume(self) -> LedgerState:
+        """Continue a stored run: commit what was in flight at its last commit, which is lost, as aborted. Returns the
+        ledger state after that. Idempotent."""
         records = self._store.steps()
         if not records:
             return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
@@ -102,7 +102,7 @@ class TrajectoryServer:
         num_ended = {**state.num_ended, key: state.num_ended.get(key, 0) + len(lost)}
         state = replace(state, live=(), num_ended=num_ended)
 
-        def give_up() -> None:
+        def commit_lost() -> None:
             prompts = {g: self._prompts.encode(self._prompts.task(g)) for g in {i // members for i in lost}}
             ended = [
                 Ended(
@@ -120,11 +120,11 @@ class TrajectoryServer:
             ]
             self._store.commit(StepRecord(kind="resume", step=state.next_step, ledger=state), ended)
 
-        await asyncio.get_running_loop().run_in_executor(self._thread, give_up)
+        await asyncio.get_running_loop().run_in_executor(self._thread, commit_lost)
         return state
 
     async def draw(self, num_groups: int) -> list[DrawnGroup]:
-        """The next groups of the task source, by id and length."""
+        """Draw the next groups from the task source; returns their ids and lengths."""
         first = self._num_drawn
         self._num_drawn += num_groups
         tasks = await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, first, num_groups)
@@ -140,25 +140,25 @@ class TrajectoryServer:
         return [DrawnGroup(group=GroupId(g), prompt_tokens=len(t[1])) for g, t in enumerate(tasks, first)]
 
     async def held_out(self, count: int) -> list[HeldOut]:
-        """The first `count` held-out prompts, each once: fewer if some are equal or there are not so many."""
+        """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
 
         def encode() -> list[HeldOut]:
             return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in self._prompts.held_out(count)]
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
 
-    async def kept_apart(self) -> str:
-        """What keeping held-out prompts out of the training has taken up to now, in one line; empty if nothing."""
-        return self._prompts.told
+    async def held_out_notice(self) -> str:
+        """One line on training prompts found to be held out so far; empty if there were none."""
+        return self._prompts.held_out_notice
 
     async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
-        """Texts of token ids."""
+        """Decode token ids to texts."""
         return [self._prompts.text(r) for r in responses]
 
     async def payloads(
         self, trajectories: tuple[TrajectoryId, ...]
     ) -> dict[TrajectoryId, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(prompt, tokens sampled so far) of those still alive."""
+        """(prompt, tokens sampled so far) of each trajectory that is still live."""
         now = self._now()
         found = {}
         for member in trajectories:
@@ -169,7 +169,7 @@ class TrajectoryServer:
         return found
 
     async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
-        """Take what an instance sampled; returns each trajectory's tokens in all. Ended ones are dropped."""
+        """Add segments that an instance sampled; returns each trajectory's total tokens. Ignores ended trajectories."""
         now = self._now()
         totals = {}
         for item in sampled:
@@ -184,12 +184,12 @@ class TrajectoryServer:
         return totals
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, str, Record]]:
-        """(id, response text, record) of those still alive."""
+        """(id, response text, record) of each trajectory that is still live."""
         alive = [t for i in trajectories if (t := self._live.get(i)) is not None]
         return [(t.id, self._prompts.text(t.response_tokens.tolist()), self._records[t.group]) for t in alive]
 
     async def rewarded(self, scored: list[tuple[TrajectoryId, ScoredResponse]]) -> None:
-        """Note the rewards of those still alive."""
+        """Record the rewards of trajectories that are still live."""
         now = self._now()
         for member, score in scored:
             t = self._live.get(member)
@@ -205,16 +205,17 @@ class TrajectoryServer:
     async def batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> PackedRows:
-        """The rows of training step `step`, groups side by side; they count as consumed from here on.
+        """The rows of training step `step`, group by group; from now on they count as consumed.
 
-        versions: each trajectory's v_traj, as the ledger decided it."""
+        versions: each trajectory's v_traj, as decided by the ledger.
+        """
         if step not in self._consumed:
             placed = zip(trajectories, versions, strict=True)
             self._consume(step, [replace(self._live[t], v_traj=v) for t, v in placed])
         return _packed(self._consumed[step])
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
-        """These ended without being trained on; the next commit stores them with their v_traj."""
+        """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
         for ending, version in zip(endings, versions, strict=True):
             t = replace(self._live.pop(ending.trajectory), v_traj=version)
             self._ended.append(
@@ -222,13 +223,14 @@ class TrajectoryServer:
             )
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
-        """Store a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
+        """Commit a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
 
-        `record.ledger.live` is filled in here: what was started by then and is neither stored nor in this commit."""
+        Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit.
+        """
         begin = time.monotonic()
         consumed = self._consumed.pop(record.step, []) if record.kind == "step" else []
         ended, self._ended = [*consumed, *self._ended], []
-        # Drawn groups that the ledger has not heard of yet are not started for it.
+        # Groups that are drawn but not yet in the ledger have not been started there.
         started = record.ledger.num_started
         training = {e.trajectory.id for rows in self._consumed.values() for e in rows}
         live = id_ranges(i for i in (*self._live, *training) if i < started)
@@ -282,7 +284,7 @@ class TrajectoryServer:
         for t in batch:
             del self._live[t.id]
         self._consumed[step] = consumed
-        # Not before the batch leaves: the trainer waits for it.
+        # In the background: the trainer is waiting for the batch.
         self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(
             self._thread, batch_fingerprint, [(e.trajectory, e.advantage) for e in consumed]
         )
@@ -307,7 +309,7 @@ def _batch_metrics(
 ) -> dict[str, float]:
     lengths = np.asarray([e.trajectory.num_tokens for e in consumed])
     staleness = np.asarray([e.staleness for e in consumed])
-    queued = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
+    sampling_s = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
     return {
         "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
         "reward_errors": float((~valid).sum()),
@@ -318,6 +320,6 @@ def _batch_metrics(
         "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in consumed])),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
-        "sampling_s": float(queued.mean()),
+        "sampling_s": float(sampling_s.mean()),
         "mixed_versions": float(np.mean([len({s.version for s in e.trajectory.segments}) > 1 for e in consumed])),
     }

@@ -47,7 +47,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert held.returncode == 2
-    assert f"is running now, in process {process.pid}" in held.stderr
+    assert f"in use by process {process.pid}" in held.stderr
     deadline = time.monotonic() + 20
     while list(Path("/dev/shm").glob("staleflow-job-*")) and time.monotonic() < deadline:
         time.sleep(0.1)  # the workers' nannies end a moment later
@@ -122,7 +122,7 @@ def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(jo
     (changed,) = after["changed"]
     assert changed.startswith("reward changed since the run began: code was ")
     assert changed in resumed.stderr
-    compared = "held-out rewards at versions 0 and 2 cannot be compared: found with different reward functions"
+    compared = "held-out rewards at versions 0 and 2 cannot be compared: different reward functions"
     assert compared in resumed.stderr
     assert {changed, compared} <= set(summary["notes"])
 
@@ -147,8 +147,8 @@ def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -
     end = run(job, "task.eval_prompts=0", "steps=2", "training.resume_every=0")
     for overrides, message in (
         ((), "all 2 steps are trained"),
-        (("steps=4",), "2 steps are stored and no whole resume point; training.resume_every was 0"),
-        (("staleness.eta=3",), "a run keeps what it was started with"),
+        (("steps=4",), "2 steps are stored but there is no complete resume point; training.resume_every was 0"),
+        (("staleness.eta=3",), "cannot be changed when resuming"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             resumption.prepare(resumption.load(end.run_dir, overrides))

@@ -72,7 +72,7 @@ def test_a_row_that_nobody_answered_for_stores_nothing(
 
     monkeypatch.setattr(Pool, "run", forgetful)
     monkeypatch.setattr(pools, "LEAST_ROWS", 8)
-    with pytest.raises(ProtocolViolation, match=r"answered for .* nothing was stored"):
+    with pytest.raises(ProtocolViolation, match=r"returned results for .* nothing was stored"):
         reprocessing.reprocess(stored, "task", "forgotten", pool)
     assert "forgotten" not in VersionedStore.open(stored / "store").branches()
     monkeypatch.setattr(exporting, "PART_ROWS", 8)
@@ -200,7 +200,7 @@ def test_what_is_exported_is_what_is_stored(
     assert not list(tmp_path.glob(".*"))
     if to == "hf":
         assert "path: data/train-*.parquet" in (out / "README.md").read_text()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         exporting.export(stored, to, out, pool)
 
 
@@ -286,7 +286,7 @@ def test_training_on_what_is_stored_gives_the_runs_own_weights(stored: Path, tmp
     assert result.before.num_prompts == result.after.num_prompts == len(held_out - trained) < len(held_out) < 48
     said = [event.get("say", "") for event in told]
     assert any(line.startswith("task.eval_prompts = 48: ") for line in said)
-    assert f"{len(held_out & trained)} of {len(held_out)} held-out prompts were trained on: left out" in said
+    assert f"leaving out {len(held_out & trained)} of {len(held_out)} held-out prompts: they were trained on" in said
     assert result.before.reward == result.after.reward != ""
     assert json.loads((out / "offline.json").read_text())["snapshot"] == VersionedStore.open(stored / "store").snapshot
     assert not list(tmp_path.glob(".*"))
@@ -358,9 +358,9 @@ def test_wrong_input_is_one_line(stored: Path, tmp_path: Path) -> None:
         (["store", "export", stored, "--to", "jsonl", "--where", "reward >"], "cannot be read"),
         (["store", "export", stored, "--to", "jsonl", "--out", tmp_path / "o", *scheduler], "no scheduler at"),
         (["store", "rescore-logprobs", stored, "--model", "runs/none"], "no such folder"),
-        (["train-offline", stored, "--where", "reward > 99"], "no trajectory that was trained on is left"),
-        (["train-offline", stored, "--set", "rollout.instances=2"], "offline these can change"),
-        (["train-offline", stored, "--out", tmp_path], "is there already"),
+        (["train-offline", stored, "--where", "reward > 99"], "no trajectory that was trained on matches"),
+        (["train-offline", stored, "--set", "rollout.instances=2"], "cannot be changed offline"),
+        (["train-offline", stored, "--out", tmp_path], "already exists"),
         (["simulate"], "a job file, or --from RUN"),
         (["simulate", "--from", none], "no such run"),
     ):
@@ -407,7 +407,7 @@ def test_what_another_export_has_written_meanwhile_is_kept(
 
     store_open = VersionedStore.open
     monkeypatch.setattr(VersionedStore, "open", opened)
-    with pytest.raises(ConfigError, match=r"out\.\w+ is there already"):
+    with pytest.raises(ConfigError, match=r"out\.\w+ already exists"):
         exporting.export(copy, to, out, pool)
     assert out.read_text() == "the other's"
     assert not list(tmp_path.glob(".out.*"))
@@ -417,7 +417,7 @@ def test_what_another_training_has_written_meanwhile_is_kept(copy: Path, tmp_pat
     out = tmp_path / "trained"
     plan = training.planned(copy, out, (), "main", "", 1)
     out.mkdir()
-    with pytest.raises(ConfigError, match="trained is there already"):
+    with pytest.raises(ConfigError, match="trained already exists"):
         training.train(plan, lambda _: pytest.fail("it has begun"))
     assert not list(tmp_path.glob(".trained.*"))
 

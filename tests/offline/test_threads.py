@@ -366,7 +366,7 @@ def test_a_model_read_by_several_threads_gives_what_it_gives_one(
     config = loading.load(many / "config.toml")
     store = VersionedStore.open(many / "store", branch="read")
     rows = list(store.ended())
-    expected = rescoring.response_logprobs(rescoring.reading_of(config, str(tiny_model)), rows)
+    expected = rescoring.response_logprobs(rescoring.logprob_settings(config, str(tiny_model)), rows)
     for row, logprobs in zip(rows, expected, strict=True):
         found = store.rescored(row.trajectory.id)
         assert found is not None

@@ -109,7 +109,7 @@ def test_what_failed_is_left_out_and_prompts_count_once(job: Path, tmp_path: Pat
     )
     assert "\n" not in found.line
     assert fewer_prompts(200, 5, "jsonl:x") == (
-        "task.eval_prompts = 200: jsonl:x gives 5 different held-out prompts; each is evaluated once"
+        "task.eval_prompts = 200: jsonl:x has only 5 distinct held-out prompts; each is evaluated once"
     )
     assert fewer_prompts(5, 5, "jsonl:x") == ""
 
@@ -165,12 +165,12 @@ def test_what_earlier_versions_wrote_is_read_and_says_so(tmp_path: Path) -> None
     (tmp_path / "evaluations.json").write_text(json.dumps([EARLIER]))
     (old,) = read_evaluations(tmp_path)
     assert (old.sampled, old.sampled_failed, old.reward) == (0.338, None, "")
-    assert "(200 prompts, repeated ones counted again and failed rewards as 0)" in old.line
+    assert "(200 prompts, counting duplicates, and failed rewards as 0)" in old.line
     new = Evaluation.of(5, [score(1)] * 200, [score(1)] * 200, {"reward": "a"}, ["changed"])
     write_evaluations(tmp_path, [old, new])
     assert read_evaluations(tmp_path) == [old, new]
     (line,) = not_comparable([old, new])
-    assert "an earlier version took failed rewards for 0" in line
+    assert "an earlier version counted duplicates, and failed rewards as 0" in line
     (tmp_path / "evaluations.json").write_text('[{"version"')
     with pytest.raises(StoreError, match=r"evaluations\.json: cannot be read"):
         read_evaluations(tmp_path)
@@ -183,8 +183,8 @@ def test_evaluations_by_two_rewards_are_not_set_against_each_other() -> None:
 
     assert not_comparable([by(0, "a"), by(5, "a")]) == []
     assert not_comparable([by(0, "a"), by(5, "b"), by(9, "b", 3, "e")]) == [
-        "held-out rewards at versions 0 and 5 cannot be compared: found with different reward functions",
-        "held-out rewards at versions 5 and 9 cannot be compared: found with different data, 4 and 3 prompts",
+        "held-out rewards at versions 0 and 5 cannot be compared: different reward functions",
+        "held-out rewards at versions 5 and 9 cannot be compared: different data, 4 and 3 prompts",
     ]
     assert not_comparable([by(0, ""), by(5, "b")]) == []  # one is not known
 

@@ -92,7 +92,7 @@ def test_a_second_run_of_a_name_is_refused_before_it_has_written_anything(light:
     with only_here(folder):
         before = contents(folder)
         second = loading.load(light, ("staleness.eta=4",))
-        with pytest.raises(ConfigError, match=f"is running now, in process {os.getpid()} on "):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
             asyncio.run(execute(second, lambda *_: None, lambda _: None))
         assert contents(folder) == before
 
@@ -109,7 +109,7 @@ def test_of_two_processes_that_run_a_name_one_does_and_a_copy_goes_on_without_th
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert second.returncode == 2
-    assert f"is running now, in process {process.pid}" in second.stderr
+    assert f"in use by process {process.pid}" in second.stderr
     assert (folder / "config.toml").read_bytes() == written
 
     trained = sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps())
@@ -162,7 +162,7 @@ def test_a_lock_file_that_is_removed_in_between_keeps_others_out_all_the_same(
         flock(file, how)
 
     monkeypatch.setattr(run_folder.fcntl, "flock", late)
-    with only_here(tmp_path), pytest.raises(FolderInUse, match=f"in process {os.getpid()}"), only_here(tmp_path):
+    with only_here(tmp_path), pytest.raises(FolderInUse, match=f"in use by process {os.getpid()}"), only_here(tmp_path):
         pytest.fail("both hold it")
 
 
@@ -182,7 +182,10 @@ def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path: Path, monkeypatch:
     ):
         pytest.fail("there is no file to lock")
     monkeypatch.setattr(run_folder.fcntl, "flock", lockless)
-    with pytest.raises(StoreError, match="No locks available; use a file system that has locks"), only_here(tmp_path):
+    with (
+        pytest.raises(StoreError, match="No locks available; use a file system that supports locks"),
+        only_here(tmp_path),
+    ):
         pytest.fail("nothing is locked")
 
 
@@ -221,7 +224,7 @@ def test_what_a_resume_changes_is_written_down_even_if_nothing_was_stored(light:
         ((), "batch.groups_per_step=5", "batch.groups_per_step = 5 in config.toml, 6 in the store"),
         ((), "batch.group_size=2", "batch.group_size = 2 in config.toml, 4 in the store"),
         ((), "batch.extra_members=1", r"batch.group_size \+ batch.extra_members = 5 in config.toml, 4 in the store"),
-        (("staleness.admission=backlog",), "steps=4", "steps = 4 in the job, 3 in the store: .*--set steps=3 at most"),
+        (("staleness.admission=backlog",), "steps=4", "steps = 4 in the job, 3 in the store: .*--set steps=3 or fewer"),
     ],
 )
 def test_a_resume_refuses_a_job_that_its_store_is_not_of(

@@ -114,7 +114,7 @@ def test_no_held_out_prompt_is_drawn_for_training() -> None:
     again = source.apart(110)
     assert [again.task(i).prompt for i in reversed(range(300))] == kept[::-1]
     replaced = sum(d in held_out for d in drawn)
-    assert apart.told == f"{replaced} of 300 prompts drawn for training are held out: replaced by others"
+    assert apart.held_out_notice == f"{replaced} of 300 prompts drawn for training were held out, and replaced"
     assert prompts_of(source.apart(0), 300) == drawn
 
 
@@ -122,7 +122,7 @@ def test_without_repeated_prompts_each_index_means_what_it_did() -> None:
     source = ReasoningGym("chain_sum", {"min_terms": 4, "min_digits": 4}, 4)
     apart = source.apart(50)
     assert prompts_of(apart, 100) == prompts_of(source, 100)
-    assert apart.told == ""
+    assert apart.held_out_notice == ""
 
 
 def test_a_source_that_is_held_out_as_a_whole_is_one_line() -> None:
@@ -142,12 +142,12 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
     assert "same" in prompts_of(source, 18)
     apart = source.apart(1)
     assert prompts_of(apart, 36) == ["p0", "p1", "p2", *rows[3:], "p0", "p1", "p2", *rows[3:], "p0", "p1"]
-    assert "1 of 20 rows" in apart.told
+    assert "1 of 20 rows" in apart.held_out_notice
     assert [t.prompt for t in distinct_held_out(apart, 200)] == ["other", "same"]
     unique = JsonLines(write_rows(tmp_path / "unique.jsonl", rows))
     assert prompts_of(unique.apart(5), 40) == prompts_of(unique, 40)
-    assert unique.apart(5).told == ""
-    with pytest.raises(ConfigError, match="each of the 9 rows to train on has the prompt of a row that is held out"):
+    assert unique.apart(5).held_out_notice == ""
+    with pytest.raises(ConfigError, match="each of the 9 training rows has the prompt of a held-out row"):
         JsonLines(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).apart(1)
 
 
@@ -159,7 +159,7 @@ def test_a_users_environment_that_mixes_them_up_is_counted(tmp_path: Path) -> No
     )
     source = make_source(f"{tmp_path}/mine.py:Few", {}, 0).apart(4)
     assert prompts_of(source, 9) == [str(i) for i in range(9)]
-    assert "4 of 9 prompts that were trained on are held out too" in source.told
+    assert "4 of 9 prompts that were trained on are also held out" in source.held_out_notice
 
 
 def test_the_sources_own_verifier() -> None:
@@ -240,7 +240,7 @@ def test_a_users_own_environment(tmp_path: Path) -> None:
     finally:
         scorer.close()
     for name, message in (
-        ("broken", "cannot be made: KeyError: 'first'"),
+        ("broken", "cannot be created: KeyError: 'first'"),
         ("Speechless", "record 0 must be a dict with a string `prompt`"),
         ("Nothing", "has no function Nothing"),
     ):
@@ -289,7 +289,7 @@ def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: P
     assert ok == again == ""
     assert raised == "ValueError: I do not like it"
     assert hung == "the reward took longer than 1 s"
-    assert nan == "the reward is nan, it must be a finite number"
+    assert nan == "the reward is nan; it must be a finite number"
     assert text.startswith("ValueError: could not convert string")
     assert died.startswith("the reward process died")
 
@@ -299,7 +299,7 @@ def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: P
     [
         ("nothing.py:f", "no such file"),
         ("{rewards}:missing", "has no function missing"),
-        ("{rewards}:greedy", r"must take \(answer, record\), it needs 3 arguments"),
+        ("{rewards}:greedy", r"must take \(answer, record\), but requires 3 arguments"),
         ("no_such_module:f", "cannot be loaded"),
         ("bare", "expected task, math_verify"),
     ],
