@@ -27,9 +27,9 @@ from pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from pipeline.strategies.admission import ADMISSION_NAMES
-from pipeline.strategies.routing import ROUTING_NAMES
-from pipeline.strategies.synchronization import SYNCHRONIZATION_NAMES
+from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.routing import ROUTING
+from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 NAMES = tuple(InstanceId(name) for name in "abcd")
@@ -151,12 +151,12 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
             "straggler_patience": 0.1,
             "straggler_share": 1.0,
         },
-        "staleness": {"eta": eta, "admission": draw(st.sampled_from(ADMISSION_NAMES)), "alpha": float(eta)},
+        "staleness": {"eta": eta, "admission": draw(st.sampled_from(ADMISSION.names)), "alpha": float(eta)},
         "rollout": {
             "max_new_tokens": 100,
             "max_attempts": draw(st.sampled_from([0, 1, 5])),
-            "routing": draw(st.sampled_from(ROUTING_NAMES)),
-            "synchronization": draw(st.sampled_from(SYNCHRONIZATION_NAMES)),
+            "routing": draw(st.sampled_from(ROUTING.names)),
+            "synchronization": draw(st.sampled_from(SYNCHRONIZATION.names)),
             "migration": draw(st.sampled_from(["none", "largest_gain"])),
             "engine": {"name": "emulated", "max_running": 16, "kv_tokens": 4000},
         },
