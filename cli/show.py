@@ -257,10 +257,7 @@ def legend(one: TrajectoryView) -> Text:
 def write_page(path: Path, run: str, shown: Sequence[TrajectoryView], what: str) -> None:
     """The trajectories as a page of HTML. Raises StoreError."""
     from cli.page import page
-    from stores.errors import StoreError
+    from stores.files import replace_text
 
-    try:
-        path.write_text(page(run, shown, what), encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be written: {error.strerror}; choose another place with --html") from error
+    replace_text(path, page(run, shown, what), "choose another place with --html")
     click.echo(f"{path}: {len(shown)} trajectories")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from dataclasses import asdict, dataclass
@@ -174,19 +175,17 @@ def simulated(jobs: list[tuple[Variant, RunConfig]], *, quiet: bool) -> list[tup
 def written(folder: Path, jobs: list[tuple[Variant, RunConfig]], results: list[tuple[Measures, Trace]]) -> None:
     """simulate.json, and a picture a row. Raises StoreError if the folder cannot be written."""
     from pipeline.simulator.picture import draw_run
-    from stores.errors import StoreError
+    from stores.files import replace_file, replace_text
 
+    elsewhere = "choose another folder with --out"
     rows = [as_dict(row, m) for (row, _), (m, _) in zip(jobs, results, strict=True)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "simulate.json").write_text(json.dumps(rows, indent=2) + "\n")
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be written: {error}; choose another folder with --out") from error
+    replace_text(folder / "simulate.json", json.dumps(rows, indent=2) + "\n", elsewhere)
     for number, ((row, config), (measures, trace)) in enumerate(zip(jobs, results, strict=True)):
         title = (
             f"{config.name}, {row.label}: {measures.tokens_per_s:,.0f} tokens/s, {measures.of_bound:.0%} of the bound"
         )
-        draw_run(trace, title, folder / f"row-{number:02d}.png", span_s=PICTURE_STEPS * measures.step_s)
+        draw = functools.partial(draw_run, trace, title, span_s=PICTURE_STEPS * measures.step_s)
+        replace_file(folder / f"row-{number:02d}.png", draw, elsewhere)
 
 
 def as_dict(row: Variant, measures: Measures) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A run's resume points: all that its trainer needs to go on from a version. One file a version, the latest few kept.
 
-A file is made visible by rename, so whoever resumes sees all of it or nothing.
+Whoever resumes sees all of a file or nothing (stores/files.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from stores.errors import StoreError
+from stores.files import replace_file
 from stores.trajectory import PolicyVersion
 
 KEPT = 3
@@ -36,16 +36,8 @@ class ResumePoints:
 
     def write(self, version: PolicyVersion, write: Callable[[Path], None]) -> None:
         """Have `write` fill a file for `version`; the oldest beyond those kept are removed. Raises StoreError."""
-        part = self.folder / f".v{version:08d}.part"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write(part)
-            part.rename(self.path(version))
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            part.unlink(missing_ok=True)
-            raise StoreError(
-                f"{self.path(version)}: the resume point cannot be written: {error}; free space, move runs_dir or set "
-                "training.resume_every"
-            ) from error
+        remedy = "free space, move runs_dir or set training.resume_every"
+        # torch.save raises RuntimeError on a full disk.
+        replace_file(self.path(version), write, remedy, failures=(RuntimeError,))
         for old in self.versions()[:-KEPT]:
             self.path(old).unlink(missing_ok=True)

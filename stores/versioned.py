@@ -37,6 +37,7 @@ from zarr.codecs import BloscCodec
 from stores import frames, layout
 from stores.base import RunHeader, StepRecord, record_from_json, record_to_json
 from stores.errors import ConfigError, StoreError
+from stores.files import publish
 from stores.layout import AT, FATES, FINISHES, FLOAT_COLUMNS, INT_COLUMNS, REASONS, TOKEN_ARRAYS
 from stores.trajectory import Ended, Fate, TrajectoryId
 
@@ -118,7 +119,7 @@ class VersionedStore:
             _array(root, "text", (0,), (TOKEN_CHUNK,), "uint8")
             _array(root, "steps", (0, 3), (1024, 3), "int64")
             session.commit("created", metadata={"kind": "created"})
-            part.rename(path)
+            publish(part, path)
         except (icechunk.IcechunkError, OSError) as error:
             raise StoreError(f"{path}: the store cannot be created: {_line(error)}") from error
         return cls.open(path)

@@ -11,14 +11,17 @@ from typing import Any
 from pipeline.config.schema import RunConfig
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.outcomes import Outcomes
+from stores.files import replace_file, replace_text
+
+ROOM = "free space or move runs_dir; the run itself is stored"
 
 
 def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, object]:
     """Write both files into the run's folder; returns the summary."""
     summary = summarize(config, outcomes, run_dir)
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", ROOM)
     if outcomes.steps:
-        draw(config, outcomes, run_dir / "summary.png")
+        replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), ROOM)
     return summary
 
 
@@ -133,7 +136,7 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     speed.set(title="throughput (response tokens/s)", xlabel="step", ylim=(0, None))
     for ax in figure.axes:
         ax.grid(alpha=0.25)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
 
 
 def _smooth(values: list[float], span: int = 10) -> list[float]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline.config.schema import RunConfig, TaskConfig
 from stores.errors import StoreError
+from stores.files import replace_text
 
 FILE = "fingerprints.json"
 DIGITS = 12
@@ -60,13 +61,9 @@ def taken(config: RunConfig) -> Fingerprints:
 
 
 def write(run_dir: Path, fingerprints: Fingerprints) -> None:
-    """Keep them in the run's folder, whole or not at all. Raises StoreError."""
-    part = run_dir / f".{FILE}.part"
-    try:
-        part.write_text(json.dumps(asdict(fingerprints), indent=2) + "\n")
-        part.rename(run_dir / FILE)
-    except OSError as error:
-        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+    """Keep them in the run's folder. Raises StoreError."""
+    text = json.dumps(asdict(fingerprints), indent=2) + "\n"
+    replace_text(run_dir / FILE, text, "free space or set runs_dir to another folder")
 
 
 def read(run_dir: Path) -> Fingerprints | None:

@@ -6,7 +6,6 @@ A run is resumed from its newest resume point that the store has reached. Steps 
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.runtime.run_folder import load_job, write_job
 from stores.base import RunHeader
 from stores.errors import ConfigError, StoreError
+from stores.files import replace_text
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
 
@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "training.resume_every",
 )
 """What `staleflow resume --set` may change: where and how long it runs, not what it is."""
+ROOM = "free space or move the run's folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,5 +143,5 @@ def _set_aside(run_dir: Path) -> None:
     """Keep the job file and the events of the time before: each part is replayed with its own."""
     if (run_dir / "events.jsonl").is_file():
         number = max(_numbers(run_dir), default=0) + 1
-        shutil.copyfile(run_dir / "config.toml", run_dir / f"config.{number}.toml")
+        replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text(), ROOM)
         (run_dir / "events.jsonl").rename(run_dir / f"events.{number}.jsonl")

@@ -21,9 +21,11 @@ from typing import TextIO
 from pipeline.config import fields, loading, user_files
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError, StoreError
+from stores.files import replace_text
 
 LOCK = ".running"
 """The file in a run's folder that is locked; it says by whom."""
+ELSEWHERE = "free space or set runs_dir to another folder"
 PATHS = (
     ("model", "path"),
     ("task", "source"),
@@ -56,13 +58,8 @@ def prepare_run_dir(config: RunConfig) -> Path:
 
 
 def write_job(config: RunConfig) -> None:
-    """Write a job into its run's folder, all of it or nothing. Raises StoreError."""
-    part = config.run_dir / ".config.part"
-    try:
-        part.write_text(fields.to_toml(config))
-        part.rename(config.run_dir / "config.toml")
-    except OSError as error:
-        raise StoreError(f"{config.run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+    """Write a job into its run's folder. Raises StoreError."""
+    replace_text(config.run_dir / "config.toml", fields.to_toml(config), ELSEWHERE)
 
 
 def load_job(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -151,13 +148,9 @@ def job_id(run_dir: Path) -> str:
 
 def write_job_id(run_dir: Path, id: str, code: dict[str, str]) -> None:
     """Note that the run is this job's from now on, with the code that came with it. Raises StoreError."""
-    try:
-        (run_dir / "job.txt").write_text(f"{id}\n")
-        for name, text in code.items():
-            (run_dir / "code").mkdir(exist_ok=True)
-            (run_dir / "code" / name).write_text(text)
-    except OSError as error:
-        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+    replace_text(run_dir / "job.txt", f"{id}\n", ELSEWHERE)
+    for name, text in code.items():
+        replace_text(run_dir / "code" / name, text, ELSEWHERE)
 
 
 def list_runs(runs_dir: Path) -> list[Path]:

@@ -149,7 +149,7 @@ class TestVersionedStore(TrajectoryStoreTests):
             import os, sys
             from pathlib import Path
             from stores import versioned
-            from tests.store_conformance import HEADER
+            from tests.stores.store_conformance import HEADER
             versioned.zarr.open_group = lambda *args, **kwargs: os._exit(9)
             versioned.VersionedStore.create(Path(sys.argv[1]), HEADER)
             """
