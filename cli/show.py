@@ -118,11 +118,11 @@ def _plain(one: TrajectoryView) -> dict[str, Any]:
 
 def show_steps(store: VersionedStore, as_json: bool) -> None:
     """A line a commit."""
-    from stores.base import record_to_json
+    from stores.base import CODEC
 
     records = store.steps()
     if as_json:
-        click.echo(json.dumps([record_to_json(r) for r in records], indent=2))
+        click.echo(json.dumps(CODEC.encode(records), indent=2))
         return
     header = store.header
     click.echo(

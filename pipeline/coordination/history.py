@@ -24,9 +24,15 @@ class History:
         self.cause = ""
         self.refusals: dict[str, int] = {}
         self._log: deque[tuple[TrajectoryId, float, str, str]] = deque(maxlen=STORY_LINES)
+        self._followed: TrajectoryId | None = None
+
+    def follow(self, trajectory: TrajectoryId) -> None:
+        """Keep notes of this trajectory only, however long the run."""
+        self._followed = trajectory
 
     def note(self, trajectory: TrajectoryId, what: str) -> None:
-        self._log.append((trajectory, self.now, self.cause, what))
+        if self._followed is None or trajectory == self._followed:
+            self._log.append((trajectory, self.now, self.cause, what))
 
     def refused(self, live: LiveTrajectory, why: str) -> None:
         """Counted every time; a line in its story only when the reason is another than before."""

@@ -256,6 +256,12 @@ def test_a_sound_store_passes(tmp_path: Path) -> None:
     assert (result.num_steps, result.num_trajectories, result.max_staleness) == (4, 18, 1)
 
 
+def test_an_audit_counts_tokens_and_not_the_padding_of_chunks(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "s")
+    rows = list(store.ended())
+    assert audit(store).num_tokens == sum(len(r.trajectory.prompt_tokens) + r.trajectory.num_tokens for r in rows)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(tmp_path: Path, fault: str) -> None:
     sound_store(tmp_path / "s")
