@@ -56,7 +56,7 @@ def main() -> None:
             return list(pool.map(run, [(*overrides, f"seed={s}") for s in SEEDS]))
 
         def rate(results: list[Measures]) -> float:
-            return mean(m.tokens_per_s for m in results)
+            return mean(m.steady_tokens_per_s for m in results)
 
         base = rate(seeds(SYNCHRONOUS))
         lines = [f"synchronous: {base:,.0f} tokens/s.", ""]

@@ -101,9 +101,11 @@ def recorded(run: Path, *, quiet: bool) -> tuple[str, ...]:
     from dataclasses import asdict
 
     from pipeline.profiling.measure import profile_run
+    from pipeline.simulator.measure import steady_tokens_per_s
     from stores.errors import ConfigError
+    from stores.metrics import tokens_per_s
 
-    open_store(run)
+    store = open_store(run)
     found = ["workload.kind=recorded", f"workload.run={json.dumps(str(run))}"]
     try:
         profile = profile_run(run)
@@ -116,8 +118,10 @@ def recorded(run: Path, *, quiet: bool) -> tuple[str, ...]:
         summary = json.loads((run / "summary.json").read_text())
         histogram = summary["staleness_histogram"]
         shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())
+        steps = [r.metrics for r in store.steps() if r.kind == "step"]
         click.echo(
-            f"the run itself: {summary['tokens_per_s']:,.0f} tokens/s, {summary['seconds']['wall_s']:.1f} s for "
+            f"the run itself: {steady_tokens_per_s(steps, store.header.eta):,.0f} tokens/s, "
+            f"{tokens_per_s(steps):,.0f} with its beginning and end, {summary['seconds']['wall_s']:.1f} s for "
             f"{summary['steps']} steps, staleness {', '.join(histogram)}: {shares}"
         )
     return tuple(found)
@@ -181,9 +185,8 @@ def written(folder: Path, jobs: list[tuple[Variant, RunConfig]], results: list[t
     rows = [as_dict(row, m) for (row, _), (m, _) in zip(jobs, results, strict=True)]
     replace_text(folder / "simulate.json", json.dumps(rows, indent=2) + "\n", elsewhere)
     for number, ((row, config), (measures, trace)) in enumerate(zip(jobs, results, strict=True)):
-        title = (
-            f"{config.name}, {row.label}: {measures.tokens_per_s:,.0f} tokens/s, {measures.of_bound:.0%} of the bound"
-        )
+        speed = f"{measures.steady_tokens_per_s:,.0f} tokens/s, {measures.of_bound:.0%} of the bound"
+        title = f"{config.name}, {row.label}: {speed}"
         draw = functools.partial(draw_run, trace, title, span_s=PICTURE_STEPS * measures.step_s)
         replace_file(folder / f"row-{number:02d}.png", draw, elsewhere)
 
@@ -207,7 +210,7 @@ def print_table(rows: list[tuple[str, Measures]]) -> None:
         table.add_column(name, justify="left" if not name or name.startswith("stale") else "right")
     table.add_column("dropped")
     table.add_column("again prefilled", justify="right")
-    first = rows[0][1].tokens_per_s
+    first = rows[0][1].steady_tokens_per_s
     for label, m in rows:
         total = sum(m.staleness.values()) or 1
         shares = [m.staleness.get(k, 0) / total for k in range(max(m.staleness, default=0) + 1)]
@@ -216,8 +219,8 @@ def print_table(rows: list[tuple[str, Measures]]) -> None:
         dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "-"
         table.add_row(
             label,
-            f"{m.tokens_per_s:,.0f}",
-            f"{m.tokens_per_s / first:.2f}",
+            f"{m.steady_tokens_per_s:,.0f}",
+            f"{m.steady_tokens_per_s / first:.2f}",
             f"{m.step_s:.1f}",
             f"{m.of_bound:.0%}",
             f"{m.trainer_idle:.0%}",

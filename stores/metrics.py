@@ -1,7 +1,12 @@
-"""Every metric, declared once: its name, its unit and what it is. Metrics travel as floats by name."""
+"""Every metric, declared once: its name, its unit and what it is. Metrics travel as floats by name.
+
+Tokens per second has one meaning: response tokens that were trained on, over wall time. Of a run: from when its first
+step could begin to the end of its last step. Of a step: its batch, over the time since the step before ended.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -43,5 +48,30 @@ METRICS = (
            "less train_s and publish_s"),
     Metric(name="wait_s", unit="s", doc="the trainer waited for a batch to become ready"),
     Metric(name="elapsed_s", unit="s", doc="since the run's first step could begin"),
+    Metric(name="commit_s", unit="s", doc="storing the step, while the next one runs"),
+    Metric(name="tokens_per_s", unit="tokens/s", doc="response_tokens over the time since the step before ended"),
 )  # fmt: skip
 NAMES = frozenset(m.name for m in METRICS)
+
+
+def with_rate(step: Mapping[str, float], before: Mapping[str, float] | None) -> dict[str, float]:
+    """A step's metrics with its tokens_per_s. before: the step before; None for a run's first."""
+    seconds = step.get("elapsed_s", 0.0) - (before.get("elapsed_s", 0.0) if before else 0.0)
+    return {**step, "tokens_per_s": _rate(step.get("response_tokens", 0.0), seconds)}
+
+
+def with_rates(steps: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
+    """All steps of a run, each with its tokens_per_s."""
+    rated: list[dict[str, float]] = []
+    for step in steps:
+        rated.append(with_rate(step, rated[-1] if rated else None))
+    return rated
+
+
+def tokens_per_s(steps: Sequence[Mapping[str, float]]) -> float:
+    """Of a run, from all its steps so far; 0 without any."""
+    return _rate(sum(s.get("response_tokens", 0.0) for s in steps), steps[-1].get("elapsed_s", 0.0) if steps else 0.0)
+
+
+def _rate(tokens: float, seconds: float) -> float:
+    return tokens / seconds if seconds > 0 else 0.0

@@ -12,6 +12,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.outcomes import Outcomes
 from stores.files import replace_file, replace_text
+from stores.metrics import tokens_per_s
 
 ROOM = "free space or move runs_dir; the run itself is stored"
 
@@ -46,7 +47,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "reward_last": outcomes.steps[-1]["reward"] if outcomes.steps else None,
         "trajectories_consumed": sum(staleness.values()),
         "response_tokens": int(sum(s["response_tokens"] for s in outcomes.steps)),
-        "tokens_per_s": sum(s["response_tokens"] for s in outcomes.steps) / wall_s,
+        "tokens_per_s": tokens_per_s(outcomes.steps),
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
         "staleness_bound": config.bound,
         "ended": outcomes.snapshot.ended if outcomes.snapshot else {},
@@ -128,9 +129,7 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     lengths.legend(fontsize=8)
 
     speed = axes[1][1]
-    times = [s["elapsed_s"] for s in steps]
-    spans = [b - a for a, b in zip([0.0, *times[:-1]], times, strict=True)]
-    rate = [s["response_tokens"] / max(t, 1e-9) for s, t in zip(steps, spans, strict=True)]
+    rate = [s["tokens_per_s"] for s in steps]
     speed.plot(x, rate, color="#9ecae1", linewidth=1)
     speed.plot(x, _smooth(rate), color="#08519c", linewidth=2)
     speed.set(title="throughput (response tokens/s)", xlabel="step", ylim=(0, None))

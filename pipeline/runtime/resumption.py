@@ -15,6 +15,7 @@ from pipeline.runtime.run_folder import load_job, write_job
 from stores.base import RunHeader
 from stores.errors import ConfigError, StoreError
 from stores.files import replace_text
+from stores.metrics import with_rates
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
 
@@ -124,7 +125,7 @@ def prepare(config: RunConfig) -> Resumption:
     return Resumption(
         version=version,
         fingerprint=records[-1].weight_fingerprint if records else "",
-        steps=tuple({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records),
+        steps=tuple(with_rates({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records)),
         elapsed_s=records[-1].metrics.get("elapsed_s", 0.0) if records else 0.0,
     )
 

@@ -101,7 +101,10 @@ class JobsCollector(Collector):
                 lambda job: job.status.get("staleness_in_flight"),
             ),
             "staleness_in_queue": ("Mean of what waits, versions", lambda job: job.status.get("staleness_in_queue")),
-            "tokens_per_second": ("Response tokens of the last step", lambda job: rate(last(job))),
+            "tokens_per_second": (
+                "Response tokens of the last step, over the time since the step before",
+                lambda job: last(job).get("tokens_per_s"),
+            ),
         }
         for name, (doc, value) in told.items():
             family = GaugeMetricFamily(f"staleflow_{name}", doc, labels=["job"])
@@ -121,13 +124,6 @@ def export_metrics(board: Board) -> None:
 
 def last(job: Job) -> Mapping[str, float]:
     return next(reversed(job.history.values()), {})
-
-
-def rate(step: Mapping[str, float]) -> float | None:
-    """Response tokens a second, over a step from one version to the next."""
-    if not step:
-        return None
-    return step["response_tokens"] / max(step["wait_s"] + step["train_s"] + step["publish_s"], 1e-9)
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -270,8 +266,7 @@ class View:
         if self._shown != (job.id, len(job.history)):
             self._shown = (job.id, len(job.history))
             steps = list(job.history.values())
-            values: dict[str, list[Any]] = {n: [s.get(n) for s in steps] for n in HISTORY[:-1]}
-            self._history.data = values | {"tokens_per_s": [rate(s) for s in steps]}
+            self._history.data = {name: [step.get(name) for step in steps] for name in HISTORY}
 
     def _show_buffers(self, status: Mapping[str, Any]) -> None:
         slots: dict[str, list[Any]] = {name: [] for name in ("x", "y", "colour", "line", "what")}
@@ -324,7 +319,7 @@ class View:
             "label": names,
             "text": [
                 f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
-                f"{lane['kv_tokens']} KV, {self._rates.get(lane['instance'], 0.0):.0f} tokens/s"
+                f"{lane['kv_tokens']} KV, samples {self._rates.get(lane['instance'], 0.0):.0f} tokens/s"
                 for lane, n in zip(lanes, lag, strict=True)
             ],
         }
@@ -348,7 +343,7 @@ def headline(job: Job, jobs: list[Job]) -> str:
     if step:
         parts.append(f"reward <b>{step['reward']:.3f}</b>")
         parts.append(f"staleness {step['staleness_mean']:.2f}, at most {step['staleness_max']:.0f}")
-        parts.append(f"{rate(step) or 0:.0f} tokens/s")
+        parts.append(f"{step['tokens_per_s']:.0f} tokens/s")
     if job.status.get("doing") and job.state == "running":
         parts.append(escaped(job.status["doing"]))
     if job.why:

@@ -31,7 +31,8 @@ STATUS: dict[str, Any] = {
     "decisions": [[12.5, 17, "routed to rollout-0 at version 3", "Tick#9"]], "tokens_sampled": {"rollout-0": 900},
 }  # fmt: skip
 STEP = {
-    "step": 2.0, "reward": 0.625, "staleness_mean": 0.5, "staleness_max": 1.0, "response_tokens": 400.0, "wait_s": 1.0,
+    "step": 2.0, "reward": 0.625, "staleness_mean": 0.5, "staleness_max": 1.0, "response_tokens": 400.0, "wait_s": 1.0, 
+    "tokens_per_s": 200.0,
     "train_s": 1.0, "publish_s": 0.0, "response_mean": 20.0, "response_max": 31.0, "staleness_in_flight": 0.5,
     "staleness_in_queue": 1.0,
 }  # fmt: skip
