@@ -20,7 +20,7 @@ class Metric:
 METRICS = (
     Metric(name="reward", unit="", doc="mean reward of the consumed batch"),
     Metric(name="reward_errors", unit="trajectories", doc="of the batch whose reward could not be computed"),
-    Metric(name="groups_with_signal", unit="share", doc="groups of the batch with unequal rewards"),
+    Metric(name="groups_with_signal", unit="share", doc="groups of the batch with unequal rewards; failed ones aside"),
     Metric(name="response_tokens", unit="tokens", doc="sampled tokens of the batch"),
     Metric(name="response_mean", unit="tokens", doc="mean response length"),
     Metric(name="response_max", unit="tokens", doc="longest response"),
