@@ -18,7 +18,8 @@ from pipeline.scheduler import board
 from pipeline.scheduler.plugin import ensure
 
 STATUS: dict[str, Any] = {
-    "version": 3, "num_queued": 4, "num_running": 6, "num_scoring": 1, "doing": "training", "losses": [],
+    "version": 3, "num_queued": 4, "num_running": 6, "num_scoring": 1, "num_started": 96,
+    "doing": "training", "losses": [],
     "staleness_in_flight": 0.5, "staleness_in_queue": 1.0, "ended": {"consumed": 48, "filtered:no_signal": 8},
     "buffers": [
         {"step": 3, "occupied": {"2": 2, "3": 1}, "reserved": {"3": 1}, "capacity": 6},
@@ -81,6 +82,12 @@ def test_routes_and_metrics_tell_what_runs_have_told() -> None:
         metrics = await get(f"{address}metrics")
         assert 'staleflow_reward{job="one"} 0.625' in metrics
         assert 'staleflow_tokens_per_second{job="one"} 200.0' in metrics
+        assert 'staleflow_step{job="one"} 1.0' in metrics
+        assert 'staleflow_staleness_in_flight{job="one"} 0.5' in metrics
+        assert 'staleflow_trajectories_queued{job="one"} 4.0' in metrics
+        assert 'staleflow_trajectories_started_total{job="one"} 96.0' in metrics
+        assert "# TYPE staleflow_trajectories_started_total counter" in metrics
+        assert "# HELP staleflow_staleness_max largest step - v_traj of the batch; at most eta, versions" in metrics
         assert "Staleflow" in await get(f"{address}status")  # the tab, on every page of the dashboard
         assert await board.ask(client, "lines", id="one", after=0) == (1, ("a line",))
 
