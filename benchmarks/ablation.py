@@ -60,7 +60,7 @@ def main() -> None:
             return list(pool.map(run, [(*overrides, *few, f"seed={s}") for s in seeds_run]))
 
         def rate(results: list[Measures]) -> float:
-            return mean(m.tokens_per_s for m in results)
+            return mean(m.steady_tokens_per_s for m in results)
 
         base = rate(seeds(SYNCHRONOUS))
         lines = [f"synchronous: {base:,.0f} tokens/s.", ""]

@@ -41,7 +41,7 @@ def status(instances: int, version: int) -> dict[str, Any]:
 
 def step(number: int) -> dict[str, float]:
     names = (
-        "reward", "staleness_mean", "staleness_max", "response_tokens", "wait_s", "train_s", "publish_s",
+        "reward", "staleness_mean", "staleness_max", "tokens_per_s", "wait_s", "train_s", "publish_s",
         "response_mean", "response_max", "staleness_in_flight", "staleness_in_queue",
     )  # fmt: skip
     return {"step": float(number), **dict.fromkeys(names, 1.0)}

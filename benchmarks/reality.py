@@ -59,7 +59,7 @@ def compare(summary: dict[str, Any], m: Measures, trace: Trace) -> None:
     """A table of both runs."""
     tokens = sum(s.tokens for s in trace.steps)
     real_s, simulated_s = summary["seconds"]["wall_s"], trace.steps[-1].finished_s
-    rates = summary["response_tokens"] / real_s, tokens / simulated_s
+    rates = summary["tokens_per_s"], m.tokens_per_s
     print(f"{'':28}{'real':>14}{'simulated':>14}")
     print(f"{'seconds':28}{real_s:14.2f}{simulated_s:14.2f}")
     print(f"{'consumed tokens':28}{summary['response_tokens']:14,}{tokens:14,}")

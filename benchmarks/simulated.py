@@ -158,7 +158,8 @@ def run_row(model: str, workload: str, size: int, row: Row, steps: int) -> dict[
     total = sum(m.staleness.values())
     return {
         "model": model, "workload": workload, "instances": size, "system": row.system, "knob": row.knob, "eta": row.eta,
-        "keeps_bound": row.keeps_bound, "bound_kept": m.bound_kept, "tokens_per_s": m.tokens_per_s, "step_s": m.step_s,
+        "keeps_bound": row.keeps_bound, "bound_kept": m.bound_kept, "step_s": m.step_s,
+        "steady_tokens_per_s": m.steady_tokens_per_s,
         "train_s": m.bound.train_s, "work_s": m.bound.work_s, "longest_s": m.bound.longest_s, "of_bound": m.of_bound,
         "trainer_idle": m.trainer_idle, "rollout_idle": m.rollout_idle, "prefill_share": m.prefill_share,
         "staleness": {str(k): v / total for k, v in m.staleness.items()}, "ended": m.ended,
@@ -169,7 +170,7 @@ def run_row(model: str, workload: str, size: int, row: Row, steps: int) -> dict[
 
 def best(results: list[dict[str, Any]], system: str) -> dict[str, Any]:
     """The row of this system's best value."""
-    return max((r for r in results if r["system"] == system), key=lambda r: r["tokens_per_s"])
+    return max((r for r in results if r["system"] == system), key=lambda r: r["steady_tokens_per_s"])
 
 
 SETTING = f"""\
@@ -199,11 +200,11 @@ def tables(results: list[dict[str, Any]]) -> str:
     lines += ["## Gain of the bound and of routing", "", "16 instances, ratio to synchronous.", ""]
     lines += ["| model | workload | bound | " + " | ".join(ROUTINGS) + " | deadline |", "|---" * 8 + "|"]
     for own, model, workload in combinations([r for r in results if r["instances"] == 16]):
-        base = best(own, "synchronous")["tokens_per_s"]
+        base = best(own, "synchronous")["steady_tokens_per_s"]
         for eta in (1, 2, 3):
             at = [r for r in own if r["eta"] == eta]
-            tops = [best(at, f"reservations, {name}")["tokens_per_s"] for name in ROUTINGS]
-            tops.append(best(at, "staleflow")["tokens_per_s"])
+            tops = [best(at, f"reservations, {name}")["steady_tokens_per_s"] for name in ROUTINGS]
+            tops.append(best(at, "staleflow")["steady_tokens_per_s"])
             lines.append(f"| {model} | {workload} | {eta} | " + " | ".join(f"{t / base:.2f}" for t in tops) + " |")
     return "\n".join(lines) + "\n"
 
@@ -223,16 +224,18 @@ def systems_table(results: list[dict[str, Any]]) -> list[str]:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     ratios, over_colocated, shares, cuts, ahead, cut_ahead = [], [], [], [], 0, 0
     for own, model, workload in combinations(results):
-        base, colocated = best(own, "synchronous")["tokens_per_s"], best(own, "synchronous, colocated")["tokens_per_s"]
+        base, colocated = (
+            best(own, system)["steady_tokens_per_s"] for system in ("synchronous", "synchronous, colocated")
+        )
         ours = best([r for r in own if r["eta"] == 3], "staleflow")
-        ratios.append(ours["tokens_per_s"] / base)
-        over_colocated.append(ours["tokens_per_s"] / colocated)
+        ratios.append(ours["steady_tokens_per_s"] / base)
+        over_colocated.append(ours["steady_tokens_per_s"] / colocated)
         shares.append(ours["of_bound"])
         rivals = [best(own, s) for s in ("synchronous", "synchronous, colocated", "one_step", "credits")]
         cut = best(own, "staleflow, stragglers cut")
-        cuts.append(cut["tokens_per_s"] / base)
-        ahead += all(ours["tokens_per_s"] > r["tokens_per_s"] for r in rivals)
-        cut_ahead += all(cut["tokens_per_s"] > r["tokens_per_s"] for r in rivals)
+        cuts.append(cut["steady_tokens_per_s"] / base)
+        ahead += all(ours["steady_tokens_per_s"] > r["steady_tokens_per_s"] for r in rivals)
+        cut_ahead += all(cut["steady_tokens_per_s"] > r["steady_tokens_per_s"] for r in rivals)
         cells = []
         for system in SHOWN:
             top = best(own, system)
@@ -277,9 +280,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     panels = dict(zip(WORKLOADS, figure.subplots(1, len(WORKLOADS), sharey=True), strict=True))
     models = sorted({r["model"] for r in results})
     for own, model, workload in combinations([r for r in results if r["instances"] == 16]):
-        base = best(own, "synchronous")["tokens_per_s"]
+        base = best(own, "synchronous")["steady_tokens_per_s"]
         for i, (system, label) in enumerate(labels.items()):
-            height = best(own, system)["tokens_per_s"] / base
+            height = best(own, system)["steady_tokens_per_s"] / base
             where = models.index(model) + (i - 2.5) * 0.14
             panels[workload].bar(where, height, 0.13, color=colors[i], label=label if model == models[0] else None)
     for workload, axes in panels.items():

@@ -22,6 +22,7 @@ from pipeline.jobs.execution import RunEnd
 from pipeline.jobs.summary import step_line
 from pipeline.runtime.evaluation import Evaluation, not_comparable, shown
 from pipeline.runtime.outcomes import Outcomes
+from stores.metrics import tokens_per_s
 
 BAR_CELLS = 24
 """Width of a staleness buffer's picture."""
@@ -84,7 +85,6 @@ class Display:
     def _picture(self, snapshot: Snapshot, outcomes: Outcomes) -> Group:
         config, steps = self._config, outcomes.steps
         head = Table.grid(padding=(0, 2))
-        last = steps[-1] if steps else {}
         recent = [s["reward"] for s in steps[-10:]]
         head.add_row(
             f"[bold]{config.name}[/]  {self._doing}",
@@ -92,11 +92,10 @@ class Display:
             f"{time.monotonic() - self._begin:.0f} s",
         )
         if steps:
-            rate = sum(s["response_tokens"] for s in steps) / max(last["elapsed_s"], 1e-9)
             head.add_row(
                 f"reward [bold]{sum(recent) / len(recent):.3f}[/] (last {len(recent)})",
                 f"staleness in flight {snapshot.staleness_in_flight:.2f}, in queue {snapshot.staleness_in_queue:.2f}",
-                f"{rate:.0f} tokens/s",
+                f"{tokens_per_s(steps):.0f} tokens/s",
             )
         head.add_row(
             f"{snapshot.num_queued} queued, {snapshot.num_running} sampling, {snapshot.num_scoring} scoring",

@@ -172,11 +172,10 @@ def _details(job: dict[str, Any]) -> list[str]:
     last, status = job["last"], job["status"]
     lines = [f"folder {Path(job['run_dir'])}"]
     if last:
-        rate = last["response_tokens"] / max(last["wait_s"] + last["train_s"] + last["publish_s"], 1e-9)
         lines.append(
-            f"staleness {last['staleness_mean']:.2f} (max {last['staleness_max']:.0f}), {rate:.0f} tokens/s, "
-            f"length {last['response_mean']:.0f}, loss {last['loss']:+.4f}, trains {last['train_s']:.1f} s, "
-            f"waits {last['wait_s']:.1f} s a step"
+            f"staleness {last['staleness_mean']:.2f} (max {last['staleness_max']:.0f}), "
+            f"{last['tokens_per_s']:.0f} tokens/s, length {last['response_mean']:.0f}, loss {last['loss']:+.4f}, "
+            f"trains {last['train_s']:.1f} s, waits {last['wait_s']:.1f} s a step"
         )
     if status:
         lines.append(

@@ -118,11 +118,11 @@ def _plain(one: TrajectoryView) -> dict[str, Any]:
 
 def show_steps(store: VersionedStore, as_json: bool) -> None:
     """A line a commit."""
-    from stores.base import record_to_json
+    from stores.base import CODEC
 
     records = store.steps()
     if as_json:
-        click.echo(json.dumps([record_to_json(r) for r in records], indent=2))
+        click.echo(json.dumps(CODEC.encode(records), indent=2))
         return
     header = store.header
     click.echo(
@@ -257,10 +257,7 @@ def legend(one: TrajectoryView) -> Text:
 def write_page(path: Path, run: str, shown: Sequence[TrajectoryView], what: str) -> None:
     """The trajectories as a page of HTML. Raises StoreError."""
     from cli.page import page
-    from stores.errors import StoreError
+    from stores.files import replace_text
 
-    try:
-        path.write_text(page(run, shown, what), encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be written: {error.strerror}; choose another place with --html") from error
+    replace_text(path, page(run, shown, what), "choose another place with --html")
     click.echo(f"{path}: {len(shown)} trajectories")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from dataclasses import asdict, dataclass
@@ -100,9 +101,11 @@ def recorded(run: Path, *, quiet: bool) -> tuple[str, ...]:
     from dataclasses import asdict
 
     from pipeline.profiling.measure import profile_run
+    from pipeline.simulator.measure import steady_tokens_per_s
     from stores.errors import ConfigError
+    from stores.metrics import tokens_per_s
 
-    open_store(run)
+    store = open_store(run)
     found = ["workload.kind=recorded", f"workload.run={json.dumps(str(run))}"]
     try:
         profile = profile_run(run)
@@ -115,8 +118,10 @@ def recorded(run: Path, *, quiet: bool) -> tuple[str, ...]:
         summary = json.loads((run / "summary.json").read_text())
         histogram = summary["staleness_histogram"]
         shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())
+        steps = [r.metrics for r in store.steps() if r.kind == "step"]
         click.echo(
-            f"the run itself: {summary['tokens_per_s']:,.0f} tokens/s, {summary['seconds']['wall_s']:.1f} s for "
+            f"the run itself: {steady_tokens_per_s(steps, store.header.eta):,.0f} tokens/s, "
+            f"{tokens_per_s(steps):,.0f} with its beginning and end, {summary['seconds']['wall_s']:.1f} s for "
             f"{summary['steps']} steps, staleness {', '.join(histogram)}: {shares}"
         )
     return tuple(found)
@@ -180,19 +185,16 @@ def simulated(jobs: list[tuple[Variant, RunConfig]], *, quiet: bool) -> list[tup
 def written(folder: Path, jobs: list[tuple[Variant, RunConfig]], results: list[tuple[Measures, Trace]]) -> None:
     """simulate.json, and a picture a row. Raises StoreError if the folder cannot be written."""
     from pipeline.simulator.picture import draw_run
-    from stores.errors import StoreError
+    from stores.files import replace_file, replace_text
 
+    elsewhere = "choose another folder with --out"
     rows = [as_dict(row, m) for (row, _), (m, _) in zip(jobs, results, strict=True)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "simulate.json").write_text(json.dumps(rows, indent=2) + "\n")
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be written: {error}; choose another folder with --out") from error
+    replace_text(folder / "simulate.json", json.dumps(rows, indent=2) + "\n", elsewhere)
     for number, ((row, config), (measures, trace)) in enumerate(zip(jobs, results, strict=True)):
-        title = (
-            f"{config.name}, {row.label}: {measures.tokens_per_s:,.0f} tokens/s, {measures.of_bound:.0%} of the bound"
-        )
-        draw_run(trace, title, folder / f"row-{number:02d}.png", span_s=PICTURE_STEPS * measures.step_s)
+        speed = f"{measures.steady_tokens_per_s:,.0f} tokens/s, {measures.of_bound:.0%} of the bound"
+        title = f"{config.name}, {row.label}: {speed}"
+        draw = functools.partial(draw_run, trace, title, span_s=PICTURE_STEPS * measures.step_s)
+        replace_file(folder / f"row-{number:02d}.png", draw, elsewhere)
 
 
 def as_dict(row: Variant, measures: Measures) -> dict[str, Any]:
@@ -214,7 +216,7 @@ def print_table(rows: list[tuple[str, Measures]]) -> None:
         table.add_column(name, justify="left" if not name or name.startswith("stale") else "right")
     table.add_column("dropped")
     table.add_column("again prefilled", justify="right")
-    first = rows[0][1].tokens_per_s
+    first = rows[0][1].steady_tokens_per_s
     for label, m in rows:
         total = sum(m.staleness.values()) or 1
         shares = [m.staleness.get(k, 0) / total for k in range(max(m.staleness, default=0) + 1)]
@@ -223,8 +225,8 @@ def print_table(rows: list[tuple[str, Measures]]) -> None:
         dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "-"
         table.add_row(
             label,
-            f"{m.tokens_per_s:,.0f}",
-            f"{m.tokens_per_s / first:.2f}",
+            f"{m.steady_tokens_per_s:,.0f}",
+            f"{m.steady_tokens_per_s / first:.2f}",
             f"{m.step_s:.1f}",
             f"{m.of_bound:.0%}",
             f"{m.trainer_idle:.0%}",

@@ -33,6 +33,7 @@ class Audit:
     num_steps: int
     num_trajectories: int
     num_tokens: int
+    """Of prompts and responses."""
     max_staleness: int
     checks: tuple[str, ...]
     findings: tuple[Finding, ...]
@@ -50,7 +51,6 @@ def audit(store: VersionedStore) -> Audit:
     findings: list[Finding] = []
     try:
         records = store.steps()
-        lengths = store.array_lengths()
         rows = list(store.ended())
     except StoreError as error:
         findings += [*_damage(store), *_array_findings(store)]
@@ -72,7 +72,7 @@ def audit(store: VersionedStore) -> Audit:
     return Audit(
         num_steps=sum(r.kind == "step" for r in records),
         num_trajectories=len(rows),
-        num_tokens=lengths["tokens/ids"],
+        num_tokens=sum(r.num_tokens for r in records),
         max_staleness=max((r.staleness for r in rows), default=-1),
         checks=CHECKS,
         findings=tuple(findings),

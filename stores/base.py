@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from stores.trajectory import Ended, PolicyVersion, Trajectory, TrajectoryId
+from stores.codec import Codec
+from stores.trajectory import Ended, Trajectory, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,44 +113,5 @@ def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
     return digest.hexdigest()
 
 
-def record_to_json(record: StepRecord) -> dict[str, Any]:
-    """Plain values for JSON."""
-    return {
-        "kind": record.kind,
-        "step": record.step,
-        "ledger": {
-            "num_started": record.ledger.num_started,
-            "num_ended": record.ledger.num_ended,
-            "live": [list(r) for r in record.ledger.live],
-            "next_step": record.ledger.next_step,
-            "version": record.ledger.version,
-        },
-        "metrics": record.metrics,
-        "weight_fingerprint": record.weight_fingerprint,
-        "loaded_fingerprints": {k: list(v) for k, v in record.loaded_fingerprints.items()},
-        "batch_fingerprint": record.batch_fingerprint,
-        "num_rows": record.num_rows,
-        "num_tokens": record.num_tokens,
-    }
-
-
-def record_from_json(value: dict[str, Any]) -> StepRecord:
-    """The inverse of `record_to_json`."""
-    ledger = value["ledger"]
-    return StepRecord(
-        kind=value["kind"],
-        step=value["step"],
-        ledger=LedgerState(
-            num_started=ledger["num_started"],
-            num_ended=dict(ledger["num_ended"]),
-            live=tuple((a, b) for a, b in ledger["live"]),
-            next_step=ledger["next_step"],
-            version=ledger["version"],
-        ),
-        metrics=dict(value["metrics"]),
-        weight_fingerprint=value["weight_fingerprint"],
-        loaded_fingerprints={k: (PolicyVersion(v), f) for k, (v, f) in value["loaded_fingerprints"].items()},
-        batch_fingerprint=value["batch_fingerprint"],
-        num_rows=value["num_rows"],
-        num_tokens=value["num_tokens"],
-    )
+CODEC = Codec()
+"""Headers and step records as the stores keep them."""

@@ -13,7 +13,7 @@ import hashlib
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from stores.errors import StoreError
+from stores.files import replace_file, replace_folder
 from stores.trajectory import PolicyVersion
 
 Tensors = Mapping[str, torch.Tensor]
@@ -110,23 +111,18 @@ class ParameterFolder:
 
     def publish(self, version: PolicyVersion, tensors: Tensors) -> Path:
         """Write a version and make it visible atomically. Raises StoreError."""
-        part = self._part(version)
-        try:
-            save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, part)
-            part.rename(self.path(version))
-        except (OSError, SafetensorError) as error:
-            part.unlink(missing_ok=True)
-            raise StoreError(f"{part}: weights cannot be written: {error}") from error
-        return self.path(version)
+        held = {n: t.detach().contiguous().cpu() for n, t in tensors.items()}
+        return self._publish(version, lambda part: save_file(held, part))
 
     def receive(self, version: PolicyVersion, chunks: Iterable[bytes]) -> Path:
-        """Write a version received from another host in chunks, and make it visible atomically."""
-        part = self._part(version)
-        with part.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-        part.rename(self.path(version))
-        return self.path(version)
+        """Write a version received from another host in chunks, and make it visible atomically. Raises StoreError."""
+
+        def write(part: Path) -> None:
+            with part.open("wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+
+        return self._publish(version, write)
 
     def read_chunk(self, version: PolicyVersion, offset: int, size: int) -> bytes:
         """Read `size` bytes of a published file from `offset`; fewer at its end."""
@@ -149,21 +145,19 @@ class ParameterFolder:
         self._release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _part(self, version: PolicyVersion) -> Path:
-        return self.folder / f".v{version:08d}.{os.getpid()}.part"
+    def _publish(self, version: PolicyVersion, write: Callable[[Path], None]) -> Path:
+        path = self.path(version)
+        remedy = "free memory, or set cluster.shared_memory to a larger folder"
+        replace_file(path, write, remedy, failures=(SafetensorError,), flush=False)
+        return path
 
 
 def checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a model and tokenizer for `from_pretrained`, made visible by rename. Replaces a checkpoint of the same step,
-    which exists if a resumed run repeats that step. Raises StoreError."""
-    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
-    try:
+    """Save a model and tokenizer for `from_pretrained`, atomically. Replaces a checkpoint of the same step, which
+    exists if a resumed run repeats that step. Raises StoreError."""
+
+    def write(part: Path) -> None:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise StoreError(f"{folder}: the checkpoint cannot be written: {error}; free space or move runs_dir") from error
+
+    replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

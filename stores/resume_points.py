@@ -1,6 +1,6 @@
 """A run's resume points: the trainer's full state at a version. One file per version, the latest few kept.
 
-A file becomes visible by rename, so a process that resumes sees all of it or nothing.
+A file becomes visible by rename (stores/files.py), so a process that resumes sees all of it or nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from stores.errors import StoreError
+from stores.files import replace_file
 from stores.trajectory import PolicyVersion
 
 KEPT = 3
@@ -35,16 +35,8 @@ class ResumePoints:
 
     def write(self, version: PolicyVersion, write: Callable[[Path], None]) -> None:
         """Have `write` create the file of `version`, then remove the oldest beyond `KEPT`. Raises StoreError."""
-        part = self.folder / f".v{version:08d}.part"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write(part)
-            part.rename(self.path(version))
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            part.unlink(missing_ok=True)
-            raise StoreError(
-                f"{self.path(version)}: the resume point cannot be written: {error}; free space, move runs_dir or set "
-                "training.resume_every"
-            ) from error
+        remedy = "free space, move runs_dir or set training.resume_every"
+        # torch.save raises RuntimeError on a full disk.
+        replace_file(self.path(version), write, remedy, failures=(RuntimeError,))
         for old in self.versions()[:-KEPT]:
             self.path(old).unlink(missing_ok=True)

@@ -24,7 +24,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ import zarr
 from zarr.codecs import BloscCodec
 
 from stores import frames, layout
-from stores.base import RunHeader, StepRecord, record_from_json, record_to_json
+from stores.base import CODEC, RunHeader, StepRecord
 from stores.errors import ConfigError, StoreError
+from stores.files import publish
 from stores.layout import AT, FATES, FINISHES, FLOAT_COLUMNS, INT_COLUMNS, REASONS, TOKEN_ARRAYS
 from stores.trajectory import Ended, Fate, TrajectoryId
 
@@ -87,7 +88,10 @@ class VersionedStore:
         attributes = dict(root.attrs)
         if attributes.get("format") != FORMAT:
             raise ConfigError(f"{where}: store format {attributes.get('format')!r}, this version reads {FORMAT}")
-        self.header = RunHeader(**attributes["header"])
+        try:
+            self.header = CODEC.decode(attributes.get("header"), RunHeader)
+        except ValueError as error:
+            raise StoreError(f"{where}: the store's header is corrupt: {error}") from error
         self.lineage: dict[str, Any] = attributes.get("lineage", {})
         """How a branch with other rewards was made; empty for what the run stored itself. See stores/branches.py."""
         self._errors: dict[str, str] | None = attributes.get("errors")
@@ -110,7 +114,7 @@ class VersionedStore:
             repository = icechunk.Repository.create(_storage(part), config=_config())
             session = repository.writable_session("main")
             root = zarr.open_group(session.store, mode="w", zarr_format=3)
-            root.attrs.update({"format": FORMAT, "header": asdict(header)})
+            root.attrs.update({"format": FORMAT, "header": CODEC.encode(header)})
             for name, dtype in TOKEN_ARRAYS.items():
                 _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype)
             _array(root, "rows/int", (0, len(INT_COLUMNS)), (1024, len(INT_COLUMNS)), "int64")
@@ -118,7 +122,7 @@ class VersionedStore:
             _array(root, "text", (0,), (TOKEN_CHUNK,), "uint8")
             _array(root, "steps", (0, 3), (1024, 3), "int64")
             session.commit("created", metadata={"kind": "created"})
-            part.rename(path)
+            publish(part, path)
         except (icechunk.IcechunkError, OSError) as error:
             raise StoreError(f"{path}: the store cannot be created: {_line(error)}") from error
         return cls.open(path)
@@ -229,7 +233,7 @@ class VersionedStore:
             root["rows/int"].append(packed.ints)
             root["rows/float"].append(packed.floats)
         filled = replace(record, num_rows=len(ended), num_tokens=num_tokens)
-        document = json.dumps(record_to_json(filled), separators=(",", ":")).encode()
+        document = json.dumps(CODEC.encode(filled), separators=(",", ":")).encode()
         place = np.asarray([[record.step, text_begin + len(packed.text), len(document)]], np.int64)
         root["text"].append(np.frombuffer(packed.text + document, np.uint8))
         root["steps"].append(place)
@@ -243,9 +247,9 @@ class VersionedStore:
         records = []
         for step, offset, size in self._column(root, "steps").tolist():
             try:
-                records.append(record_from_json(json.loads(text[offset : offset + size])))
-            except (ValueError, KeyError, TypeError) as error:
-                raise StoreError(f"{self._where}: the record of step {step} is corrupt: {error!r}") from error
+                records.append(CODEC.decode(json.loads(text[offset : offset + size]), StepRecord))
+            except ValueError as error:
+                raise StoreError(f"{self._where}: the record of step {step} is corrupt: {error}") from error
         return records
 
     def ended(self, step: int | None = None) -> Iterable[Ended]:

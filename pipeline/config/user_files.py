@@ -83,13 +83,6 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
     return config
 
 
-def write_code(folder: Path, code: Mapping[str, str]) -> None:
-    """Write user code, by file name, into a folder. Raises OSError."""
-    for name, text in code.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-
-
 def _named(config: RunConfig, key: str) -> tuple[str, str]:
     """The file that a key names, and the name within it; empty if it names no file."""
     file, _, name = _get(config, key).rpartition(":")

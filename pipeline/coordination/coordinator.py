@@ -366,6 +366,10 @@ class Coordinator:
         """Trajectories that each instance is taken to be running. O(instances)."""
         return {i.instance: i.num_running for i in self._state.fleet}
 
+    def follow(self, trajectory: TrajectoryId) -> None:
+        """Remember this trajectory's story only, however long the run. Before its first event."""
+        self._history.follow(trajectory)
+
     def story(self, trajectory: TrajectoryId) -> list[str]:
         """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
         return self._history.story(trajectory)

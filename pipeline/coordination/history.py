@@ -22,10 +22,16 @@ class History:
         self.cause = ""
         self.refusals: dict[str, int] = {}
         self._log: deque[tuple[TrajectoryId, float, str, str]] = deque(maxlen=STORY_LINES)
+        self._followed: TrajectoryId | None = None
+
+    def follow(self, trajectory: TrajectoryId) -> None:
+        """Keep notes of this trajectory only, however long the run."""
+        self._followed = trajectory
 
     def note(self, trajectory: TrajectoryId, what: str) -> None:
         """Add a line to a trajectory's story."""
-        self._log.append((trajectory, self.now, self.cause, what))
+        if self._followed is None or trajectory == self._followed:
+            self._log.append((trajectory, self.now, self.cause, what))
 
     def refused(self, trajectory: TrajectoryId, why: str, *, again: bool) -> None:
         """Count a refusal. Only the first of several for one reason gets a line in the story."""

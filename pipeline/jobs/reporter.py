@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pipeline.runtime.driver import Driver
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.workers import ActorCluster
 from pipeline.scheduler import board
+from stores.codec import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ REPORT_S = 0.5
 """How often a run tells how it stands, and hears whether it is to stop."""
 DECISIONS = 30
 """Latest decisions that are told."""
+CODEC = Codec()
 
 
 class Reporter:
@@ -58,7 +59,7 @@ class Reporter:
             self._steps.append(step)
             self._tell(step_line(step, self._planned))
         self._num_steps = len(outcomes.steps)
-        self._status = {**plain(snapshot), "doing": self._doing, "losses": list(outcomes.losses)}
+        self._status = {**CODEC.encode(snapshot), "doing": self._doing, "losses": list(outcomes.losses)}
 
     def _tell(self, line: str) -> None:
         """A line of the run's log, and of this process's."""
@@ -109,13 +110,3 @@ async def tell(client: Any, id: str, state: str, why: str) -> None:
     reporter = Reporter(id, 0)
     reporter.say(f"{state}: {why}" if why else state)
     await reporter.report(client, state, why)
-
-
-def plain(snapshot: Snapshot) -> dict[str, Any]:
-    """A snapshot in what msgpack carries: versions and steps as strings where they are keys."""
-    return dataclasses.asdict(
-        snapshot,
-        dict_factory=lambda pairs: {
-            k: {str(a): b for a, b in v.items()} if isinstance(v, dict) else v for k, v in pairs
-        },
-    )

@@ -11,14 +11,26 @@ from typing import Any
 from pipeline.config.schema import RunConfig
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.outcomes import Outcomes
+from stores.files import replace_file, replace_text
+from stores.metrics import STEP, axis, tokens_per_s
+
+ROOM = "free space or move runs_dir; the run itself is stored"
+AGES = {
+    "staleness_mean": ("#08519c", 1.5),
+    "staleness_max": ("#cb181d", 1),
+    "staleness_in_flight": ("#807dba", 1),
+    "staleness_in_queue": ("#fd8d3c", 1),
+}
+LENGTHS = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
+"""What summary.png draws together: metrics, with colour and width of their lines."""
 
 
 def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, object]:
     """Write both files into the run's folder; returns the summary."""
     summary = summarize(config, outcomes, run_dir)
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", ROOM)
     if outcomes.steps:
-        draw(config, outcomes, run_dir / "summary.png")
+        replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), ROOM)
     return summary
 
 
@@ -43,7 +55,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "reward_last": outcomes.steps[-1]["reward"] if outcomes.steps else None,
         "trajectories_consumed": sum(staleness.values()),
         "response_tokens": int(sum(s["response_tokens"] for s in outcomes.steps)),
-        "tokens_per_s": sum(s["response_tokens"] for s in outcomes.steps) / wall_s,
+        "tokens_per_s": tokens_per_s(outcomes.steps),
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
         "staleness_bound": config.bound,
         "ended": outcomes.snapshot.ended if outcomes.snapshot else {},
@@ -95,7 +107,7 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     figure.suptitle(title, fontsize=12)
 
     reward = axes[0][0]
-    reward.plot(x, [s["reward"] for s in steps], color="#9ecae1", linewidth=1, label="batch")
+    reward.plot(x, [s["reward"] for s in steps], color="#9ecae1", linewidth=1, label=STEP["reward"].label)
     reward.plot(x, _smooth([s["reward"] for s in steps]), color="#08519c", linewidth=2, label="mean of last 10")
     for label, marker, color in (("sampled", "o", "#d94801"), ("greedy", "D", "#238b45")):
         scored = [e for e in outcomes.evaluations if getattr(e, label) is not None]
@@ -108,32 +120,28 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     reward.legend(fontsize=8, loc="lower right")
 
     stale = axes[0][1]
-    stale.plot(x, [s["staleness_mean"] for s in steps], color="#08519c", label="consumed, mean")
-    stale.plot(x, [s["staleness_max"] for s in steps], color="#cb181d", linewidth=1, label="consumed, max")
-    stale.plot(x, [s["staleness_in_flight"] for s in steps], color="#807dba", linewidth=1, label="in flight, mean")
-    stale.plot(x, [s["staleness_in_queue"] for s in steps], color="#fd8d3c", linewidth=1, label="in queue, mean")
+    for name, (color, width) in AGES.items():
+        stale.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
     if config.staleness.admission != "backlog":  # which keeps none
         stale.axhline(config.bound, color="#cb181d", linestyle="--", linewidth=1, label="bound")
     most = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
-    stale.set(title="staleness (versions)", xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))
+    stale.set(title=axis("staleness", *AGES), xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))
     stale.legend(fontsize=7, loc="upper center", ncols=3)
 
     lengths = axes[1][0]
-    lengths.plot(x, [s["response_mean"] for s in steps], color="#238b45", label="mean")
-    lengths.plot(x, [s["response_max"] for s in steps], color="#a1d99b", linewidth=1, label="longest")
-    lengths.set(title="response length (tokens)", xlabel="step", ylim=(0, None))
+    for name, (color, width) in LENGTHS.items():
+        lengths.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
+    lengths.set(title=axis("response length", *LENGTHS), xlabel="step", ylim=(0, None))
     lengths.legend(fontsize=8)
 
     speed = axes[1][1]
-    times = [s["elapsed_s"] for s in steps]
-    spans = [b - a for a, b in zip([0.0, *times[:-1]], times, strict=True)]
-    rate = [s["response_tokens"] / max(t, 1e-9) for s, t in zip(steps, spans, strict=True)]
+    rate = [s["tokens_per_s"] for s in steps]
     speed.plot(x, rate, color="#9ecae1", linewidth=1)
     speed.plot(x, _smooth(rate), color="#08519c", linewidth=2)
-    speed.set(title="throughput (response tokens/s)", xlabel="step", ylim=(0, None))
+    speed.set(title=axis("throughput", "tokens_per_s"), xlabel="step", ylim=(0, None))
     for ax in figure.axes:
         ax.grid(alpha=0.25)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
 
 
 def _smooth(values: list[float], span: int = 10) -> list[float]:

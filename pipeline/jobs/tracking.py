@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from pipeline.config import fields
 from pipeline.config.schema import RunConfig
+from stores.metrics import STEP
 from tasks import user_code
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ class TensorBoard:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            about = STEP[name].help if name in STEP else ""
+            self._writer.add_scalar(name, value, step, summary_description=about)
         self._writer.flush()
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from stores.rewards import has_signal
 from stores.trajectory import Fate
 from stores.versioned import VersionedStore
 
@@ -43,7 +44,9 @@ def difference(run_dir: Path, first: str, second: str) -> Difference:
     size = one.header.group_size
     grouped_a, grouped_b = a.reshape(-1, size), b.reshape(-1, size)
     ids = table["group"][at].reshape(-1, size)[:, 0]
-    signal_a, signal_b = (np.ptp(g, axis=1) > 1e-9 for g in (grouped_a, grouped_b))
+    scored_a, scored_b = table["loss_mask"][at] > 0, other["loss_mask"][at] > 0
+    signal_a = has_signal(grouped_a, scored_a.reshape(-1, size))
+    signal_b = has_signal(grouped_b, scored_b.reshape(-1, size))
     # A pair of members flips if the better one becomes the worse; ties do not count.
     order_a = np.sign(grouped_a[:, :, None] - grouped_a[:, None, :])
     order_b = np.sign(grouped_b[:, :, None] - grouped_b[:, None, :])
@@ -53,7 +56,7 @@ def difference(run_dir: Path, first: str, second: str) -> Difference:
     return Difference(
         trajectories=len(at),
         changed=int((a != b).sum()),
-        mean=(_mean(a, table["loss_mask"][at] > 0), _mean(b, other["loss_mask"][at] > 0)),
+        mean=(_mean(a, scored_a), _mean(b, scored_b)),
         histogram=tuple(
             (float(edge), int(m), int(n)) for edge, m, n in zip(edges[:-1], counts[0], counts[1], strict=True) if m or n
         ),

@@ -21,6 +21,7 @@ from pipeline.offline.texts import texts_of
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores import frames
 from stores.errors import ConfigError, StaleflowError, StoreError
+from stores.files import publish
 from stores.selection import Selection
 from stores.trajectory import Ended
 from stores.versioned import Damaged, VersionedStore
@@ -85,9 +86,9 @@ def export(
             size = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
             if to == "jsonl":
                 _joined(files, part / "whole")
-                (part / "whole").rename(out)
+                publish(part / "whole", out)
             else:
-                part.rename(out)
+                publish(part, out)
                 (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
     except OSError as error:
         if isinstance(error, StaleflowError):

@@ -32,6 +32,7 @@ from pipeline.runtime import fingerprints
 from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores.errors import ConfigError, StoreError
+from stores.files import publish, replace_text
 from stores.resume_points import ResumePoints
 from stores.selection import Selection
 from stores.trajectory import Ended, InstanceId, PolicyVersion
@@ -41,6 +42,7 @@ MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
 """Keys that --set may change: how the policy learns, not what it learns from."""
 POINT_S = 30.0
 """Seconds of work after which a resume point is written."""
+ELSEWHERE = "free space or choose another place with --out"
 LIMIT_S = 3600.0
 """Time limit of an evaluation, seconds."""
 
@@ -183,7 +185,10 @@ def train(plan: OfflinePlan, report: Report) -> Trained:
             shutil.rmtree(part, ignore_errors=True)
             raise
         result = _trained(plan, out, part, report)
-        part.rename(out)
+        try:
+            publish(part, out)
+        except OSError as error:
+            raise StoreError(f"{out}: cannot be created: {error}; the training's results are in {part}") from error
         (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
     return result
 
@@ -224,21 +229,18 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Traine
     shutil.rmtree(part / "resume", ignore_errors=True)
     lineage = {"store": plan.path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
     record = {**dataclasses.asdict(result), **lineage, "epochs": plan.epochs, "metrics": training.history}
-    (part / "offline.json").write_text(json.dumps(record, indent=2) + "\n")
+    replace_text(part / "offline.json", json.dumps(record, indent=2) + "\n", ELSEWHERE)
     return result
 
 
 def _prepare(part: Path, plan: OfflinePlan) -> None:
     """Prepare the working folder, keeping the results of an earlier attempt at the same plan. Raises StoreError."""
-    try:
-        if not (part / "plan").is_file() or (part / "plan").read_text() != plan.digest:
-            for old in (part / name for name in ("resume", "checkpoints", "history.jsonl")):
-                shutil.rmtree(old, ignore_errors=True)
-                old.unlink(missing_ok=True)
-            (part / "job.toml").write_text(fields.to_toml(plan.config))
-            (part / "plan").write_text(plan.digest)
-    except OSError as error:
-        raise StoreError(f"{part}: cannot be written: {error}; choose another place with --out") from error
+    if not (part / "plan").is_file() or (part / "plan").read_text() != plan.digest:
+        for old in (part / name for name in ("resume", "checkpoints", "history.jsonl")):
+            shutil.rmtree(old, ignore_errors=True)
+            old.unlink(missing_ok=True)
+        replace_text(part / "job.toml", fields.to_toml(plan.config), ELSEWHERE)
+        replace_text(part / "plan", plan.digest, ELSEWHERE)
 
 
 class _Training:
@@ -265,7 +267,7 @@ class _Training:
             lines = (part / "history.jsonl").read_text().splitlines()[: self.version]
             self.history = [json.loads(line) for line in lines]
             self._prints = [bool(h.pop("same", False)) for h in self.history]
-            (part / "history.jsonl").write_text("".join(f"{line}\n" for line in lines))
+            replace_text(part / "history.jsonl", "".join(f"{line}\n" for line in lines), ELSEWHERE)
 
     def steps(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """(step number for the learning-rate schedule, positions of the rows), over all epochs."""

@@ -15,7 +15,8 @@ from typing import Any
 from pipeline.coordination import journal
 from pipeline.profiling.fit import Fit, StepPoint, fit_prefill, fit_steps
 from pipeline.profiling.latencies import latencies
-from stores.errors import ActorLost, ConfigError, StoreError
+from stores.errors import ActorLost, ConfigError
+from stores.files import replace_text
 from stores.trajectory import TrajectoryId
 from tasks.engines.base import Engine, Failed, Request
 from tasks.engines.cost_model import CostModel
@@ -195,11 +196,7 @@ def profile_run(run_dir: Path) -> Profile:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile as JSON. Raises StoreError if the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(profile.as_dict(), indent=1) + "\n")
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be written: {error}; choose another place with --out") from error
+    replace_text(path, json.dumps(profile.as_dict(), indent=1) + "\n", "choose another place with --out")
 
 
 def hardware() -> dict[str, Any]:

@@ -50,6 +50,7 @@ from pipeline.runtime.resumption import Resumption
 from stores import errors
 from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
+from stores.metrics import with_rate
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
 from tasks.actors.trainer import StepResult
@@ -290,7 +291,8 @@ class Driver:
             else:
                 metrics = await self._actors.ask("server", "commit", item)
                 if item.kind == "step":
-                    self.outcomes.steps.append({"step": float(item.step), **item.metrics, **metrics})
+                    step = {"step": float(item.step), **item.metrics, **metrics}
+                    self.outcomes.steps.append(with_rate(step, next(reversed(self.outcomes.steps), None)))
                     self._log_resume_points()
                     self._say("")
             self._books.task_done()

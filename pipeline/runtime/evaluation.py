@@ -19,6 +19,7 @@ from typing import Any
 from pipeline.config.schema import RunConfig
 from pipeline.runtime.actors import Actors
 from stores.errors import StoreError
+from stores.files import replace_text
 from tasks.scoring import ScoredResponse
 
 NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
@@ -141,10 +142,9 @@ def fewer_prompts(asked: int, found: int, source: str) -> str:
 
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write evaluations to the run's folder, where a resumed run finds them. Raises OSError."""
-    part = run_dir / ".evaluations.part"
-    part.write_text(json.dumps([asdict(e) for e in evaluations]) + "\n")
-    part.rename(run_dir / "evaluations.json")  # atomic: a resumed run reads it
+    """Write evaluations to the run's folder, where a resumed run finds them. Raises StoreError."""
+    text = json.dumps([asdict(e) for e in evaluations]) + "\n"
+    replace_text(run_dir / "evaluations.json", text, "free space or move runs_dir")
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:

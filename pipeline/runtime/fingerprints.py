@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline.config.schema import RunConfig, TaskConfig
 from stores.errors import StoreError
+from stores.files import replace_text
 
 FILE = "fingerprints.json"
 DIGITS = 12
@@ -61,12 +62,8 @@ def taken(config: RunConfig) -> Fingerprints:
 
 def write(run_dir: Path, fingerprints: Fingerprints) -> None:
     """Write fingerprints to the run's folder atomically. Raises StoreError."""
-    part = run_dir / f".{FILE}.part"
-    try:
-        part.write_text(json.dumps(asdict(fingerprints), indent=2) + "\n")
-        part.rename(run_dir / FILE)
-    except OSError as error:
-        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+    text = json.dumps(asdict(fingerprints), indent=2) + "\n"
+    replace_text(run_dir / FILE, text, "free space or set runs_dir to another folder")
 
 
 def read(run_dir: Path) -> Fingerprints | None:

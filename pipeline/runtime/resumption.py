@@ -6,7 +6,6 @@ readable on a branch), and what was in flight is lost; everything else is kept.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.runtime.run_folder import load_job, write_job
 from stores.base import RunHeader
 from stores.errors import ConfigError, StoreError
+from stores.files import replace_text
+from stores.metrics import with_rates
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
 
@@ -27,6 +28,7 @@ MAY_CHANGE = (
     "training.resume_every",
 )
 """Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes."""
+ROOM = "free space or move the run's folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,7 @@ def prepare(config: RunConfig) -> Resumption:
     return Resumption(
         version=version,
         fingerprint=records[-1].weight_fingerprint if records else "",
-        steps=tuple({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records),
+        steps=tuple(with_rates({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records)),
         elapsed_s=records[-1].metrics.get("elapsed_s", 0.0) if records else 0.0,
         life=_last_number(run_dir),
     )
@@ -147,5 +149,5 @@ def _set_aside(run_dir: Path) -> None:
     """Rename the events of the previous start, and copy its job file: each start is replayed with its own."""
     if (run_dir / "events.jsonl").is_file():
         number = _last_number(run_dir) + 1
-        shutil.copyfile(run_dir / "config.toml", run_dir / f"config.{number}.toml")
+        replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text(), ROOM)
         (run_dir / "events.jsonl").rename(run_dir / f"events.{number}.jsonl")

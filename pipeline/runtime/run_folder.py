@@ -21,9 +21,11 @@ from typing import Any, TextIO
 from pipeline.config import fields, loading, user_files
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError, StoreError
+from stores.files import replace_text
 
 LOCK = ".running"
 """The lock file in a run's folder; it contains the holder's name."""
+ELSEWHERE = "free space or set runs_dir to another folder"
 PATHS = ("model.path", "workload.run", *user_files.CODE)
 """Keys of a job that may name a file in the run's folder."""
 
@@ -53,12 +55,7 @@ def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) ->
 
 def write_job(config: RunConfig) -> None:
     """Write a job to its run's folder atomically. Raises StoreError."""
-    part = config.run_dir / ".config.part"
-    try:
-        part.write_text(fields.to_toml(config))
-        part.rename(config.run_dir / "config.toml")
-    except OSError as error:
-        raise StoreError(f"{config.run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+    replace_text(config.run_dir / "config.toml", fields.to_toml(config), ELSEWHERE)
 
 
 def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:
@@ -151,19 +148,14 @@ def job_id(run_dir: Path) -> str:
 
 def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:
     """Record that the run now belongs to this job, and store the code sent with it. Raises StoreError."""
-    try:
-        (run_dir / "job.txt").write_text(f"{id}\n")
-    except OSError as error:
-        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+    replace_text(run_dir / "job.txt", f"{id}\n", ELSEWHERE)
     write_code(run_dir, code)
 
 
 def write_code(run_dir: Path, code: Mapping[str, str]) -> None:
     """Store user code, by file name, in the run's folder. Raises StoreError."""
-    try:
-        user_files.write_code(run_dir / "code", code)
-    except OSError as error:
-        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+    for name, text in code.items():
+        replace_text(run_dir / "code" / name, text, ELSEWHERE)
 
 
 def list_runs(runs_dir: Path) -> list[Path]:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from bokeh.layouts import column, row
@@ -20,12 +20,14 @@ from distributed.dashboard.components.scheduler import env
 from distributed.dashboard.core import BokehApplication
 from distributed.dashboard.scheduler import template_variables
 from prometheus_client import REGISTRY
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from tornado import web
 from tornado.ioloop import IOLoop
 
 from pipeline.scheduler.board import Board, Job
+from stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind, axis
 
 REFRESH_MS = 500
 """As often as runs report."""
@@ -35,10 +37,17 @@ EMPTY = "#ececec"
 STATE_COLOURS = {
     "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
 }  # fmt: skip
-HISTORY = (
-    "step", "reward", "staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue",
-    "response_mean", "response_max", "tokens_per_s",
-)  # fmt: skip
+PICTURES = {
+    "reward": {"reward": "#08519c"},
+    "staleness": {
+        "staleness_mean": "#08519c", "staleness_max": "#d6301f", "staleness_in_flight": "#807dba",
+        "staleness_in_queue": "#f08a24",
+    },
+    "response length": {"response_mean": "#1b7837", "response_max": "#7fbf7b"},
+    "throughput": {"tokens_per_s": "#08519c"},
+}  # fmt: skip
+"""What is drawn over steps: by title, metrics and the colours of their lines."""
+HISTORY = ("step", *(name for series in PICTURES.values() for name in series))
 
 
 def add_to(scheduler: Any, board: Board) -> None:
@@ -91,22 +100,14 @@ class JobsCollector(Collector):
 
     boards: ClassVar[weakref.WeakSet[Board]] = weakref.WeakSet()
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        told: dict[str, tuple[str, Callable[[Job], float | None]]] = {
-            "step": ("Training steps done", lambda job: len(job.history)),
-            "reward": ("Mean reward of the last batch", lambda job: last(job).get("reward")),
-            "staleness_max": ("Of the last batch, versions", lambda job: last(job).get("staleness_max")),
-            "staleness_in_flight": (
-                "Mean of what is sampled, versions",
-                lambda job: job.status.get("staleness_in_flight"),
-            ),
-            "staleness_in_queue": ("Mean of what waits, versions", lambda job: job.status.get("staleness_in_queue")),
-            "tokens_per_second": ("Response tokens of the last step", lambda job: rate(last(job))),
-        }
-        for name, (doc, value) in told.items():
-            family = GaugeMetricFamily(f"staleflow_{name}", doc, labels=["job"])
-            for job in (job for board in self.boards for job in board.jobs.values()):
-                if (number := value(job)) is not None:
+    def collect(self) -> Iterable[Metric]:
+        jobs = [job for board in self.boards for job in board.jobs.values()]
+        for metric in (m for m in METRICS if m.exported):
+            kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+            family = kind(f"{PREFIX}{metric.exported}", metric.help, labels=["job"])
+            for job in jobs:
+                values = last(job) if metric.kind is Kind.STEP else {**job.status, "step": len(job.history)}
+                if (number := values.get(metric.name)) is not None:
                     family.add_metric([job.id], float(number))
             yield family
 
@@ -121,13 +122,6 @@ def export_metrics(board: Board) -> None:
 
 def last(job: Job) -> Mapping[str, float]:
     return next(reversed(job.history.values()), {})
-
-
-def rate(step: Mapping[str, float]) -> float | None:
-    """Response tokens a second, over a step from one version to the next."""
-    if not step:
-        return None
-    return step["response_tokens"] / max(step["wait_s"] + step["train_s"] + step["publish_s"], 1e-9)
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -176,21 +170,7 @@ class View:
                 TableColumn(field="what", title="decision", width=360), TableColumn(field="cause", title="because of"),
             ],
         )  # fmt: skip
-        lines = (
-            self._lines("reward", {"reward": ("#08519c", "batch")}),
-            self._lines(
-                "staleness, versions",
-                {
-                    "staleness_mean": ("#08519c", "consumed, mean"), "staleness_max": ("#d6301f", "consumed, max"),
-                    "staleness_in_flight": ("#807dba", "in flight"), "staleness_in_queue": ("#f08a24", "in queue"),
-                },
-            ),
-            self._lines(
-                "response length, tokens",
-                {"response_mean": ("#1b7837", "mean"), "response_max": ("#7fbf7b", "longest")},
-            ),
-            self._lines("response tokens a second", {"tokens_per_s": ("#08519c", "step")}),
-        )  # fmt: skip
+        lines = [self._lines(title, series) for title, series in PICTURES.items()]
         self.root = column(
             self._head,
             row(self._buffers, self._instances, sizing_mode="stretch_width"),
@@ -234,12 +214,13 @@ class View:
         picture.xaxis.axis_label = "share of max_running, of kv_tokens"
         return picture
 
-    def _lines(self, title: str, series: Mapping[str, tuple[str, str]]) -> Any:
+    def _lines(self, what: str, series: Mapping[str, str]) -> Any:
         picture = figure(
-            title=title, height=220, toolbar_location=None, sizing_mode="stretch_width",
-            tools="xwheel_zoom,xpan,reset", x_axis_label="step",
+            title=axis(what, *series), height=220, toolbar_location=None, sizing_mode="stretch_width",
+            tools="xwheel_zoom,xpan,reset", x_axis_label="step", y_axis_label=STEP[next(iter(series))].unit,
         )  # fmt: skip
-        for name, (colour, label) in series.items():
+        for name, colour in series.items():
+            label = STEP[name].label
             picture.line(x="step", y=name, color=colour, line_width=2, legend_label=label, source=self._history)
         picture.legend.location = "top_left"
         picture.legend.label_text_font_size = "10px"
@@ -270,8 +251,7 @@ class View:
         if self._shown != (job.id, len(job.history)):
             self._shown = (job.id, len(job.history))
             steps = list(job.history.values())
-            values: dict[str, list[Any]] = {n: [s.get(n) for s in steps] for n in HISTORY[:-1]}
-            self._history.data = values | {"tokens_per_s": [rate(s) for s in steps]}
+            self._history.data = {name: [step.get(name) for step in steps] for name in HISTORY}
 
     def _show_buffers(self, status: Mapping[str, Any]) -> None:
         slots: dict[str, list[Any]] = {name: [] for name in ("x", "y", "colour", "line", "what")}
@@ -324,7 +304,8 @@ class View:
             "label": names,
             "text": [
                 f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
-                f"{lane['kv_tokens']} KV, {self._rates.get(lane['instance'], 0.0):.0f} tokens/s"
+                f"{lane['kv_tokens']} KV, samples {self._rates.get(lane['instance'], 0.0):.0f} "
+                f"{GAUGES['instance_tokens_per_s'].unit}"
                 for lane, n in zip(lanes, lag, strict=True)
             ],
         }
@@ -348,7 +329,7 @@ def headline(job: Job, jobs: list[Job]) -> str:
     if step:
         parts.append(f"reward <b>{step['reward']:.3f}</b>")
         parts.append(f"staleness {step['staleness_mean']:.2f}, at most {step['staleness_max']:.0f}")
-        parts.append(f"{rate(step) or 0:.0f} tokens/s")
+        parts.append(f"{step['tokens_per_s']:.0f} {STEP['tokens_per_s'].unit}")
     if job.status.get("doing") and job.state == "running":
         parts.append(escaped(job.status["doing"]))
     if job.why:

@@ -8,12 +8,14 @@ its longest response on an instance of its own, divided by the eta + 1 intervals
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import deciding
 from pipeline.config.schema import RunConfig
 from pipeline.simulator.body import num_instances
 from pipeline.simulator.trace import Trace, TrainedStep
+from stores.metrics import tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,9 @@ class Measures:
     step_s: float
     """Mean seconds between training steps."""
     tokens_per_s: float
-    """Sampled tokens that were trained on, per second."""
+    """See stores/metrics.py."""
+    steady_tokens_per_s: float
+    """The same in the steady part: what longer runs come to, and what variants are compared by."""
     bound: Bound
     trainer_idle: float
     rollout_idle: float
@@ -74,13 +78,8 @@ class Measures:
 
 
 def measure(config: RunConfig, trace: Trace) -> Measures:
-    """Measure the steady part of a run: without the first eta + 2 steps and the last eta + 1, in which no new work
-    starts. It is cut to a multiple of eta + 1 steps, the period in which waits for the longest response recur."""
-    cycle = config.staleness.eta + 1
-    first, last = cycle, len(trace.steps) - cycle - 1
-    last -= (last - first) % cycle
-    if last - first < 2:
-        first, last = 0, len(trace.steps) - 1
+    """Measure the steady part of a run; see `steady_part`."""
+    first, last = steady_part(len(trace.steps), config.staleness.eta)
     window = trace.steps[first + 1 : last + 1] or trace.steps
     begin_s = trace.steps[first].finished_s if last > first else 0.0
     span_s = max(window[-1].finished_s - begin_s, 1e-12)
@@ -93,7 +92,8 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
     return Measures(
         steps_measured=len(window),
         step_s=span_s / len(window),
-        tokens_per_s=sum(s.tokens for s in window) / span_s,
+        tokens_per_s=tokens_per_s(_as_metrics(trace.steps)),
+        steady_tokens_per_s=steady_tokens_per_s(_as_metrics(trace.steps), config.staleness.eta),
         bound=bound_of(config, window),
         trainer_idle=max(0.0, 1 - sum(s.finished_s - s.ready_s for s in window) / span_s),
         rollout_idle=max(0.0, 1 - busy_s / alive_s),
@@ -112,6 +112,29 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
         losses=trace.losses,
         finished_s=trace.finished_s,
     )
+
+
+def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
+    """(the step at whose end it begins, its last step) of a run without the first eta + 2 steps and the last eta + 1,
+    in which no new work starts. It is cut to a multiple of eta + 1 steps, the period in which waits for the longest
+    response recur. In a run too short for that, all but the first step."""
+    cycle = eta + 1
+    first, last = cycle, num_steps - cycle - 1
+    last -= (last - first) % cycle
+    return (first, last) if last - first >= 2 else (0, num_steps - 1)
+
+
+def steady_tokens_per_s(steps: Sequence[Mapping[str, float]], eta: int) -> float:
+    """Tokens per second of a run's steady part, simulated or real; of all of it if it has one step."""
+    first, last = steady_part(len(steps), eta)
+    if last <= first:
+        return tokens_per_s(steps)
+    begin_s = steps[first]["elapsed_s"]
+    return tokens_per_s([{**s, "elapsed_s": s["elapsed_s"] - begin_s} for s in steps[first + 1 : last + 1]])
+
+
+def _as_metrics(steps: Iterable[TrainedStep]) -> list[dict[str, float]]:
+    return [{"response_tokens": float(s.tokens), "elapsed_s": s.finished_s} for s in steps]
 
 
 def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:

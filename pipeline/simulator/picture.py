@@ -32,7 +32,7 @@ def draw_run(trace: Trace, title: str, path: Path, *, span_s: float | None = Non
     buffers = figure.add_subplot(grid[1])
     _buffers(buffers, trace)
     buffers.set(xlim=(low, high), xlabel="seconds", ylabel="groups", title="staleness buffers")
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, format="png")
 
 
 def _gantt(axes: Any, trace: Trace, lanes: list[Any]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from stores.rewards import has_signal
 from stores.trajectory import AbortReason
 from tasks.knobs import knob
 from tasks.registry import Registry
@@ -33,8 +34,7 @@ class NoSignal:
     """DAPO (arXiv 2503.14476): equal rewards give zero advantage everywhere, so the group is dropped and replaced."""
 
     def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
-        has_signal = len(rewards) > 1 and max(rewards) - min(rewards) > 1e-9
-        return None if has_signal else AbortReason.NO_SIGNAL
+        return None if has_signal(rewards) else AbortReason.NO_SIGNAL
 
 
 class Straggling(Enum):

@@ -18,6 +18,7 @@ import numpy as np
 
 from stores.base import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
 from stores.errors import ConfigError, ProtocolViolation
+from stores.rewards import has_signal
 from stores.staleness import Ending
 from stores.trajectory import (
     AbortReason,
@@ -313,7 +314,7 @@ def _batch_metrics(
     return {
         "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
         "reward_errors": float((~valid).sum()),
-        "groups_with_signal": float((rewards.max(axis=1) - rewards.min(axis=1) > 1e-9).mean()),
+        "groups_with_signal": float(has_signal(rewards, valid).mean()),
         "response_tokens": float(lengths.sum()),
         "response_mean": float(lengths.mean()),
         "response_max": float(lengths.max()),

@@ -16,7 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Route
 from pipeline.coordination.events import GroupsArrived, InstanceJoined, NewGroup
 from pipeline.jobs.job_driver import Submission, at_home
-from pipeline.runtime.run_folder import load_job, prepare_run_dir
+from pipeline.runtime.run_folder import load_job, prepare_run_dir, write_code
 from pipeline.strategies.routing import Candidate, OwnRouting
 from stores.errors import ConfigError
 from stores.trajectory import GroupId, InstanceId, PolicyVersion
@@ -249,7 +249,7 @@ def test_what_a_job_names_by_file_travels_with_it(mine: Path, monkeypatch: pytes
     assert code == dict.fromkeys(("rollout_mine.py", "training_mine.py", "loss_mine.py"), MINE)
     mine.unlink()
     there = at_home(Submission(id="x", job=to_toml(config), code=code), "tcp://far:8786")
-    user_files.write_code(there.run_dir / "code", code)
+    write_code(there.run_dir, code)
     assert there.rollout.routing == f"{there.run_dir}/code/rollout_mine.py:Fullest"
     user_files.check(there)
     again, same = user_files.with_code(there)  # gone on with from its folder

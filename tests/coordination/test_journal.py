@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -158,12 +159,96 @@ def test_a_changed_command_is_noticed(tmp_path: Path) -> None:
     assert "recorded" in journal.replay(coordinator(tmp_path), journal.read(path)).difference
 
 
-def test_a_torn_last_line_is_left_out_and_another_is_named(tmp_path: Path) -> None:
+WRITTEN = (
+    '{"now":1.5,"event":{"type":"RunResumed","step":3,"num_ended":[["consumed:none",18]]},"commands":[]}',
+    '{"now":1.5,"event":{"type":"InstanceJoined","instance":"a","version":0,"kv_capacity":500,"max_running":7},'
+    '"commands":[{"type":"Draw","num_groups":9,"cause":"InstanceJoined#1"}]}',
+    '{"now":1.5,"event":{"type":"GroupsArrived","groups":[{"type":"NewGroup","group":3,"prompt_tokens":5}]},'
+    '"commands":[{"type":"Route","trajectory":54,"epoch":1,"instance":"b","version":3,"cause":"Tick#396"}]}',
+    '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3],[4,2]]},"commands":[]}',
+    '{"now":1.5,"event":{"type":"TrajectorySampled","trajectory":7,"epoch":1,"tokens":9},'
+    '"commands":[{"type":"Score","trajectory":7,"cause":"TrajectorySampled#7"}]}',
+    '{"now":1.5,"event":{"type":"TrajectoryScored","trajectory":1,"reward":1.0},'
+    '"commands":[{"type":"Train","step":0,"trajectories":[1,0],"versions":[0,0],"cause":"TrajectoryScored#87"},'
+    '{"type":"Retire","endings":[{"type":"Ending","trajectory":2,"group":0,"fate":"aborted","reason":"surplus_member",'
+    '"step":0}],"versions":[0],"cause":"TrajectoryScored#55"}]}',
+    '{"now":1.5,"event":{"type":"TrajectoryScored","trajectory":1,"reward":0.0,"error":"no"},"commands":[]}',
+    '{"now":1.5,"event":{"type":"VersionPublished","version":1},'
+    '"commands":[{"type":"Pull","instance":"a","version":1,"cause":"Tick#138"}]}',
+    '{"now":1.5,"event":{"type":"PullFinished","instance":"a","version":1},'
+    '"commands":[{"type":"Interrupt","trajectory":19,"epoch":1,"instance":"b","cause":"Tick#246"},'
+    '{"type":"Abort","trajectory":4,"epoch":1,"instance":"a","cause":"TrajectoryScored#39"}]}',
+    '{"now":1.5,"event":{"type":"InstanceLost","instance":"b","why":"x"},"commands":[]}',
+    '{"now":1.5,"event":{"type":"TrajectoryFailed","trajectory":9,"epoch":1,"error":"x"},"commands":[]}',
+    '{"now":1.5,"event":{"type":"TrajectoryInterrupted","trajectory":20,"epoch":2,"tokens":7},"commands":[]}',
+    '{"now":1.5,"event":{"type":"Tick"},"commands":[]}',
+    '{"now":1.5,"event":{"type":"StopRequested","why":"all steps are trained"},"commands":[]}',
+)
+"""One line of each kind, as the versions before the codec wrote them."""
+
+
+def test_the_journal_keeps_its_bytes(tmp_path: Path) -> None:
+    path, again = tmp_path / "events.jsonl", tmp_path / "again.jsonl"
+    path.write_text("".join(f"{line}\n" for line in WRITTEN))
+    entries = list(journal.read(path))
+    kinds = {type(e.event) for e in entries} | {type(c) for e in entries for c in e.commands}
+    assert kinds == {*get_args(Event), *get_args(Command)}
+    written = journal.Journal(again)
+    for entry in entries:
+        written.append(entry.now, entry.event, list(entry.commands))
+    written.close()
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     TinyBody(coordinator(tmp_path), path, 1).run()
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:-1], lines[-1][:20]]))
-    assert len(list(journal.read(path))) == len(lines) - 1
-    path.write_text("\n".join([lines[0], "{", *lines[2:]]))
-    with pytest.raises(ConfigError, match="line 2: not JSON"):
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    whole = journal.read(path)
+    assert (len(list(whole)), whole.torn_line) == (len(lines), 0)
+    for torn in (lines[-1][:20], lines[-1][:-2], bytes(40), b"\xff\n"):
+        path.write_bytes(b"".join([*lines[:-1], torn]))
+        entries = journal.read(path)
+        assert (len(list(entries)), entries.torn_line) == (len(lines) - 1, len(lines))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"3", "3 is no dict"),
+        (b"{}", "now: missing"),
+        (b'{"now":"soon","event":{"type":"Tick"},"commands":[]}', "now: 'soon' is no float"),
+        (b'{"now":1,"event":{"type":"Tock"},"commands":[]}', "event: 'Tock' is no type known here"),
+        (b'{"now":1,"event":{"type":["Tick"]},"commands":[]}', "event: unhashable"),
+        (b'{"now":1,"event":{"type":"Draw","num_groups":1,"cause":""},"commands":[]}', "event: 'Draw' is no type"),
+        (b'{"now":1,"event":{"type":"Tick","tack":1},"commands":[]}', "event: no field is called 'tack'"),
+        (b'{"now":1,"event":{"type":"VersionPublished"},"commands":[]}', "event.version: missing"),
+        (b'{"now":1,"event":{"type":"VersionPublished","version":"1"},"commands":[]}', "event.version: '1' is no int"),
+        (b'{"now":1,"event":{"type":"Tick"},"commands":[{"type":"Tick"}]}', "commands[0]: 'Tick' is no type"),
+        (b'{"now":1,"event":{"type":"Tick"},"commands":[null]}', "commands[0]: None is no dict"),
+    ],
+)
+def test_a_garbled_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"\n".join([WRITTEN[0].encode(), line, WRITTEN[0].encode(), b""]))
+    with pytest.raises(ConfigError) as said:
         list(journal.read(path))
+    assert str(said.value).startswith(f"{path}, line 2: {message}")
+    assert "\n" not in str(said.value)
+
+
+def test_a_journal_with_lines_missing_or_doubled_never_ends_in_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    TinyBody(coordinator(tmp_path), path, 2).run()
+    lines = path.read_text().splitlines()
+    told = [i for i, line in enumerate(lines) if '"type":"Tick"' not in line and "InstanceReported" not in line]
+    found = 0
+    for i in told[::4]:
+        for other in ([*lines[:i], *lines[i + 1 :]], [*lines[: i + 1], *lines[i:]]):
+            path.write_text("".join(f"{line}\n" for line in other))
+            found += journal.replay(coordinator(tmp_path), journal.read(path)).difference != ""
+    assert found > len(told) // 4

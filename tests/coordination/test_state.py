@@ -162,7 +162,7 @@ def test_verbs_of_the_fleet_that_would_break_it_are_refused_and_nothing_happens(
         state.start_move(live(state, 1), None)
     with pytest.raises(ProtocolViolation, match="started twice"):
         state.add_groups([NewGroup(group=GroupId(1), prompt_tokens=3)])
-    with pytest.raises(ProtocolViolation, match="before its batch is ready"):
+    with pytest.raises(ProtocolViolation, match="its batch is not ready"):
         state.consume()
     with pytest.raises(ProtocolViolation, match="published after"):
         state.publish(PolicyVersion(1))

@@ -382,7 +382,7 @@ def test_what_if_a_stored_run_had_been_another(stored: Path) -> None:
 def test_the_example_goes_through(stored: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(stored, run)
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "examples/offline.py"], cwd=root, env={**ENVIRONMENT, "RUN": str(run)}, capture_output=True,
         text=True, timeout=200,

@@ -26,7 +26,6 @@ from pipeline.runtime.driver import Driver
 from pipeline.runtime.resumption import parts
 from pipeline.runtime.run_folder import prepare_run_dir
 from pipeline.runtime.workers import connect
-from stores import metrics
 from stores.audit import audit
 from stores.errors import ActorLost, ConfigError, StoreError
 from stores.trajectory import Fate
@@ -81,7 +80,6 @@ def test_a_run_trains_stores_and_explains_itself(job: Path) -> None:
         "step-000005",
     ]
     assert not list(Path("/dev/shm").glob("staleflow-job-*"))
-    assert all(set(r.metrics) <= metrics.NAMES for r in store.steps())
     fingerprints = [r.weight_fingerprint for r in store.steps() if r.kind == "step"]
     assert len(set(fingerprints)) >= 3  # the policy moved wherever a batch had signal
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
+import re
 import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,7 +26,8 @@ from pipeline.scheduler import board
 from pipeline.scheduler.plugin import ensure
 
 STATUS: dict[str, Any] = {
-    "version": 3, "num_queued": 4, "num_running": 6, "num_scoring": 1, "doing": "training", "losses": [],
+    "version": 3, "num_queued": 4, "num_running": 6, "num_scoring": 1, "num_started": 96,
+    "doing": "training", "losses": [],
     "staleness_in_flight": 0.5, "staleness_in_queue": 1.0, "ended": {"consumed": 48, "filtered:no_signal": 8},
     "buffers": [
         {"step": 3, "occupied": {"2": 2, "3": 1}, "reserved": {"3": 1}, "capacity": 6},
@@ -36,7 +40,8 @@ STATUS: dict[str, Any] = {
     "decisions": [[12.5, 17, "routed to rollout-0 at version 3", "Tick#9"]], "tokens_sampled": {"rollout-0": 900},
 }  # fmt: skip
 STEP = {
-    "step": 2.0, "reward": 0.625, "staleness_mean": 0.5, "staleness_max": 1.0, "response_tokens": 400.0, "wait_s": 1.0,
+    "step": 2.0, "reward": 0.625, "staleness_mean": 0.5, "staleness_max": 1.0, "response_tokens": 400.0, "wait_s": 1.0, 
+    "tokens_per_s": 200.0,
     "train_s": 1.0, "publish_s": 0.0, "response_mean": 20.0, "response_max": 31.0, "staleness_in_flight": 0.5,
     "staleness_in_queue": 1.0,
 }  # fmt: skip
@@ -116,6 +121,12 @@ def test_routes_and_metrics_tell_what_runs_have_told() -> None:
         metrics = await get(f"{address}metrics")
         assert 'staleflow_reward{job="one"} 0.625' in metrics
         assert 'staleflow_tokens_per_second{job="one"} 200.0' in metrics
+        assert 'staleflow_step{job="one"} 1.0' in metrics
+        assert 'staleflow_staleness_in_flight{job="one"} 0.5' in metrics
+        assert 'staleflow_trajectories_queued{job="one"} 4.0' in metrics
+        assert 'staleflow_trajectories_started_total{job="one"} 96.0' in metrics
+        assert "# TYPE staleflow_trajectories_started_total counter" in metrics
+        assert "# HELP staleflow_staleness_max largest step - v_traj of the batch; at most eta, versions" in metrics
         assert "Staleflow" in await get(f"{address}status")  # the tab, on every page of the dashboard
         assert await board.ask(client, "lines", id="one", after=0) == (1, ("a line",))
 
@@ -145,3 +156,16 @@ def test_a_browser_shows_live_data() -> None:
             await browser.close()
 
     with_two_jobs(look)
+
+
+def test_the_board_knows_every_verb_that_it_is_asked() -> None:
+    root, asked = Path(__file__).parents[2], set[str]()
+    for room in ("cli", "pipeline"):
+        for module in (root / room).rglob("*.py"):
+            asked |= set(re.findall(r"board\.ask\(\s*[\w.]+,\s*\"(\w+)\"", module.read_text()))
+    assert {"submit", "report", "claim", "jobs"} <= asked
+    for verb in asked:
+        with contextlib.suppress(TypeError):  # without arguments, most are
+            board.Board().asked(verb)
+    with pytest.raises(ValueError, match="knows no 'sing'"):
+        board.Board().asked("sing")

@@ -149,7 +149,7 @@ class TestVersionedStore(TrajectoryStoreTests):
             import os, sys
             from pathlib import Path
             from stores import versioned
-            from tests.store_conformance import HEADER
+            from tests.stores.store_conformance import HEADER
             versioned.zarr.open_group = lambda *args, **kwargs: os._exit(9)
             versioned.VersionedStore.create(Path(sys.argv[1]), HEADER)
             """
@@ -254,6 +254,12 @@ def test_a_sound_store_passes(tmp_path: Path) -> None:
     result = audit(sound_store(tmp_path / "s"))
     assert result.findings == ()
     assert (result.num_steps, result.num_trajectories, result.max_staleness) == (4, 18, 1)
+
+
+def test_an_audit_counts_tokens_and_not_the_padding_of_chunks(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "s")
+    rows = list(store.ended())
+    assert audit(store).num_tokens == sum(len(r.trajectory.prompt_tokens) + r.trajectory.num_tokens for r in rows)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

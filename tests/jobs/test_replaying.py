@@ -1,0 +1,116 @@
+"""Replaying a run folder: what its journal does not tell, where it is torn, and the story of each trajectory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import fields, loading
+from pipeline.config.deciding import make_coordinator
+from pipeline.coordination import history
+from stores.base import LedgerState, RunHeader, StepRecord
+from stores.versioned import VersionedStore
+from tests.commands import command
+from tests.coordination.test_journal import BASE, SHAPES, TinyBody
+
+
+def run_folder(folder: Path) -> TinyBody:
+    """A run of six steps as its folder holds it; the store has its steps without their rows."""
+    folder.mkdir()
+    (folder / "job.toml").write_text("")
+    config = loading.load(folder / "job.toml", (*BASE, *SHAPES["redundant"]))
+    (folder / "config.toml").write_text(fields.to_toml(config))
+    body = TinyBody(make_coordinator(config), folder / "events.jsonl", 4)
+    body.run()
+    header = RunHeader(run="r", eta=2, groups_per_step=3, group_size=2, members_started=3)
+    store = VersionedStore.create(folder / "store", header)
+    for step in range(7):
+        ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=min(step + 1, 6), version=step)
+        store.commit(StepRecord(kind="end" if step == 6 else "step", step=step, ledger=ledger), [])
+    return body
+
+
+def test_a_whole_journal_gives_the_same_commands(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    told = command("replay", tmp_path / "run")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert told.stdout.endswith(": the same commands\n")
+    assert len(told.stdout.splitlines()) == 1
+
+
+def last_of(kind: str) -> Callable[[list[str]], int]:
+    return lambda lines: max(i for i, line in enumerate(lines) if f'"event":{{"type":"{kind}"' in line)
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda lines: 0, "the journal ends at version 0, 6 steps are stored"),
+        (lambda lines: len(lines) // 2, "6 steps are stored"),
+        (last_of("VersionPublished"), "the journal ends at version 5, 6 steps are stored"),
+        (last_of("StopRequested"), "the journal ends at version 6, before the end of the run that is stored"),
+    ],
+)
+def test_a_journal_that_ends_before_the_run_does_is_incomplete(
+    tmp_path: Path, cut: Callable[[list[str]], int], message: str
+) -> None:
+    run_folder(tmp_path / "run")
+    path = tmp_path / "run" / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: cut(lines)]))
+    told = command("replay", tmp_path / "run")
+    assert told.returncode == 1
+    assert "the same commands, but INCOMPLETE: the journal ends at version " in told.stdout
+    assert message in told.stdout
+    assert message in json.loads(command("replay", tmp_path / "run", "--json").stdout)["missing"]
+
+
+def test_a_torn_line_is_said_and_a_garbled_one_is_one_line(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    path = tmp_path / "run" / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines) + lines[0][:30])  # killed while it wrote what nobody waited for
+    told = command("replay", tmp_path / "run")
+    assert told.returncode == 0
+    assert f"events.jsonl, line {len(lines) + 1}, is cut off and was left out\n" in told.stdout
+    path.write_text("".join(lines[:-1]) + lines[-1][:30])
+    assert command("replay", tmp_path / "run").returncode == 1
+    path.write_text("".join([*lines[:5], lines[5][:-9] + "\n", *lines[6:]]))
+    told = command("replay", tmp_path / "run")
+    assert told.returncode == 2
+    assert told.stderr == f"staleflow: {path}, line 6: not JSON\n"
+
+
+def test_every_trajectory_has_a_story_however_long_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "STORY_LINES", 20)
+    body = run_folder(tmp_path / "run")
+    for trajectory in range(body.brain.ledger.num_started):
+        told = command("replay", tmp_path / "run", "--story", trajectory, "--json")
+        assert told.returncode == 0
+        story = json.loads(told.stdout)["story"]
+        assert "arrived" in story[0]
+        assert body.ended[trajectory].value in story[-1]
+    for unknown in (body.brain.ledger.num_started, 10**9, -1):
+        told = command("replay", tmp_path / "run", "--story", unknown)
+        assert told.returncode == 2
+        assert told.stderr == f"staleflow: {tmp_path / 'run'}: its journal knows no trajectory {unknown}\n"
+
+
+def test_a_resumed_run_tells_both_parts_of_a_story_and_misses_what_lies_between(tmp_path: Path) -> None:
+    """The same part twice: the second begins anew, as after a run that had stored nothing."""
+    folder = tmp_path / "run"
+    run_folder(folder)
+    (folder / "config.1.toml").write_bytes((folder / "config.toml").read_bytes())
+    (folder / "events.1.jsonl").write_bytes((folder / "events.jsonl").read_bytes())
+    told = command("replay", folder, "--story", 0)
+    assert told.returncode == 0
+    assert [line.split()[2] for line in told.stdout.splitlines()[:-1]].count("arrived") == 2
+    resumed = '{"now":1,"event":{"type":"RunResumed","step":2,"num_ended":[["consumed:none",12]]},"commands":[]}\n'
+    (folder / "events.1.jsonl").write_text("")
+    (folder / "events.jsonl").write_text(resumed)
+    told = command("replay", folder)
+    assert told.returncode == 1
+    assert "before events.jsonl the journal ends at version 0, not 2" in told.stdout

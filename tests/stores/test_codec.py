@@ -1,0 +1,120 @@
+"""The codec: what older versions wrote, byte for byte; round trips; and each kind of garbage in a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import json
+from typing import Any
+
+import pytest
+
+import stores.codec
+from stores.base import CODEC, LedgerState, RunHeader, StepRecord
+from stores.trajectory import Fate, PolicyVersion
+
+STEP = StepRecord(
+    kind="step",
+    step=7,
+    ledger=LedgerState(
+        num_started=96,
+        num_ended={"consumed:none": 64, "aborted:run_ended": 3},
+        live=((70, 72), (90, 96)),
+        next_step=8,
+        version=7,
+    ),
+    metrics={"reward": 0.625, "loss": -0.0125, "staleness_max": 2.0},
+    weight_fingerprint="ab",
+    loaded_fingerprints={"rollout-0": (PolicyVersion(7), "cd")},
+    batch_fingerprint="ef",
+    num_rows=16,
+    num_tokens=480,
+)
+END = StepRecord(kind="end", step=8, ledger=LedgerState(num_started=0, num_ended={}, live=(), next_step=8, version=8))
+WRITTEN = {
+    '{"kind":"step","step":7,"ledger":{"num_started":96,"num_ended":{"consumed:none":64,"aborted:run_ended":3},'
+    '"live":[[70,72],[90,96]],"next_step":8,"version":7},"metrics":{"reward":0.625,"loss":-0.0125,"staleness_max":2.0},'
+    '"weight_fingerprint":"ab","loaded_fingerprints":{"rollout-0":[7,"cd"]},"batch_fingerprint":"ef","num_rows":16,'
+    '"num_tokens":480}': STEP,
+    '{"kind":"end","step":8,"ledger":{"num_started":0,"num_ended":{},"live":[],"next_step":8,"version":8},"metrics":{},'
+    '"weight_fingerprint":"","loaded_fingerprints":{},"batch_fingerprint":"","num_rows":0,"num_tokens":0}': END,
+}
+"""Step records as the versions before the codec wrote them."""
+
+
+def test_the_worked_example() -> None:
+    assert doctest.testmod(stores.codec).failed == 0
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_step_records_keep_their_bytes(text: str) -> None:
+    record = WRITTEN[text]
+    assert json.dumps(CODEC.encode(record), separators=(",", ":")) == text
+    assert CODEC.decode(json.loads(text), StepRecord) == record
+
+
+def test_versions_may_differ_in_fields_with_defaults() -> None:
+    header = RunHeader(run="a", eta=1, groups_per_step=2, group_size=4, members_started=4)
+    plain = CODEC.encode(header)
+    assert plain == dataclasses.asdict(header)
+    assert CODEC.decode({**plain, "since": 1}, RunHeader) == header
+    del plain["held_out"]  # as stores are that were written before there was one
+    assert CODEC.decode(plain, RunHeader) == header
+    del plain["eta"]
+    with pytest.raises(ValueError, match=r"^eta: missing$"):
+        CODEC.decode(plain, RunHeader)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    fate: Fate
+    counts: dict[int, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: tuple[Inner, ...]
+    flag: bool
+    pair: tuple[int, str] = (0, "")
+
+
+def test_enums_tuples_and_keys_that_are_numbers_come_back() -> None:
+    value = Outer(inner=(Inner(Fate.FILTERED, {3: 1.5}), Inner(Fate.CONSUMED)), flag=True, pair=(2, "b"))
+    plain = CODEC.encode(value)
+    assert json.loads(json.dumps(plain)) == {
+        "inner": [{"fate": "filtered", "counts": {"3": 1.5}}, {"fate": "consumed", "counts": {}}],
+        "flag": True,
+        "pair": [2, "b"],
+    }
+    assert CODEC.decode(json.loads(json.dumps(plain)), Outer) == value
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flag": 1}, "flag: 1 is no bool"),
+        ({"flag": None}, "flag: None is no bool"),
+        ({"pair": [True, "b"]}, "pair[0]: True is no int"),
+        ({"pair": [1.0, "b"]}, "pair[0]: 1.0 is no int"),
+        ({"pair": [1, 2]}, "pair[1]: 2 is no str"),
+        ({"inner": [{"fate": "eaten", "counts": {}}]}, "inner[0].fate: 'eaten' is not a valid Fate"),
+        ({"inner": [{"counts": {}}]}, "inner[0].fate: missing"),
+        ({"inner": [{"fate": "filtered", "counts": {"x": 1}}]}, "inner[0].counts: invalid literal"),
+        ({"inner": [{"fate": "filtered", "counts": []}]}, "inner[0].counts: [] is no dict"),
+        ({"inner": 3}, "inner: 'int' object is not iterable"),
+    ],
+)
+def test_garbage_is_named_with_its_place(change: dict[str, Any], message: str) -> None:
+    plain = CODEC.encode(Outer(inner=(), flag=True)) | change
+    with pytest.raises(ValueError) as said:  # noqa: PT011  its text is compared below
+        CODEC.decode(plain, Outer)
+    assert str(said.value).startswith(message)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("garbage", [None, 3, "text", [], ["flag"], {}])
+def test_what_is_no_record_at_all(garbage: Any) -> None:
+    for kind in (Outer, StepRecord, RunHeader):
+        with pytest.raises(ValueError) as said:  # noqa: PT011  whatever it says, it is one line
+            CODEC.decode(garbage, kind)
+        assert "\n" not in str(said.value)

@@ -1,0 +1,210 @@
+"""Files and folders appear whole or not at all: after failures, kills, and with two writers at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stores.errors import StoreError
+from stores.files import publish, replace_file, replace_folder, replace_text
+from stores.parameters import ParameterFolder
+from stores.trajectory import PolicyVersion
+
+REMEDY = "free space"
+
+
+def fails(error: Exception) -> Callable[[Path], None]:
+    """A writer that gets halfway."""
+
+    def write(part: Path) -> None:
+        (part / "half" if part.is_dir() else part).write_text("half")
+        raise error
+
+    return write
+
+
+def test_a_file_is_replaced_whole_in_a_folder_that_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.json"
+    replace_text(path, "one", REMEDY)
+    replace_text(path, "zwölf", REMEDY)
+    assert path.read_text(encoding="utf-8") == "zwölf"
+    assert os.listdir(path.parent) == ["a.json"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("replace", [replace_file, replace_folder])
+def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, replace: Callable[..., None]) -> None:
+    path = tmp_path / "a"
+    if replace is replace_file:
+        path.write_text("before")
+    else:
+        (path / "before").mkdir(parents=True)
+    full = OSError(28, "No space left on device", "/somewhere/.a.part")
+    with pytest.raises(StoreError) as said:
+        replace(path, fails(full), REMEDY)
+    assert str(said.value) == f"{path}: cannot be written: No space left on device; free space"
+    torch = RuntimeError("enforce fail at inline_container\nframe #0")
+    with pytest.raises(StoreError, match="cannot be written: enforce fail at inline_container; free space"):
+        replace(path, fails(torch), REMEDY, failures=(RuntimeError,))
+    with pytest.raises(KeyboardInterrupt):
+        replace(path, lambda part: signal.raise_signal(signal.SIGINT), REMEDY)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        replace(path, fails(RuntimeError("a fault of ours")), REMEDY)
+    assert os.listdir(tmp_path) == ["a"]
+    assert path.read_text() == "before" if path.is_file() else os.listdir(path) == ["before"]
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "a", Path("/proc/none/a"), tmp_path, tmp_path / ("long" * 100)):
+        with pytest.raises(StoreError, match=r"cannot be written: .*; free space") as said:
+            replace_text(path, "text", REMEDY)
+        assert "\n" not in str(said.value)
+    replace_text(tmp_path / ("é" * 120), "text", REMEDY)  # 240 bytes: its part's name is shorter
+
+
+def test_links_stay_links_and_devices_devices(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    replace_text(tmp_path / "link", "one", REMEDY)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "one"
+    (tmp_path / "null").symlink_to(os.devnull)
+    replace_text(tmp_path / "null", "one", REMEDY)
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        replace_folder(tmp_path / "a", lambda part, text=text: (part / text).write_text(text), REMEDY)  # type: ignore[misc]
+        assert os.listdir(tmp_path / "a") == [text]
+    assert os.listdir(tmp_path) == ["a"]
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "other").touch()
+    with pytest.raises(OSError, match="not empty"):
+        publish(tmp_path / "b", tmp_path / "a")
+
+
+def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsync of every file and folder inside, then the rename, then fsync of the folder that holds the name."""
+    said: list[tuple[str, Path]] = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(held: int) -> None:
+        said.append(("sync", Path(os.readlink(f"/proc/self/fd/{held}"))))
+        sync(held)
+
+    def replaced(self: Path, to: Path) -> Path:
+        said.append(("name", to))
+        return replace(self, to)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    replace_text(tmp_path / "a", "text", REMEDY)
+    assert [(what, p == tmp_path) for what, p in said] == [("sync", False), ("name", False), ("sync", True)]
+    said.clear()
+
+    def write(part: Path) -> None:
+        (part / "in").mkdir()
+        (part / "in" / "file").touch()
+
+    replace_folder(tmp_path / "b", write, REMEDY)
+    assert [what for what, _ in said] == ["sync", "sync", "sync", "name", "sync"]
+    said.clear()
+    replace_file(tmp_path / "c", Path.touch, REMEDY, flush=False)
+    assert [what for what, _ in said] == ["name"]
+
+
+def test_two_writers_do_not_meet(tmp_path: Path) -> None:
+    """Both are halfway at once; what is there at the end is whole."""
+    both = threading.Barrier(2, timeout=20)
+
+    def write(part: Path, text: str) -> None:
+        with part.open("w") as file:
+            file.write(text)
+            file.flush()
+            both.wait()
+            file.write(text)
+
+    threads = [
+        threading.Thread(target=replace_file, args=(tmp_path / "a", lambda part, t=text: write(part, t), REMEDY))  # type: ignore[misc]
+        for text in ("left", "right")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "a").read_text() in ("leftleft", "rightright")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from stores.files import replace_file, replace_folder
+
+def write(part):
+    (part / "half" if part.is_dir() else part).write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+{"file": replace_file, "folder": replace_folder}[sys.argv[1]](Path(sys.argv[2]), write, "")
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a"
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", KILLED, kind, str(path)], check=False, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+        (left,) = os.listdir(tmp_path)  # not two of them
+        assert left.startswith(".a.")
+    (tmp_path / ".a.part").mkdir()  # of somebody who names his own
+    if kind == "file":
+        replace_text(path, "whole", REMEDY)
+    else:
+        replace_folder(path, lambda part: (part / "whole").touch(), REMEDY)
+    assert sorted(os.listdir(tmp_path)) == [".a.part", "a"]
+
+
+def test_weights_that_stop_arriving_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"some"
+        raise OSError(28, "No space left on device")
+
+    folder = ParameterFolder(tmp_path / "weights")
+    with pytest.raises(StoreError, match=r"safetensors: cannot be written: No space left on device; free memory"):
+        folder.receive(PolicyVersion(3), chunks())
+    assert os.listdir(folder.folder) == [".owner"]
+
+
+OWN_WAYS = {
+    "stores/files.py": "the one way",
+    "pipeline/offline/exporting.py": "inside the folder that is published at the end",
+    "pipeline/offline/reprocessing.py": "code for a worker's import, in a temporary folder of its own",
+    "pipeline/runtime/resumption.py": "renames a whole file",
+    "tasks/training/emulated.py": "fills a part it is given",
+}
+"""Modules that write or rename files themselves, and why they may."""
+
+
+def test_nothing_else_writes_files_in_its_own_way() -> None:
+    writes = re.compile(r"\.write_text\(|\.write_bytes\(|\.rename\(|os\.replace\(|open\([^)]*[\"'][wx]b?[\"']")
+    root = Path(__file__).parents[2]
+    found = set()
+    for room in ("cli", "pipeline", "tasks", "stores"):
+        for module in (root / room).rglob("*.py"):
+            lines = module.read_text().splitlines()
+            if any(writes.search(line) and "part.write_text" not in line for line in lines):
+                found.add(str(module.relative_to(root)))
+    assert found - {"stores/parameters.py"} <= OWN_WAYS.keys()

@@ -1,0 +1,147 @@
+"""Metrics: each is declared once and shown by its declaration; tokens per second is one number wherever it is shown."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from pipeline.config import loading
+from pipeline.coordination.commands import Train
+from pipeline.jobs import summary
+from pipeline.jobs.summary import summarize
+from pipeline.runtime.actors import Actors
+from pipeline.runtime.driver import Driver
+from pipeline.runtime.outcomes import Outcomes
+from pipeline.scheduler import dashboard
+from pipeline.simulator.measure import measure, steady_tokens_per_s
+from pipeline.simulator.trace import Trace, TrainedStep
+from stores import metrics
+from stores.trajectory import PolicyVersion
+from tasks.actors.trainer import StepResult, Trainer
+from tasks.actors.trajectory_server import _batch_metrics
+from tasks.training.emulated import EmulatedTraining
+from tasks.training.packing import Row
+from tests.stores.store_conformance import ended
+from tests.tasks.test_numerics import trainer
+
+STEPS = [
+    {"step": 0.0, "response_tokens": 300.0, "elapsed_s": 10.0, "wait_s": 6.0, "train_s": 1.0, "publish_s": 1.0},
+    {"step": 1.0, "response_tokens": 100.0, "elapsed_s": 12.0, "wait_s": 0.0, "train_s": 1.0, "publish_s": 0.5},
+    {"step": 2.0, "response_tokens": 600.0, "elapsed_s": 20.0, "wait_s": 5.0, "train_s": 1.0, "publish_s": 1.0},
+]
+"""Steps that took longer than waiting, training and publishing: batches are fetched, too."""
+
+
+def test_a_step_counts_from_the_end_of_the_one_before() -> None:
+    rated = metrics.with_rates(STEPS)
+    assert [s["tokens_per_s"] for s in rated] == [30.0, 50.0, 75.0]
+    assert [s["step"] for s in rated] == [0.0, 1.0, 2.0]
+    assert metrics.with_rate(STEPS[2], rated[1]) == rated[2]
+    assert metrics.with_rates(rated) == rated
+    assert metrics.tokens_per_s(STEPS) == 1000 / 20
+    assert metrics.tokens_per_s([]) == 0.0
+    assert metrics.with_rate({"step": 4.0}, None)["tokens_per_s"] == 0.0  # of a store that did not keep the time
+
+
+def simulated() -> Trace:
+    """The same steps in virtual time."""
+    return Trace(
+        steps=[
+            TrainedStep(
+                step=int(s["step"]), ready_s=s["elapsed_s"] - 2, finished_s=s["elapsed_s"],
+                tokens=int(s["response_tokens"]), prefilled=1, context_tokens=1000.0, longest_tokens=9, longest_s=1.0,
+                staleness={0: 1},
+            )
+            for s in STEPS
+        ],
+        finished_s=21.0,
+    )  # fmt: skip
+
+
+def test_summary_and_simulation_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("")
+    config = loading.load(tmp_path / "job.toml", ("model.path=x", "steps=3", "staleness.eta=0"))
+    steps = [{**dict.fromkeys((m.name for m in metrics.STEP.values()), 0.0), **s} for s in metrics.with_rates(STEPS)]
+    outcomes = Outcomes(steps=steps, phases={"wall_s": 33.0})  # until the last commit was stored
+    assert summarize(config, outcomes, tmp_path / "none")["tokens_per_s"] == 50.0
+    measures = measure(config, simulated())
+    assert measures.tokens_per_s == 50.0
+    assert measures.steady_tokens_per_s == steady_tokens_per_s(STEPS, 0) == 700 / 10
+
+
+def test_the_page_in_docs_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    assert page.read_text() == metrics.page(), "python -m stores.metrics > docs/metrics.md"
+
+
+def test_names_are_unique_and_pictures_have_one_unit() -> None:
+    assert len({(m.kind, m.name) for m in metrics.METRICS}) == len(metrics.METRICS)
+    exported = [m.exported for m in metrics.METRICS if m.exported]
+    assert len(set(exported)) == len(exported)
+    assert metrics.axis("staleness", "staleness_mean", "staleness_max") == "staleness, versions"
+    assert metrics.axis("reward", "reward") == "reward"
+    with pytest.raises(ValueError, match="too many values"):
+        metrics.axis("both", "staleness_mean", "response_mean")
+    for series in (*dashboard.PICTURES.values(), summary.AGES, summary.LENGTHS):
+        assert metrics.axis("picture", *series)
+        assert all(metrics.STEP[name].label for name in series)
+
+
+class OneStep:
+    """The part of a run's actors that a driver needs for one training step: answers for the trainer with a result."""
+
+    def __init__(self, result: StepResult) -> None:
+        self.result = result
+        self.instances: dict[str, Any] = {}
+
+    def actor(self, name: str) -> str:
+        return name
+
+    async def ask(self, name: str, method: str, *arguments: Any, **options: Any) -> StepResult:
+        return self.result
+
+    def publish(self, result: StepResult) -> None:
+        pass
+
+    async def prune(self, ordered: set[PolicyVersion]) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_step_records_exactly_the_metrics_that_are_listed(tmp_path: Path) -> None:
+    """What the trajectory server, the trainer and the driver each add, in the order of a step."""
+    (tmp_path / "job.toml").write_text("")
+    config = loading.load(tmp_path / "job.toml", ("model.path=x", "steps=3"))
+    rng = np.random.default_rng(0)
+    settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
+
+    async def step() -> dict[str, float]:
+        trainer = Trainer(settings, str(tmp_path / "weights"), 1, 9.0, str(tmp_path / "points"), 0)
+        result = trainer._train(0, [Row.of(ended(rng, 1, 1))], fetch_s=0.5)
+        driver = Driver(config, cast(Actors, OneStep(result)), tmp_path, lambda *_: None)
+        await driver._train(Train(step=0, trajectories=(), versions=(), cause=""))
+        driver._after_training(result)
+        await asyncio.sleep(0)  # what it does beside
+        await trainer.close()
+        await driver.close()
+        return result.metrics
+
+    of_batch = _batch_metrics([ended(rng, 1, 1)], np.asarray([[1.0]]), np.asarray([[True]]))
+    recorded = asyncio.run(step())
+    assert not of_batch.keys() & recorded.keys()
+    assert of_batch.keys() | recorded.keys() == metrics.NAMES - metrics.DERIVED
+
+
+def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:
+    rows = [Row.of(ended(np.random.default_rng(0), 1, 1))]
+    row = replace(rows[0], prompt=np.asarray([3, 4], np.int32), response=np.asarray([5, 6], np.int32))
+    row = replace(row, behaviour=np.asarray([-1.0, -1.0], np.float32))
+    emulated = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0).build()
+    assert emulated.step(0, [row]).keys() == trainer(tiny_model).step(0, [row]).keys()

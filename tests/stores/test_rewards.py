@@ -1,0 +1,70 @@
+"""Which groups carry a signal: one answer for the filter, the metric and the comparison of branches."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import stores.rewards
+from pipeline.offline.differences import difference
+from pipeline.strategies.filtering import make_filtering
+from stores import branches
+from stores.base import RunHeader
+from stores.rewards import has_signal
+from stores.trajectory import Fate, GroupId
+from stores.versioned import VersionedStore
+from tasks.actors.trajectory_server import _batch_metrics
+from tasks.training.advantage import advantages
+from tests.stores.store_conformance import ended, record
+
+GROUPS = [
+    ([1.0, 0.0, 0.0], [True, True, True], True),
+    ([1.0, 1.0, 1.0], [True, True, True], False),
+    ([1.0, 1.0, 0.0], [True, True, False], False),
+    ([1.0, 0.0, 0.0], [True, False, False], False),
+    ([1.0, 0.0, 7.0], [True, True, False], True),
+    ([0.0, 0.0, 0.0], [False, False, False], False),
+    ([0.1 + 0.2, 0.3, 0.3], [True, True, True], False),
+]
+"""(rewards, whether each could be computed, whether there is a signal)."""
+
+
+def test_the_worked_example() -> None:
+    assert doctest.testmod(stores.rewards).failed == 0
+    assert not has_signal([]) and not has_signal([1.0])
+
+
+@pytest.mark.parametrize(("rewards", "valid", "expected"), GROUPS)
+def test_filter_metric_and_advantages_agree(rewards: list[float], valid: list[bool], expected: bool) -> None:
+    kept = [r for r, v in zip(rewards, valid, strict=True) if v]
+    assert (make_filtering("no_signal").verdict(kept) is None) is expected
+    rng = np.random.default_rng(0)
+    rows = [ended(rng, i, 1) for i in range(3)]
+    metrics = _batch_metrics(rows, np.asarray([rewards]), np.asarray([valid]))
+    assert metrics["groups_with_signal"] == float(expected)
+    estimate = advantages("dr_grpo", np.asarray([rewards]), np.asarray([valid]))
+    assert bool((np.abs(estimate) > 1e-9).any()) is expected
+
+
+def test_a_reward_that_failed_is_no_signal_gained(tmp_path: Path) -> None:
+    """Its row holds 0, which is no reward."""
+    header = RunHeader(run="r", eta=1, groups_per_step=1, group_size=3, members_started=3)
+    store = VersionedStore.create(tmp_path / "store", header)
+    rng = np.random.default_rng(0)
+    rows = [ended(rng, i, 1, Fate.CONSUMED, loss_mask=True) for i in range(3)]
+    store.commit(record(1), [replace(r, trajectory=replace(r.trajectory, group=GroupId(0), reward=1.0)) for r in rows])
+    for name, mask in (("failed", [True, True, False]), ("scored", [True, True, True])):
+        new = branches.Rewards(
+            rewards=np.asarray([1.0, 1.0, 0.0], np.float32),
+            advantages=np.zeros(3, np.float32),
+            loss_mask=np.asarray(mask),
+            errors={},
+        )
+        branches.derive(store, tmp_path / "store", name, new, {})
+    assert difference(tmp_path, "main", "failed").gained == ()
+    assert difference(tmp_path, "main", "scored").gained == (0,)
+    assert difference(tmp_path, "scored", "failed").lost == (0,)
