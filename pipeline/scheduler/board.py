@@ -91,7 +91,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """A call from a client. Unknown verbs are a newer client's: it is told so."""
         verbs: dict[str, Callable[..., Any]] = {
             "claim": self.claim, "release": self.release, "taken": self.taken, "dirty": self.dirty_of,
-            "seat": self.seat, "submit": self.submit, "report": self.report, "stop": self.ask_to_stop,
+            "slot": self.slot, "submit": self.submit, "report": self.report, "stop": self.ask_to_stop,
             "jobs": self.all_jobs, "lines": self.lines, "known": self.known,
         }  # fmt: skip
         if verb not in verbs:
@@ -141,7 +141,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             if (task := scheduler.tasks.get(KEY + id)) is not None:
                 task.worker_restrictions = None
 
-    def seat(self, id: str, address: str) -> bool:
+    def slot(self, id: str, address: str) -> bool:
         """Whether a job's driver may stay on the worker it has come to. If not, it is sent to a free one once it asks
         to be rescheduled."""
         taken = {*self.claims, *self.dirty}
