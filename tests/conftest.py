@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -18,6 +19,13 @@ slow_ok = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_
 settings.register_profile("ci", max_examples=200, deadline=None, suppress_health_check=slow_ok)
 settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=slow_ok)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what all imports have made: with torch loaded a full collection takes a second, and
+    closing an engine of transformers asks for two."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
