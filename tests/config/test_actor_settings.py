@@ -9,11 +9,12 @@ import pytest
 from pipeline.config import loading
 from pipeline.config.actor_settings import engine_settings, trainer_settings
 from tasks.engines.settings import ENGINES, EmulatedSettings, TransformersSettings, VllmSettings
+from tasks.seeds import engine_seed
 
 JOB = ("model.path=somewhere", "seed=3", "rollout.engine.max_running=7", "rollout.engine.page_tokens=8")
 MODEL = {
     "model": "somewhere", "dtype": "float32", "device": "auto", "temperature": 1.0, "max_running": 7,
-    "kv_tokens": 16384, "page_tokens": 8, "max_batch_tokens": 1024, "eos": (1, 2), "seed": 3002,
+    "kv_tokens": 16384, "page_tokens": 8, "max_batch_tokens": 1024, "eos": (1, 2), "seed": engine_seed(3, 2, 0, 0),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import stores.rewards
 from pipeline.offline.differences import difference
-from pipeline.strategies.filtering import make_filtering
+from pipeline.strategies.filtering import NoSignal
 from stores import branches
 from stores.base import RunHeader
 from stores.rewards import has_signal
@@ -41,7 +41,7 @@ def test_the_worked_example() -> None:
 @pytest.mark.parametrize(("rewards", "valid", "expected"), GROUPS)
 def test_filter_metric_and_advantages_agree(rewards: list[float], valid: list[bool], expected: bool) -> None:
     kept = [r for r, v in zip(rewards, valid, strict=True) if v]
-    assert (make_filtering("no_signal").verdict(kept) is None) is expected
+    assert (NoSignal().verdict(kept) is None) is expected
     rng = np.random.default_rng(0)
     rows = [ended(rng, i, 1) for i in range(3)]
     metrics = _batch_metrics(rows, np.asarray([rewards]), np.asarray([valid]))
