@@ -17,7 +17,7 @@ from pipeline.coordination.snapshot import Snapshot
 from pipeline.jobs.summary import step_line
 from pipeline.runtime.driver import Driver
 from pipeline.runtime.outcomes import Outcomes
-from pipeline.runtime.workers import ActorCluster
+from pipeline.runtime.workers import DaskWorkers
 from pipeline.scheduler import board
 
 REPORT_S = 0.5
@@ -72,7 +72,7 @@ class Reporter:
             for one in loggers:
                 one.removeHandler(handler)
 
-    async def attend(self, driver: Driver, cluster: ActorCluster) -> None:
+    async def attend(self, driver: Driver, cluster: DaskWorkers) -> None:
         """Beside the driver: report, and stop it when asked."""
         while True:
             state, why = "running", ""

@@ -12,9 +12,9 @@ from typing import Any
 from stores.errors import ActorLost, StaleflowError
 
 
-async def call(actor: Any, method: str, *args: Any, within_s: float, who: str) -> Any:
-    """What `actor.method(*args)` answers. Raises ActorLost if `who` does not answer in time or is gone; what the
-    method itself raised on purpose comes through as it is."""
+async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, limit: str = "") -> Any:
+    """Call `actor.method(*args)` and return its answer. Raises ActorLost if `who` does not answer in time or is gone;
+    a StaleflowError that the method raised passes through. limit: the knob that sets within_s, for the message."""
 
     async def answer() -> Any:
         return await getattr(actor, method)(*args)
@@ -24,6 +24,6 @@ async def call(actor: Any, method: str, *args: Any, within_s: float, who: str) -
     except StaleflowError:
         raise
     except TimeoutError:
-        raise ActorLost(f"{who} did not answer within {within_s:g} s") from None
+        raise ActorLost(f"{who} did not answer within {within_s:g} s" + (f" ({limit})" if limit else "")) from None
     except (OSError, RuntimeError) as error:
         raise ActorLost(f"{who} is gone: {error}") from error

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -65,17 +65,20 @@ class DrawnGroup:
 class TrajectoryServer:
     """The Dask actor. Idempotent where it is asked twice: draws are numbered, deliveries carry whole segments."""
 
+    stores: ClassVar[type[VersionedStore]] = VersionedStore
+    """What opens and creates the store."""
+
     def __init__(self, settings: ServerSettings, start_s: float) -> None:
         # Seconds since the run's start, as the driver counts them.
         self._epoch = time.monotonic() - start_s
         path = Path(settings.store)
-        stored = VersionedStore.open(path) if settings.resumed else None
+        stored = self.stores.open(path) if settings.resumed else None
         prompts = settings.prompts
         if stored is not None:
             prompts = replace(prompts, held_out=stored.header.held_out)
         self._settings = settings
         self._prompts: Prompts = prompts.build()
-        self._store = VersionedStore.create(path, settings.header) if stored is None else stored
+        self._store = self.stores.create(path, settings.header) if stored is None else stored
         self._live: dict[TrajectoryId, Trajectory] = {}
         self._records: dict[GroupId, Record] = {}
         self._num_drawn = 0
@@ -86,9 +89,9 @@ class TrajectoryServer:
         self._metrics: dict[int, dict[str, float]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
-    async def take_up(self) -> LedgerState:
-        """Go on with a stored run: what was in flight at its last commit is lost, and is committed as given up. Returns
-        the books after that. Done twice, it changes nothing."""
+    async def resume(self) -> LedgerState:
+        """Restore the counts of a stored run. What was in flight at its last commit is lost, and is committed as given
+        up. Returns the ledger's state after that. Must be the first call; idempotent."""
         records = self._store.steps()
         if not records:
             return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
