@@ -1,8 +1,8 @@
 """The rollout instance: one engine in one worker process, behind methods that only hand over and take.
 
-Invariants: a trajectory's tokens are with the trajectory server before the driver hears that it was sampled; a request
-is never sampled under a version older than its Route names (checked here, and not only
-decided elsewhere).
+Invariants: a trajectory's tokens are with the trajectory server before the driver hears that it was sampled; a response
+that has ended is never continued, even if its instance was lost before the driver heard of the end; a request is never
+sampled under a version older than its Route names (checked here, and not only decided elsewhere).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stores.errors import ProtocolViolation
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import call
 from tasks.engines.answering import answers
 from tasks.engines.base import Engine, EngineLoad, EngineSettings, Failed, Loaded, Request, Sampled
@@ -60,9 +60,12 @@ class RolloutInstance:
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._undelivered: list[Sampled | Failed] = []
+        self._whole: list[Sampled] = []
+        """Routed here, and found to have ended already."""
 
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
-        """Start sampling these, from the tokens the server holds. Those that ended meanwhile are left out."""
+        """Start sampling these, from the tokens the server holds. Trajectories that are no longer alive are left out;
+        responses that are whole already are answered as sampled."""
         payloads = await call(
             server, "payloads", tuple(i.trajectory for i in items), within_s=self._call_s, who="trajectory server"
         )
@@ -77,7 +80,12 @@ class RolloutInstance:
                         f"{self._instance} serves version {self._engine.version}, trajectory {item.trajectory} "
                         f"needs {item.version}"
                     )
-                prompt, sampled = payloads[item.trajectory]
+                prompt, sampled, finish = payloads[item.trajectory]
+                if finish is not FinishReason.UNFINISHED:
+                    self._whole.append(
+                        Sampled(trajectory=item.trajectory, epoch=item.epoch, segments=(), finish=finish)
+                    )
+                    continue
                 requests.append(
                     Request(
                         trajectory=item.trajectory,
@@ -112,9 +120,11 @@ class RolloutInstance:
 
     async def next_events(self, server: Any, timeout_s: float) -> list[Outcome]:
         """Long poll: what ended, as soon as something did; its tokens are with the server by then."""
-        if not self._undelivered:
+        if not self._undelivered and not self._whole:
             loop = asyncio.get_running_loop()
             self._undelivered = await loop.run_in_executor(self._waiting, self._engine.events, timeout_s)
+        whole, self._whole = self._whole, []
+        self._undelivered += whole
         outcomes = await self._deliver(server, self._undelivered)
         self._undelivered = []
         return outcomes

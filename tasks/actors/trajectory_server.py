@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from stores.trajectory import (
     AbortReason,
     Ended,
     Fate,
+    FinishReason,
     GroupId,
     PolicyVersion,
     Timings,
@@ -60,6 +61,15 @@ class DrawnGroup:
 
     group: GroupId
     prompt_tokens: int
+
+
+class Payload(NamedTuple):
+    """What a live trajectory consists of so far."""
+
+    prompt: tuple[int, ...]
+    sampled: tuple[int, ...]
+    finish: FinishReason
+    """UNFINISHED if sampling goes on after `sampled`; else it has ended by itself."""
 
 
 class TrajectoryServer:
@@ -158,17 +168,15 @@ class TrajectoryServer:
         """Texts of token ids."""
         return [self._prompts.text(r) for r in responses]
 
-    async def payloads(
-        self, trajectories: tuple[TrajectoryId, ...]
-    ) -> dict[TrajectoryId, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(prompt, tokens sampled so far) of those still alive."""
+    async def payloads(self, trajectories: tuple[TrajectoryId, ...]) -> dict[TrajectoryId, Payload]:
+        """The payloads of those still alive."""
         now = self._now()
         found = {}
         for member in trajectories:
             t = self._live.get(member)
             if t is not None:
                 self._live[member] = replace(t, timings=replace(t.timings, routed_s=t.timings.routed_s or now))
-                found[member] = (tuple(t.prompt_tokens.tolist()), tuple(t.response_tokens.tolist()))
+                found[member] = Payload(tuple(t.prompt_tokens.tolist()), tuple(t.response_tokens.tolist()), t.finish)
         return found
 
     async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
