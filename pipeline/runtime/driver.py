@@ -182,16 +182,21 @@ class Driver:
                 raise item
             if isinstance(item, StepResult):
                 item = self._after_training(item)
+                if self._stop_requested:  # before the version is announced: the next step could begin with it
+                    self._give_up_rest()
             if not isinstance(item, (Tick, InstanceReported)):
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
                 break
             self._check_progress(now_s() - last_progress)
-        # Redundancy may have left something in flight even after the last step.
-        self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
+        self._give_up_rest()
         step = self._coordinator.ledger.next_step
         self._commits.put_nowait(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+
+    def _give_up_rest(self) -> None:
+        """Have the coordinator give up what is in flight; redundancy may leave something even after the last step."""
+        self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
 
     def _check_progress(self, still_s: float) -> None:
         """Raise RunStuck if nothing has happened for longer than is allowed."""
