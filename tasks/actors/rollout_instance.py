@@ -66,9 +66,8 @@ class RolloutInstance:
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
         """Start sampling these, from the tokens the server holds. Trajectories that are no longer alive are left out;
         responses that are whole already are answered as sampled."""
-        payloads = await call(
-            server, "payloads", tuple(i.trajectory for i in items), within_s=self._call_s, who="trajectory server"
-        )
+        routed = tuple((i.trajectory, i.epoch) for i in items)
+        payloads = await call(server, "payloads", routed, within_s=self._call_s, who="trajectory server")
 
         def submit() -> None:
             requests = []

@@ -90,6 +90,8 @@ class TrajectoryServer:
         self._prompts: Prompts = prompts.build()
         self._store = self.stores.create(path, settings.header) if stored is None else stored
         self._live: dict[TrajectoryId, Trajectory] = {}
+        # Of each one's latest routing: what an instance of an earlier one still delivers is not taken.
+        self._epochs: dict[TrajectoryId, int] = {}
         self._records: dict[GroupId, Record] = {}
         self._num_drawn = 0
         # Ended since the last commit; the consumed ones under their step, in the trainer's order.
@@ -168,24 +170,27 @@ class TrajectoryServer:
         """Texts of token ids."""
         return [self._prompts.text(r) for r in responses]
 
-    async def payloads(self, trajectories: tuple[TrajectoryId, ...]) -> dict[TrajectoryId, Payload]:
-        """The payloads of those still alive."""
+    async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
+        """The payloads of those still alive, for (trajectory, epoch) of routings; deliveries of earlier epochs are
+        dropped from now on."""
         now = self._now()
         found = {}
-        for member in trajectories:
+        for member, epoch in routed:
             t = self._live.get(member)
             if t is not None:
+                self._epochs[member] = max(epoch, self._epochs.get(member, 0))
                 self._live[member] = replace(t, timings=replace(t.timings, routed_s=t.timings.routed_s or now))
                 found[member] = Payload(tuple(t.prompt_tokens.tolist()), tuple(t.response_tokens.tolist()), t.finish)
         return found
 
     async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
-        """Take what an instance sampled; returns each trajectory's tokens in all. Ended ones are dropped."""
+        """Take what an instance sampled; returns each trajectory's tokens in all. What belongs to ended trajectories is
+        dropped, and what comes from an instance that was given up after it was routed anew."""
         now = self._now()
         totals = {}
         for item in sampled:
             t = self._live.get(item.trajectory)
-            if t is None:
+            if t is None or item.epoch < self._epochs.get(item.trajectory, 0):
                 continue
             for segment in item.segments:
                 t = t.with_segment(segment)
@@ -228,6 +233,7 @@ class TrajectoryServer:
         """These ended without being trained on; the next commit stores them with their v_traj."""
         for ending, version in zip(endings, versions, strict=True):
             t = replace(self._live.pop(ending.trajectory), v_traj=version)
+            self._epochs.pop(ending.trajectory, None)
             self._ended.append(
                 Ended(trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False)
             )
@@ -292,6 +298,7 @@ class TrajectoryServer:
         ]
         for t in batch:
             del self._live[t.id]
+            self._epochs.pop(t.id, None)
         self._consumed[step] = consumed
         # Not before the batch leaves: the trainer waits for it.
         self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(

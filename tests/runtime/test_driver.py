@@ -11,6 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pipeline.runtime.driver import SCORE_BATCH
 from pipeline.runtime.resumption import Resumption
@@ -155,18 +157,29 @@ def test_a_loss_is_shown_while_the_run_goes_on(body: Body) -> None:
     assert run.losses_said.index(1) < len(run.losses_said) - 3
 
 
-def test_a_results_epoch_is_the_one_it_was_asked_for(body: Body) -> None:
-    """An old instance whose process goes on, and answers after it was given up, changes nothing."""
+async def no_nanny(run: Run) -> None:
+    run.workers.nanny = False
 
-    async def no_nanny(run: Run) -> None:
-        run.workers.nanny = False
 
-    faults = [Fault(actor="rollout-0", method="route", silent="after")]
-    run = body.run(*RETRY, world=long_ones(), faults=faults, meanwhile=no_nanny)
-    assert len(run.outcomes.losses) == 1
-    told = [e for _, e in run.events("TrajectorySampled")]
-    assert all(a.epoch >= 1 for a in told)
+def test_tokens_that_a_given_up_instance_delivers_late_are_not_stored_twice(body: Body) -> None:
+    """Its poll was under way, and so brings what is sampled elsewhere by then."""
+    faults = [Fault(actor="rollout-1", method="pull", nth=2, error=OSError("reset"))]
+    run = body.run("steps=4", world=long_ones(), faults=faults, meanwhile=no_nanny)
     run.check()
+    assert len(run.outcomes.losses) == 1
+
+
+@pytest.mark.parametrize("how", [{"late_s": 5.0}, {"error": OSError("reset")}], ids=["late", "reset"])
+@pytest.mark.parametrize("method", SHAPE)
+def test_an_instance_that_goes_on_after_it_was_given_up_changes_nothing(
+    body: Body, method: str, how: dict[str, Any]
+) -> None:
+    """Without a nanny its process lives; it samples what is sampled elsewhere too, and answers late."""
+    victim = busiest(body, method)
+    faults = [Fault(actor=victim, method=method, **how)]
+    run = body.run(*SHAPE[method], world=long_ones(), faults=faults, meanwhile=no_nanny)
+    run.check()
+    assert victim in run.outcomes.losses[0]
 
 
 # -- a reward worker is lost ---------------------------------------------------------------------------------------
@@ -536,3 +549,44 @@ def test_weights_that_are_not_those_of_the_stored_step_are_refused(body: Body) -
     error = run.raised()
     assert isinstance(error, StoreError)
     assert "version 2 is weights-2, its step published others; remove the damaged resume point" in str(error)
+
+
+# -- anything at once ----------------------------------------------------------------------------------------------
+
+WHATS: tuple[dict[str, Any], ...] = (
+    {"dies": "before"}, {"dies": "after"}, {"silent": "before"}, {"silent": "after"}, {"late_s": 0.5}, {"late_s": 2.0},
+    {"late_s": 6.0}, {"error": OSError("reset")},
+)  # fmt: skip
+VICTIMS = (*((f"rollout-{i}", method) for i in (0, 1) for method in SHAPE), ("reward-0", "score"))
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> Fault:
+    actor, method = draw(st.sampled_from(VICTIMS))
+    return Fault(actor=actor, method=method, nth=draw(st.integers(1, 6)), **draw(st.sampled_from(WHATS)))
+
+
+@settings(
+    max_examples=settings().max_examples // 4,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    shape=st.sampled_from([RETRY, REDUNDANT, LONG, ("steps=4",)]),
+    scripted=st.lists(faults(), min_size=1, max_size=4),
+    nanny=st.booleans(),
+)
+def test_whatever_goes_wrong_at_once_the_run_ends_well_or_with_one_story(
+    body: Body, shape: tuple[str, ...], scripted: list[Fault], nanny: bool
+) -> None:
+    async def set_nanny(run: Run) -> None:
+        run.workers.nanny = nanny
+
+    overrides = (*shape, "rollout.max_attempts=99", "reward.timeout_s=0.1")
+    run = body.run(*overrides, world=long_ones(), faults=scripted, meanwhile=set_nanny)
+    if run.error is None:
+        run.check()
+    else:
+        assert isinstance(run.error, ActorLost)
+        assert "\n" not in str(run.error)
+        run.check_kept()
