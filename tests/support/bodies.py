@@ -16,7 +16,7 @@ from pipeline.config.model_facts import ModelFacts
 from pipeline.config.schema import RunConfig
 from pipeline.coordination import journal
 from pipeline.coordination.snapshot import Snapshot
-from pipeline.runtime import actors, driver
+from pipeline.runtime import actors, driver, instance_link
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.resumption import Resumption
 from stores.base import StepRecord
@@ -58,12 +58,13 @@ stuck_s = 30
 """A job of three steps of four trajectories on two instances. No two deadlines are alike."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Runtime:
-    """The classes a run is made of; tests/runtime/test_mutations.py puts broken ones in their place."""
+    """The modules a run is made of; tests/runtime/mutations.py puts broken ones in their place."""
 
-    actors: type[actors.Actors] = actors.Actors
-    driver: type[driver.Driver] = driver.Driver
+    actors: Any = actors
+    instance_link: Any = instance_link
+    driver: Any = driver
 
 
 @dataclass
@@ -181,12 +182,25 @@ class Run:
 Script = Callable[[Run], Awaitable[None]]
 
 
+@dataclass(frozen=True)
+class Stage:
+    """The actors of a run, placed, and nobody who drives them."""
+
+    config: RunConfig
+    world: World
+    workers: InProcessWorkers
+    actors: Any
+
+
+FACTS = ModelFacts(context=1000, eos=(1,), nonce="0")
+
+
 class Body:
     """Makes runs in a folder, each in one of its own."""
 
     def __init__(self, folder: Path, runtime: Runtime | None = None) -> None:
         self._folder = folder
-        self._runtime = runtime or Runtime()
+        self.runtime = runtime or Runtime()
         self._numbers = itertools.count()
 
     def config(self, *overrides: str) -> RunConfig:
@@ -215,6 +229,30 @@ class Body:
         virtual_time.run(self._drive(run, meanwhile, resumption))
         return run
 
+    def place(
+        self,
+        script: Callable[[Stage], Awaitable[None]],
+        *overrides: str,
+        faults: Sequence[Fault] = (),
+        world: World | None = None,
+        hosts: Sequence[str] = ("one",),
+    ) -> Stage:
+        """Place the actors of a run, and have the script do with them what it wants to."""
+        config, world = self.config(*overrides), world or World()
+        workers = InProcessWorkers(world.actors, faults, hosts)
+
+        async def work() -> Stage:
+            stage = Stage(config, world, workers, self.runtime.actors.Actors(config, workers, config.run_dir, FACTS))
+            try:
+                await stage.actors.place_all(0.0)
+                await script(stage)
+            finally:
+                await stage.actors.close()
+                await workers.end()
+            return stage
+
+        return virtual_time.run(work())
+
     async def _drive(self, run: Run, meanwhile: Script | None, resumption: Resumption | None) -> None:
         loop = asyncio.get_running_loop()
 
@@ -222,9 +260,8 @@ class Body:
             run.said.append((loop.time(), snapshot, outcomes, doing))
             run.losses_said.append(len(outcomes.losses))
 
-        facts = ModelFacts(context=1000, eos=(1,), nonce="0")
-        run.actors = self._runtime.actors(run.config, run.workers, run.config.run_dir, facts)
-        run.driver = self._runtime.driver(run.config, run.actors, run.config.run_dir, progress, resumption)
+        run.actors = self.runtime.actors.Actors(run.config, run.workers, run.config.run_dir, FACTS)
+        run.driver = self.runtime.driver.Driver(run.config, run.actors, run.config.run_dir, progress, resumption)
         beside = asyncio.ensure_future(meanwhile(run)) if meanwhile is not None else None
         try:
             await run.driver.run()

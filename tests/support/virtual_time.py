@@ -3,7 +3,7 @@
 A deadline of a minute takes microseconds, and the order of what happens depends on nothing but the program. Invariants:
 - Time passes only while every task waits, and then exactly up to the earliest timer.
 - A loop in which every task waits and no timer runs would wait for ever: `run` raises Deadlock, naming the tasks and
-  the lines they wait on. So it does when the tasks keep each other busy and time stands still.
+  the lines they wait on. So it does when the tasks keep each other busy and time stands still, or goes on past LIMIT_S.
 - `run` leaves no task behind: tasks that outlive its coroutine raise LeftOver.
 - What is handed to an executor runs in the loop's own thread, one at a time an executor, in order. It takes no time,
   unless it returns a coroutine: then it takes as long as that. Like a thread it may outlive who started it.
@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 TURNS = 20_000
 """Turns of the loop without any time passing that count as no end: a run of thousands of events takes far fewer."""
+
+LIMIT_S = 3600.0
+"""Virtual seconds after which a run counts as one without end."""
 
 
 class Deadlock(AssertionError):
@@ -48,6 +51,9 @@ class _JumpingSelector(selectors.SelectSelector):
         if timeout:
             self.now_s += timeout
             self.turns = 0
+        if self.now_s > LIMIT_S:
+            self.now_s = 0.0  # for what ends the tasks
+            raise Deadlock(f"no end after {LIMIT_S:g} s")
         self.turns += 1
         if self.turns > TURNS:
             raise Deadlock(f"{TURNS} turns at {self.now_s:g} s and no end")
