@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any
 
 import pytest
@@ -66,10 +65,13 @@ def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another(bod
 # -- calling -------------------------------------------------------------------------------------------------------
 
 
+SILENT_SERVER = "server did not answer within 3 s (deadlines.call_s)"
+
+
 @pytest.mark.parametrize(
     ("limits", "seconds", "message"),
     [
-        ({}, 3, "server did not answer within 3 s (deadlines.call_s)"),
+        ({}, 3, SILENT_SERVER),
         ({"deadline": "train_s"}, 40, "server did not answer within 40 s (deadlines.train_s)"),
         ({"deadline": "call_s", "within_s": 4.0}, 4, "server did not answer within 4 s (deadlines.call_s)"),
         ({"within_s": 7.0}, 7, "server did not answer within 7 s"),
@@ -136,19 +138,16 @@ def test_an_instance_that_holds_other_weights_than_were_published_is_a_violation
     body.place(script, world=World(loads_wrong=True))
 
 
-def test_an_instance_whose_logprobs_are_off_is_named(body: Body, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_instance_whose_logprobs_are_off_is_named(body: Body) -> None:
     async def script(stage: Stage) -> None:
         await publish(stage, V1)
-        with caplog.at_level(logging.ERROR):
-            await stage.actors.pull(first(stage), V1)
+        await stage.actors.pull(first(stage), V1)
         assert first(stage).drift == pytest.approx(0.25)
         (alarm,) = stage.actors.alarms
         assert "rollout-0 at version 1: logprobs of the probe are up to 0.25 nats off" in alarm
         assert "rollout.drift_limit allows 0.2" in alarm
-        assert caplog.messages == [alarm]
 
     body.place(script, "rollout.drift_limit=0.2", world=World(drift=0.25))
-    body.place(lambda _: asyncio.sleep(0), "rollout.drift_limit=0.3", world=World(drift=0.25))
 
 
 def test_all_instances_that_serve_another_version_pull_it(body: Body) -> None:

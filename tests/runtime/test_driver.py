@@ -50,6 +50,10 @@ def test_the_same_run_twice_is_the_same_to_the_last_event(body: Body) -> None:
     assert first.entries == second.entries
 
 
+async def no_nanny(run: Run) -> None:
+    run.workers.nanny = False
+
+
 # -- a rollout instance is lost ------------------------------------------------------------------------------------
 
 SHAPE = {"route": RETRY, "interrupt": RETRY, "abort": REDUNDANT, "pull": RETRY, "next_events": RETRY, "report": RETRY}
@@ -150,15 +154,21 @@ def test_an_instance_that_is_lost_again_and_again_ends_the_run(body: Body) -> No
     run.check_kept()
 
 
+def test_a_lost_instance_that_goes_on_is_no_longer_listened_to(body: Body) -> None:
+    """Its process lives; from the moment of its loss on only what was under way comes to an end there."""
+    faults = [Fault(actor="rollout-1", method="pull", nth=2, error=OSError("reset"))]
+    run = body.run("steps=6", world=long_ones(), faults=faults, meanwhile=no_nanny)
+    run.check()
+    failed_s = [c.at_s for c in run.workers.calls if (c.actor, c.method) == ("rollout-1", "pull")][1]
+    assert all(c.at_s < failed_s + 0.01 for c in run.workers.calls if c.actor == "rollout-1")
+    assert run.ended_s > failed_s + 2
+
+
 def test_a_loss_is_shown_while_the_run_goes_on(body: Body) -> None:
     run = body.run("steps=6", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before")])
     run.check()
     assert 0 in run.losses_said
     assert run.losses_said.index(1) < len(run.losses_said) - 3
-
-
-async def no_nanny(run: Run) -> None:
-    run.workers.nanny = False
 
 
 def test_tokens_that_a_given_up_instance_delivers_late_are_not_stored_twice(body: Body) -> None:

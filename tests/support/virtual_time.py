@@ -23,7 +23,7 @@ T = TypeVar("T")
 TURNS = 20_000
 """Turns of the loop without any time passing that count as no end: a run of thousands of events takes far fewer."""
 
-LIMIT_S = 3600.0
+LIMIT_S = 600.0
 """Virtual seconds after which a run counts as one without end."""
 
 
