@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipeline.runtime.driver import SCORE_BATCH
 from pipeline.runtime.resumption import Resumption
 from stores.errors import ActorLost, ConfigError, RunStuck, StoreError
-from stores.trajectory import AbortReason, PolicyVersion
+from stores.trajectory import AbortReason, Fate, PolicyVersion
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World
@@ -43,6 +43,49 @@ def test_a_run_without_faults_does_its_steps_and_keeps_its_promises(body: Body) 
     assert run.outcomes.losses == []
     assert run.workers.actor("trainer").saved == [str(run.config.run_dir / "checkpoints" / "step-000003")]
     assert all(run.workers.actor(name).engine.closed for name in ("rollout-0", "rollout-1"))
+
+
+SHAPES = {
+    "synchronous": ("staleness.admission=synchronous", "rollout.synchronization=status"),
+    "two instances": ("staleness.eta=3", "rollout.routing=throughput_optimal", "reward.workers=2"),
+    "redundancy": ("batch.extra_groups=1", "batch.extra_members=1", "rollout.routing=round_robin"),
+    "credits": ("staleness.admission=credits", "staleness.alpha=2", "staleness.eta=2"),
+    "backlog": ("staleness.admission=backlog", "staleness.alpha=2"),
+    "one step": ("staleness.admission=one_step", "rollout.routing=random"),
+    "deadline": ("rollout.routing=deadline", "rollout.synchronization=hypothesis", "rollout.migration=largest_gain"),
+    "one instance": ("rollout.instances=1", "staleness.eta=0"),
+    "many instances": ("rollout.instances=7", "batch.groups_per_step=9", "reward.workers=3"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_other_shapes_keep_the_promise_too(body: Body, shape: str) -> None:
+    run = body.run("steps=5", "rollout.max_new_tokens=400", *SHAPES[shape], world=long_ones())
+    run.check()
+    header = run.store.header
+    assert header.eta == {"credits": 2, "backlog": 5}.get(shape, run.config.staleness.eta)
+    if shape == "synchronous":
+        assert {row.staleness for row in run.store.ended()} == {0}
+
+
+def test_stragglers_are_interrupted_and_go_on_elsewhere_from_their_tokens(body: Body) -> None:
+    run = body.run(*RETRY, world=long_ones())
+    run.check()
+    assert run.commands("Interrupt")
+    moved = [r for r in run.store.ended() if len({s.instance for s in r.trajectory.segments}) > 1]
+    assert moved, "no trajectory has segments of two instances"
+
+
+def test_groups_without_signal_are_dropped_and_replaced(body: Body) -> None:
+    run = body.run("batch.filtering=no_signal", world=World(length=lambda t: 6 + (t % 3) * (t % 4)))
+    run.check()
+    rows = list(run.store.ended())
+    assert {r.fate for r in rows} == {Fate.CONSUMED, Fate.FILTERED}
+    for group in {r.trajectory.group for r in rows}:
+        members = [r for r in rows if r.trajectory.group == group]
+        if AbortReason.RUN_ENDED not in {m.reason for m in members}:
+            signal_there = len({r.trajectory.reward for r in members}) > 1
+            assert signal_there == (members[0].fate is Fate.CONSUMED)
 
 
 def test_the_same_run_twice_is_the_same_to_the_last_event(body: Body) -> None:
@@ -233,12 +276,23 @@ def test_responses_are_scored_in_batches_and_by_all_workers(body: Body) -> None:
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_message(body: Body) -> None:
-    run = body.run(world=World(reward_error="KeyError: 'gold'"))
+    run = body.run(world=World(reward_error=lambda _: "KeyError: 'gold'"))
     error = run.raised()
     assert isinstance(error, ConfigError)
     assert "failed on 4 of 4 responses of step 0" in str(error)
     assert "KeyError: 'gold'" in str(error)
     run.check_kept()
+
+
+def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body) -> None:
+    world = World(reward_error=lambda text: "a third" if len(text) % 3 == 0 else "")
+    run = body.run("steps=4", "reward.max_error_share=1", world=world)
+    run.check()
+    rows = list(run.store.ended())
+    failed = [r for r in rows if r.trajectory.error]
+    assert 0 < len(failed) < len(rows)
+    assert all(not r.loss_mask and r.advantage == 0 and r.trajectory.error == "a third" for r in failed)
+    assert all(r.loss_mask for r in rows if not r.trajectory.error)
 
 
 # -- what cannot be replaced ---------------------------------------------------------------------------------------

@@ -50,8 +50,8 @@ class World:
     length: Callable[[int], int] = lambda trajectory: 8 + 5 * (trajectory % 4)
     """Tokens of a trajectory's response."""
     reward: Callable[[str], float] = lambda text: float(len(text) % 2)
-    reward_error: str = ""
-    """What scoring a response of the run fails with."""
+    reward_error: Callable[[str], str] = lambda text: ""
+    """What scoring a response fails with; empty if it does not."""
     train_s: float = 1.0
     publish_s: float = 0.1
     reward_s: float = 0.02
@@ -288,9 +288,8 @@ class VirtualRewardWorker(RewardWorker):
 
     async def score_texts(self, items: list[tuple[str, Any]]) -> list[ScoredResponse]:
         await asyncio.sleep(self._world.reward_s * len(items))
-        if self._world.reward_error:
-            return [ScoredResponse(reward=0.0, error=self._world.reward_error) for _ in items]
-        return [ScoredResponse(reward=self._world.reward(text)) for text, _ in items]
+        texts_errors = [(text, self._world.reward_error(text)) for text, _ in items]
+        return [ScoredResponse(reward=0.0 if e else self._world.reward(text), error=e) for text, e in texts_errors]
 
 
 # -- the trainer and the parameter server, played ----------------------------------------------------------------
