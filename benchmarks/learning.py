@@ -59,12 +59,17 @@ def main() -> None:
     parser.add_argument("--by", choices=SETTINGS, default="eta")
     parser.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--quick", action="store_true", help="one seed, two steps: whether it works")
     args = parser.parse_args()
+    prefix = "learning"
+    if args.quick:
+        args.seeds, prefix = args.seeds[:1], "learning-quick"
+        args.set += ["steps=2", "task.eval_prompts=8", "batch.groups_per_step=4"]
     print("| | before, sampled | after, sampled | after, greedy | mean staleness | seconds | audit |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for label, overrides in SETTINGS[args.by].items():
         results = [
-            one(args.job, f"learning-{label.replace(' ', '-')}-{s}", (f"seed={s}", *overrides, *args.set))
+            one(args.job, f"{prefix}-{label.replace(' ', '-')}-{s}", (f"seed={s}", *overrides, *args.set))
             for s in args.seeds
         ]
         before = [r["evaluations"][0]["sampled"] for r in results]

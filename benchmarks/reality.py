@@ -73,21 +73,21 @@ def with_latencies(config: RunConfig, measured: dict[str, float]) -> RunConfig:
     return dataclasses.replace(config, simulation=dataclasses.replace(config.simulation, **measured))
 
 
-def emulated() -> None:
+def emulated(quick: bool) -> None:
     """Latencies of this machine from a short run with one seed; a longer run with another seed is then foretold."""
-    short = loading.load(DEMO, ("name=reality-latencies", *EMULATED, "steps=12", "seed=1"))
+    short = loading.load(DEMO, ("name=reality-latencies", *EMULATED, f"steps={2 if quick else 12}", "seed=1"))
     real(short)
     measured = latencies(journal.read(short.run_dir / "events.jsonl"))
-    print("measured in a run of 12 steps with another seed:", {k: round(v, 4) for k, v in measured.items()})
-    config = loading.load(DEMO, ("name=reality-emulated", *EMULATED))
+    print("measured in a shorter run with another seed:", {k: round(v, 4) for k, v in measured.items()})
+    config = loading.load(DEMO, ("name=reality-emulated", *EMULATED, *(("steps=3",) if quick else ())))
     foretold = simulated(with_latencies(config, measured))
     summary = real(config)
     compare(summary, *foretold)
     print("cost model, measured over predicted:", summary["cost_model"]["measured_over_predicted"])
 
 
-def overhead() -> None:
-    config = loading.load(DEMO, OVERHEAD)
+def overhead(quick: bool) -> None:
+    config = loading.load(DEMO, (*OVERHEAD, *(("steps=2", "rollout.instances=2") if quick else ())))
     m, trace = simulated(config)
     summary = real(config)
     compare(summary, m, trace)
@@ -105,15 +105,17 @@ def overhead() -> None:
         print(f"  {part:7.2f} s  {part / wall_s:6.2%}  {what}")
 
 
-def transformers() -> None:
+def transformers(quick: bool) -> None:
     """The demo's job with one instance, foretold from `staleflow profile` of the engine, alone on the machine, and
     from `staleflow profile` of a short run with another seed, in which trainer, server and engine shared cores."""
-    overrides = ("steps=40", "rollout.instances=1", "task.eval_prompts=0", "cluster.dashboard=false")
+    overrides = (f"steps={3 if quick else 40}", "rollout.instances=1", "task.eval_prompts=0", "cluster.dashboard=false")
     config = loading.load(DEMO, ("name=reality-transformers", *overrides))
     alone, beside = Path("runs/reality-alone.json"), Path("runs/reality-beside.json")
     sets = [part for override in overrides for part in ("--set", override)]
-    profile.main([DEMO, *sets, "--steps", "24", "--out", str(alone)], standalone_mode=False)
-    short = loading.load(DEMO, ("name=reality-short", *overrides, "steps=20", "seed=1", f"profile={alone}"))
+    profile.main([DEMO, *sets, "--steps", "8" if quick else "24", "--out", str(alone)], standalone_mode=False)
+    short = loading.load(
+        DEMO, ("name=reality-short", *overrides, f"steps={3 if quick else 20}", "seed=1", f"profile={alone}")
+    )
     print("its decode steps, measured over profiled:", real(short)["cost_model"]["measured_over_predicted"])
     profile.main([str(short.run_dir), "--out", str(beside)], standalone_mode=False)
     measured = json.loads(beside.read_text())["latencies"]
@@ -129,7 +131,9 @@ def transformers() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("emulated", "overhead", "transformers"))
-    {"emulated": emulated, "overhead": overhead, "transformers": transformers}[parser.parse_args().what]()
+    parser.add_argument("--quick", action="store_true", help="few steps: whether it works")
+    args = parser.parse_args()
+    {"emulated": emulated, "overhead": overhead, "transformers": transformers}[args.what](args.quick)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100_096, help="trajectories, whole steps of the job")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--reward", default="task", help="task, math_verify, path/to/file.py:name, or module:name")
+    parser.add_argument("--quick", action="store_true", help="a small store")
     args = parser.parse_args()
+    if args.quick:
+        args.count = 2_048
     with tempfile.TemporaryDirectory() as folder:
         config = user_files.located(loading.load(args.job, (f"runs_dir={folder}", "name=large")))
         config.run_dir.mkdir()

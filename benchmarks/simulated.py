@@ -4,7 +4,7 @@
 
 writes simulated.json, simulated.md and two pictures. No baseline is weakened: where a rule has a knob it gets a small
 sweep and its best value counts, and every system keeps the KV cache over a weight update (rollout.on_pull = "keep").
-staleflow's row is one fixed setting for all models and workloads. --quick does one model at the small size.
+staleflow's row is one fixed setting for all models and workloads. --quick does a little of it: whether it works.
 """
 
 from __future__ import annotations
@@ -173,13 +173,13 @@ def best(results: list[dict[str, Any]], system: str) -> dict[str, Any]:
 
 
 SETTING = f"""\
-Setting: {GROUPS_AN_INSTANCE} groups of 8 a step for each instance, prompts of 512 tokens, responses cut at 16,000, at
-most 256 running an instance, the KV cache kept over weight updates. Training takes the rollout's physical minimum over
+Setting: {GROUPS_AN_INSTANCE} groups of 8 per step for each instance, prompts of 512 tokens, responses cut at 16,000, at
+most 256 running per instance, the KV cache kept over weight updates. Training takes the rollout's physical minimum over
 {TRAINER_SHARE:g}, on as many GPUs as rollout has; colocated, both use all of these GPUs in turn. Numbers are tokens
-trained on per second, as a ratio to the synchronous row, where rollout and training take turns on GPUs of their own. In
-brackets: the value that was best for the rule. `credits` drops what is too old, long responses above all; `backlog`
-(AReaL) trains it; staleflow waits for it, or, in the row "stragglers cut", ends the last unfinished responses of a step
-with the tokens they have once the trainer has waited a tenth of a step for them.
+trained on per second, as a ratio to the synchronous column, where rollout and training take turns on GPUs of their
+own. In brackets: the setting that was best for the rule. `credits` drops work that is too old, mostly long responses;
+`backlog` (AReaL) trains on it; staleflow waits for it, or, under "stragglers cut", ends the last unfinished responses
+of a step with the tokens they have once the trainer has waited a tenth of a step for them.
 """
 SHOWN = {
     "synchronous, colocated": "colocated",
@@ -196,7 +196,7 @@ def tables(results: list[dict[str, Any]]) -> str:
     lines = ["# Simulated: every strategy against every baseline", "", SETTING]
     for size in sorted({r["instances"] for r in results}):
         lines += [f"## {size} instances", "", *systems_table([r for r in results if r["instances"] == size]), ""]
-    lines += ["## What the bound brings, and routing", "", "16 instances, ratio to synchronous.", ""]
+    lines += ["## Gain of the bound and of routing", "", "16 instances, ratio to synchronous.", ""]
     lines += ["| model | workload | bound | " + " | ".join(ROUTINGS) + " | deadline |", "|---" * 8 + "|"]
     for own, model, workload in combinations([r for r in results if r["instances"] == 16]):
         base = best(own, "synchronous")["tokens_per_s"]
@@ -296,19 +296,20 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs"))
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="one model and workload, four instances, few steps")
     parser.add_argument("--resume", action="store_true", help="keep the rows that simulated.json has already")
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 128])
     args = parser.parse_args()
     models = ["7B"] if args.quick else list(MODELS)
-    sizes = [16] if args.quick else args.sizes
+    sizes = [4] if args.quick else args.sizes
+    workloads, steps = (list(WORKLOADS)[:1], 4) if args.quick else (list(WORKLOADS), STEPS)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "simulated.json"
     results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() and args.resume else []
     known = {key_of(r) for r in results}
     work = [
-        (model, workload, size, row, STEPS)
-        for size in sizes for model in models for workload in WORKLOADS for row in rows_of(size)
+        (model, workload, size, row, steps)
+        for size in sizes for model in models for workload in workloads for row in rows_of(size)
         if (size, model, workload, row.system, row.knob, row.eta) not in known
     ]  # fmt: skip
     begin = time.perf_counter()

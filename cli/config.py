@@ -1,4 +1,4 @@
-"""staleflow config explain CONFIG"""
+"""staleflow config explain CONFIG, staleflow config schema"""
 
 from __future__ import annotations
 
@@ -31,3 +31,12 @@ def explain(config_path: str, overrides: tuple[str, ...], as_json: bool) -> None
         limits = f" [{row.limits}]" if row.limits and row.limits != "derived" else ""
         click.echo(f"{mark} {row.key:<{width}}  {row.value!s:<24} {row.doc}{limits}")
     click.echo("\n* set by the file, = derived")
+
+
+@command.command("schema")
+def schema_command() -> None:
+    """The JSON Schema of job files. Editors check and complete a file whose first line is `#:schema PATH`."""
+    from pipeline.config.json_schema import json_schema
+    from pipeline.config.schema import RunConfig
+
+    click.echo(json.dumps(json_schema(RunConfig), indent=2))

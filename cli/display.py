@@ -1,4 +1,7 @@
-"""The live view of a run in a terminal; in a pipe, one line a step. Reads snapshots and decides nothing."""
+"""The live view of a run in a terminal; in a pipe, one line a step. Reads snapshots and decides nothing.
+
+Where the log is shown too (`-v`), it has these lines, and the view leaves them out.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +20,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.jobs.execution import RunEnd
 from pipeline.jobs.summary import step_line
+from pipeline.runtime.evaluation import Evaluation, not_comparable, shown
 from pipeline.runtime.outcomes import Outcomes
 
 BAR_CELLS = 24
@@ -25,10 +30,12 @@ BAR_CELLS = 24
 class Display:
     """Use as a context manager around a run."""
 
-    def __init__(self, config: RunConfig, *, quiet: bool) -> None:
+    def __init__(self, config: RunConfig, *, quiet: bool, verbosity: int = 0) -> None:
+        """quiet: print nothing by itself. verbosity: of the log that is shown on `console` beside the view."""
         self._config = config
         self._quiet = quiet
-        self._console = Console(stderr=True)
+        self._verbosity = verbosity
+        self.console = Console(stderr=True)
         self._live: Live | None = None
         self._num_printed = 0
         self._num_evaluated = 0
@@ -36,8 +43,9 @@ class Display:
         self._begin = time.monotonic()
 
     def __enter__(self) -> Display:
-        if not self._quiet and self._console.is_terminal:
-            self._live = Live(Text("starting ..."), console=self._console, refresh_per_second=4, transient=True)
+        # With -vv Dask's processes log too, and would write across a live view.
+        if not self._quiet and self.console.is_terminal and self._verbosity < 2:
+            self._live = Live(Text("starting ..."), console=self.console, refresh_per_second=4, transient=True)
             self._live.__enter__()
         return self
 
@@ -49,7 +57,7 @@ class Display:
 
     def announce(self, line: str) -> None:
         if not self._quiet:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def progress(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
         """Show where the run stands. `doing` names a phase outside training; empty keeps the last."""
@@ -57,19 +65,20 @@ class Display:
             return
         if doing:
             self._doing = doing
-            if self._live is None:
-                self._console.print(
+            if self._live is None and not self._verbosity:
+                self.console.print(
                     f"[{time.monotonic() - self._begin:6.1f} s] {doing}", highlight=False, markup=False, soft_wrap=True
                 )
         if self._live is not None:
             self._live.update(self._picture(snapshot, outcomes))
         for evaluation in outcomes.evaluations[self._num_evaluated :]:
-            self.announce(evaluation.line)
+            if not self._verbosity:
+                self.announce(evaluation.line)
         self._num_evaluated = len(outcomes.evaluations)
         for step in outcomes.steps[self._num_printed :]:
             self._doing = "training"
-            if self._live is None:
-                self._console.print(step_line(step, self._config.steps), highlight=False, markup=False, soft_wrap=True)
+            if self._live is None and not self._verbosity:
+                self.console.print(step_line(step, self._config.steps), highlight=False, markup=False, soft_wrap=True)
         self._num_printed = len(outcomes.steps)
 
     def _picture(self, snapshot: Snapshot, outcomes: Outcomes) -> Group:
@@ -113,15 +122,19 @@ class Display:
 
     def summarize(self, end: RunEnd) -> None:
         """The end of a run, and how to look at it."""
-        console, summary = self._console, end.summary
+        console, summary = self.console, end.summary
         rows: Any = summary["evaluations"]
+        evaluations = [Evaluation.from_json(row) for row in rows]
         table = Table(title=f"{self._config.name}: {summary['steps']} steps")
-        for column in ("held-out reward", "at temperature", "greedy"):
+        for column in ("held-out reward", "at temperature", "greedy", "over"):
             table.add_column(column)
-        for row in rows:
-            table.add_row(f"version {row['version']}", f"{row['sampled']:.3f}", f"{row['greedy']:.3f}")
+        for e in evaluations:
+            sampled, greedy = shown(e.sampled, e.sampled_stderr), shown(e.greedy, e.greedy_stderr)
+            table.add_row(f"version {e.version}", sampled, greedy, escape(e.basis))
         if rows:
             console.print(table)
+        for line in not_comparable(evaluations):
+            console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
         seconds: Any = summary["seconds"]
         overhead: Any = summary["overhead"]
         console.print(

@@ -55,12 +55,12 @@ def submit(config_path: str, overrides: tuple[str, ...], name: str, where: Where
     """Hand a job to a Dask cluster and print its id. It goes on when you leave."""
     from pipeline.config import loading, user_files
     from pipeline.jobs import submission
-    from pipeline.jobs.run_folder import refuse_taken
+    from pipeline.runtime.run_folder import refuse_taken
 
     if name:
         overrides = (*overrides, f"name={name}")
     config = user_files.located(loading.load(config_path, overrides))
-    refuse_taken(config)
+    refuse_taken(config.run_dir)
     told(config, asyncio.run(submission.submit(config, where)))
 
 

@@ -46,9 +46,9 @@ def worked_on(function: Command) -> Command:
 def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, where: Where) -> None:
     """Score the stored responses again, with Dask, onto a branch. Exit code 1 if the reward function failed on some."""
     quietly()
-    from pipeline.jobs.run_folder import only_here
     from pipeline.offline import reprocessing
     from pipeline.offline.pool import pool_at
+    from pipeline.runtime.run_folder import only_here
 
     open_store(Path(run))
     with only_here(Path(run)), pool_at(where, workers) as pool, progress_bar("scored", quiet=as_json) as progress:
@@ -107,9 +107,9 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
     """Read the stored responses under any checkpoint: how far it is from what sampled them, by staleness."""
     quietly()
-    from pipeline.jobs.run_folder import only_here
     from pipeline.offline import rescoring
     from pipeline.offline.pool import pool_at
+    from pipeline.runtime.run_folder import only_here
 
     open_store(Path(run))
     # A branch is a commit, and a run that is under way commits, too; reading disturbs nobody.

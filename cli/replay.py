@@ -15,10 +15,10 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(run: str, trajectory: int | None, as_json: bool) -> None:
     """Feed a run's recorded events to a fresh coordinator: it must answer with exactly the recorded commands."""
-    from pipeline.config import loading
     from pipeline.config.deciding import make_coordinator
     from pipeline.coordination import journal
     from pipeline.runtime.resumption import parts
+    from pipeline.runtime.run_folder import load_job
     from stores.errors import ConfigError
     from stores.trajectory import TrajectoryId
 
@@ -28,7 +28,7 @@ def command(run: str, trajectory: int | None, as_json: bool) -> None:
     story: list[str] = []
     result = journal.Replay(num_events=0, num_commands=0, difference="")
     for config, events in parts(folder):
-        coordinator = make_coordinator(loading.load(config))
+        coordinator = make_coordinator(load_job(folder, file=config.name))
         result += journal.replay(coordinator, journal.read(events))
         if trajectory is not None:
             story += coordinator.story(TrajectoryId(trajectory))

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @click.argument("run", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Where and how long: cluster, steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, and no progress.")
-@click.option("-v", "--verbose", is_flag=True, help="Log what happens.")
+@click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
 @cluster_options
-def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: bool, where: Where) -> None:
+def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, where: Where) -> None:
     """Go on with a run that was stopped, killed, or is to train further, from its newest resume point. With a cluster
     named it is submitted there."""
     from pipeline.runtime import resumption

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -19,31 +18,32 @@ if TYPE_CHECKING:
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, and no progress.")
-@click.option("-v", "--verbose", is_flag=True, help="Log what happens.")
-def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose: bool) -> None:
+@click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
+def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose: int) -> None:
     """Run a job from start to end. Ctrl-C stops it cleanly; what was stored stays."""
     from pipeline.config import loading
 
     carry_out(loading.load(config_path, overrides), as_json=as_json, verbose=verbose, resume=False)
 
 
-def carry_out(config: RunConfig, *, as_json: bool, verbose: bool, resume: bool) -> None:
-    """Run a job with a live view, or go on with it; ends the process with 130 if it was stopped."""
+def carry_out(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
+    """Run a job with a live view, or go on with it; ends the process with 130 if it was stopped. verbose: see
+    cli/verbosity.py."""
     # Before torch is loaded anywhere below: its thread pools spin on shared cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Dask's comings and goings at start and end are no news; read by it when it is imported, here and in workers.
-    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info" if verbose else "critical")
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.ERROR, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    # Dask's comings and goings at start and end are no news, and its processes write across a live view; read by it
+    # when it is imported, here and in workers.
+    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info" if verbose > 1 else "critical")
 
     from cli.display import Display
+    from cli.verbosity import logging_to
     from pipeline.jobs.execution import execute
 
-    with Display(config, quiet=as_json) as display:
+    display = Display(config, quiet=as_json, verbosity=verbose)
+    with display, logging_to(display.console, verbose):
         end = asyncio.run(execute(config, display.progress, display.announce, resume=resume))
     if as_json:
         click.echo(json.dumps(end.summary, indent=2))

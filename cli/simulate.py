@@ -134,7 +134,13 @@ def swept(sweeps: tuple[str, ...]) -> list[Variant]:
         axes.append([f"{key}={value}" for value in values.split(",")])
     if not axes:
         return [Variant("the job", ())]
-    return [Variant(" ".join(o.rpartition(".")[2] for o in chosen), chosen) for chosen in itertools.product(*axes)]
+    return [Variant(" ".join(map(_short, chosen)), chosen) for chosen in itertools.product(*axes)]
+
+
+def _short(override: str) -> str:
+    """`key=value` without the tables of the key."""
+    key, _, value = override.partition("=")
+    return f"{key.rpartition('.')[2]}={value}"
 
 
 def simulate_one(config: RunConfig) -> tuple[Measures, Trace]:

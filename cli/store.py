@@ -37,7 +37,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(runs_dir: str, as_json: bool) -> None:
     """The runs in a folder."""
-    from pipeline.jobs.run_folder import list_runs
+    from pipeline.runtime.run_folder import list_runs
     from stores.errors import StaleflowError
 
     rows = []

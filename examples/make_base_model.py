@@ -1,9 +1,8 @@
-"""Make the demo's base model: a 0.6M-parameter Llama that has read noisy worked examples of running sums.
+"""Make the demo's base model: a 0.6M-parameter Llama pretrained on noisy worked examples of running sums.
 
-The examples write each step out (`7+8=15;15-9=6;so6.`), so responses have different lengths. Their author is careless:
-in four of five carries and borrows the carry is forgotten, and the mistake is carried on. The model learns both the
-right rule and the slip, and starts out right less than half of the time; reinforcement learning has to find out which
-is which.
+The examples write out each step (`7+8=15;15-9=6;so6.`), so responses differ in length. In about four of five steps any
+carry or borrow is forgotten, and later steps continue with the wrong result. The model learns both the right rule and
+the mistake, and is right less than half of the time at first; reinforcement learning has to tell them apart.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 INSTRUCTION = "State the final answer to the following arithmetic problem:"
 SYMBOLS = ["<pad>", "<eos>", "<unk>", INSTRUCTION, *"0123456789+-=;.", "so"]
 TASK = {"min_terms": 4, "max_terms": 6, "min_digits": 1, "max_digits": 1}
-"""Of reasoning-gym's chain_sum; examples/demo.toml trains on the same."""
+"""Options of reasoning-gym's chain_sum, the same as in examples/demo.toml."""
 SLIP = 0.82
-"""How often the examples forget a carry or borrow."""
+"""Share of steps in which the examples forget carries and borrows."""
 FIRST_SEED = 1
-"""Of the examples. The run draws its prompts with other seeds."""
+"""Seed of the examples. The run draws its prompts with other seeds."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a digit and sign, one for the instruction; white space is dropped."""
+    """A tokenizer with one token per digit and sign and one for the instruction; white space is dropped."""
     vocabulary = {symbol: i for i, symbol in enumerate(SYMBOLS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     pattern = Regex(rf"{INSTRUCTION}|so|\S")
@@ -42,7 +41,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def careless(x: int, y: int) -> int:
-    """x + y as someone computes it who forgets every carry and borrow.
+    """x + y with every carry and borrow forgotten.
 
     >>> careless(17, 8), careless(12, -5)
     (15, 17)
@@ -57,7 +56,7 @@ def careless(x: int, y: int) -> int:
 
 
 def worked_example(expression: str, rng: random.Random, slip: float) -> str:
-    """All steps of a sum, and the answer they lead to."""
+    """All steps of a sum and the resulting answer. slip: probability that a step is computed carelessly."""
     terms = expression.split()
     total, lines = int(terms[0]), []
     for sign, term in zip(terms[1::2], terms[2::2], strict=True):
@@ -69,7 +68,7 @@ def worked_example(expression: str, rng: random.Random, slip: float) -> str:
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(input ids, labels), each [size, L]; only the worked example is learned, not the question."""
+    """Endless (input ids, labels), each [size, L]; labels cover only the worked example, not the question."""
     rng = random.Random(seed)
     dataset = reasoning_gym.create_dataset("chain_sum", size=10**9, seed=FIRST_SEED, **TASK)
     index = 0
@@ -98,7 +97,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if (args.out / "model.safetensors").exists():
-        print(f"{args.out} is there already")
+        print(f"{args.out} already exists")
         return
     torch.manual_seed(args.seed)
     torch.set_num_threads(os.cpu_count() or 1)

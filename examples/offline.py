@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A stored run, months later
 #
-# Every trajectory of a run is in its store: tokens, behaviour logprobs, the policy version of each token, rewards, and
-# what became of it. This walks through what can be done with them: cell by cell in an editor or notebook that knows
-# `# %%`, or all at once, `RUN=runs/demo python examples/offline.py`. Each step also is a command; the titles name them.
+# Every trajectory of a run is in its store: tokens, behaviour logprobs, the policy version of each token, rewards and
+# its fate. This file shows what can be done with them. Run it cell by cell in an editor or notebook that supports
+# `# %%`, or as a whole with `RUN=runs/demo python examples/offline.py`. Titles name the equivalent commands.
 
 # %%
 import os
@@ -24,7 +24,7 @@ shutil.rmtree(results, ignore_errors=True)
 results.mkdir()
 
 # %% [markdown]
-# ## What is there, and is it sound? (`store show`, `store audit`)
+# ## What is stored, and is it consistent? (`store show`, `store audit`)
 
 # %%
 store = VersionedStore.open(run / "store")
@@ -32,7 +32,7 @@ steps = [record for record in store.steps() if record.kind == "step"]
 print(f"{run}: {len(steps)} steps, bound eta = {store.header.eta}; audit clean: {audit(store).clean}")
 
 # %% [markdown]
-# Any step's batch, as it was then: bit for bit what the trainer received. (`store show --at-step K`)
+# The batch of any step, bit for bit as the trainer received it (`store show --at-step K`).
 
 # %%
 last = steps[-1]
@@ -44,8 +44,8 @@ print(f"step {last.step} consumed {len(batch)} trajectories, fingerprint {last.b
 # %% [markdown]
 # ## As a table
 #
-# A row a trajectory, read block by block where it is computed: the store may be larger than memory. Without a client
-# Dask computes in this process; with `Client("tcp://head:8786")` on a cluster.
+# One row per trajectory, read block by block by the workers, so the store may be larger than memory. Without a client
+# Dask computes in this process; with `Client("tcp://head:8786")` it computes on a cluster.
 
 # %%
 frame = store.to_dask()
@@ -55,7 +55,7 @@ print(trained.groupby("staleness")[["reward", "response_tokens"]].mean().compute
 # %% [markdown]
 # ## As arrays
 #
-# Tokens lie side by side over a dimension of their own; `mask` is 1 where the loss was taken.
+# Tokens are one after another along a dimension of their own; `mask` is 1 for tokens in the loss.
 
 # %%
 data = store.to_xarray()
@@ -63,7 +63,7 @@ surprise = -data.logprobs.where(data.mask == 1).mean().compute()
 print(f"mean surprise of a trained token when it was sampled: {float(surprise):.3f} nats")
 
 # %% [markdown]
-# ## The ones to read (`store show --worst 2`)
+# ## Trajectories worth reading (`store show --worst 2`)
 
 # %%
 for seen in views.view(run, store, views.ranked(store, "worst", 2, f"step == {last.step}")):
@@ -72,21 +72,21 @@ for seen in views.view(run, store, views.ranked(store, "worst", 2, f"step == {la
 # %% [markdown]
 # ## Another reward, on a branch (`store reprocess`, `store diff`)
 #
-# Nothing stored is overwritten. The branch says which function made it, with the hash of its file.
+# Nothing stored is overwritten. The branch records the function that made it and the hash of its file.
 
 # %%
-client = Client(processes=False, dashboard_address=None)  # this process; on a cluster its address
+client = Client(processes=False, dashboard_address=None)  # in this process; for a cluster, give its address
 pool = Pool(client, shared=False)
 branch = f"strict-{len(store.steps())}-{os.getpid()}"
 made = reprocessing.reprocess(run, "examples/strict_reward.py:score", branch, pool)
 print(f"mean reward {made.mean_before:.3f} -> {made.mean_after:.3f}")
 changed = differences.difference(run, "main", branch)
-print(f"{changed.changed} of {changed.trajectories} rewards differ, {len(changed.flipped)} groups rank otherwise")
+print(f"{changed.changed} of {changed.trajectories} rewards differ, {len(changed.flipped)} groups rank differently")
 
 # %% [markdown]
 # ## How far has the policy moved? (`store rescore-logprobs`)
 #
-# The last checkpoint reads what older versions sampled.
+# Logprobs of the last checkpoint for responses that older versions sampled.
 
 # %%
 checkpoint = max((run / "checkpoints").iterdir())
@@ -94,7 +94,7 @@ for at in rescoring.rescore(run, str(checkpoint), pool, where=f"step >= {last.st
     print(f"staleness {at.staleness}: KL {at.kl:.2g} nats, effective sample size {at.ess_tokens:.0%} of the tokens")
 
 # %% [markdown]
-# ## For others to read (`store export`)
+# ## Sharing the data (`store export`)
 
 # %%
 written = exporting.export(run, "hf", results / "dataset", pool, where="reward > 0")
@@ -103,8 +103,8 @@ print(f"{written.rows} trajectories for datasets.load_dataset({written.path!r})"
 # %% [markdown]
 # ## Training without sampling (`train-offline`)
 #
-# Over everything, with nothing changed, this gives the run's own weights again, bit for bit. Here it is with the other
-# reward, and only on what was nearly fresh.
+# On all data, with nothing changed, this reproduces the run's own weights bit for bit. Here it trains with the other
+# reward, and only on trajectories of staleness 0 and 1.
 
 # %%
 end = training.train_offline(run, results / "policy", pool, branch=branch, where="staleness <= 1")
@@ -117,4 +117,4 @@ client.close()
 # %% [markdown]
 # ## What if? (`staleflow simulate --from RUN --sweep staleness.eta=0,1,2`)
 #
-# The stored lengths and the measured latencies under another bound, in virtual time, from the command line.
+# From the command line: the stored lengths and measured latencies under another bound, in virtual time.

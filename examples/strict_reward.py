@@ -1,4 +1,4 @@
-"""A reward of one's own for the demo's task: right or not, less a little for each letter beyond the answer's need."""
+"""A user-defined reward for the demo's task: 1 if the extracted answer is right, else 0, with its parts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Any
 
 
 def score(answer: str, record: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    """The reward and its parts. answer: what `task.answer_pattern` found, or all of the response."""
+    """Reward and its parts by name. answer: what `task.answer_pattern` matched, or the whole response."""
     right = float(answer.strip() == str(record["answer"]).strip())
     return right, {"right": right, "letters": float(len(answer))}

@@ -14,10 +14,6 @@ class ConfigError(StaleflowError, ValueError):
     """The input is wrong: one line saying what, where, the limit and the remedy. The command exits with 2."""
 
 
-class TrajectoryError(StaleflowError, RuntimeError):
-    """One trajectory failed: record it and go on."""
-
-
 class ActorLost(StaleflowError, ConnectionError):
     """An actor is gone: replace it, requeue its work."""
 

@@ -1,8 +1,8 @@
-"""Weights by policy version: one contiguous safetensors file a version in a folder in memory, one folder a host.
+"""Weights by policy version: one contiguous safetensors file per version in an in-memory folder, one folder per host.
 
-A version is published by rename, so a reader sees all of it or nothing. Its fingerprint is computed over names, shapes
-and bytes of the tensors themselves, on the publisher's model and again on what an instance has loaded: equal
-fingerprints mean equal weights in place, whatever lay between.
+A version is published by rename, so a reader sees all of it or nothing. Its fingerprint is computed from the names,
+shapes and bytes of the tensors, on the publisher's model and again on what an instance has loaded: equal fingerprints
+mean equal weights, however they were transferred.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def fingerprint(tensors: Tensors) -> str:
-    """32 hex digits over names, shapes, dtypes and bytes, in name order."""
+    """Hash of the tensors' names, shapes, dtypes and bytes in name order: 32 hex digits."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous().cpu()
@@ -39,7 +39,7 @@ def fingerprint(tensors: Tensors) -> str:
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a published file."""
+    """The tensors of a published file. Raises StoreError."""
     try:
         return dict(load_file(path))
     except (OSError, ValueError, SafetensorError) as error:
@@ -51,7 +51,7 @@ def shapes(tensors: Tensors) -> Shapes:
 
 
 def read_shapes(path: Path) -> Shapes:
-    """Names and shapes of a published file, without its tensors."""
+    """Tensor names and shapes of a published file, without reading the tensors. Raises StoreError."""
     try:
         with safe_open(path, "pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -60,23 +60,23 @@ def read_shapes(path: Path) -> Shapes:
 
 
 def check_shapes(held: Shapes, loaded: Shapes, path: Path) -> None:
-    """Raise before anything is overwritten if a tensor is missing, unknown or of another shape."""
+    """Raise StoreError if a loaded tensor is missing, unknown or of another shape. Call before overwriting anything."""
     if held.keys() != loaded.keys():
         differing = sorted(held.keys() ^ loaded.keys())
-        raise StoreError(f"{path}: tensors differ from the model's, first {differing[0]} of {len(differing)}")
+        raise StoreError(f"{path}: {len(differing)} tensors differ from the model's, the first is {differing[0]}")
     for name, shape in held.items():
         if shape != loaded[name]:
-            raise StoreError(f"{path}: {name} is {loaded[name]}, the model's is {shape}")
+            raise StoreError(f"{path}: {name} has shape {loaded[name]}, the model's has {shape}")
 
 
 OWNER = ".owner"
-"""A file in each folder that its users hold a shared lock on for as long as they live, however they end."""
+"""A file in each folder on which every user holds a shared lock; the lock is released however the process ends."""
 FOLDER_PREFIX = "staleflow-"
-"""How folders in shared memory are named, so that the ones a killed run left behind can be told and removed."""
+"""Prefix of the folders in shared memory, by which those that a killed run left behind are found and removed."""
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the folders below `parent` whose users are all gone; returns them. Safe while other runs start."""
+    """Remove the folders below `parent` that no process uses any more; returns them. Safe while other runs start."""
     gone = []
     for owner in parent.glob(f"{FOLDER_PREFIX}*/{OWNER}"):
         with contextlib.suppress(OSError), owner.open("rb") as file:
@@ -87,7 +87,7 @@ def sweep(parent: Path) -> list[Path]:
 
 
 class ParameterFolder:
-    """One host's published versions. Whoever holds one keeps the folder from being swept."""
+    """One host's published versions. While this object exists, `sweep` does not remove the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,7 +97,7 @@ class ParameterFolder:
             fcntl.flock(owner, fcntl.LOCK_SH)
         except OSError as error:
             raise StoreError(
-                f"{folder}: cannot be made: {error}; set cluster.shared_memory to another folder"
+                f"{folder}: cannot be created: {error}; set cluster.shared_memory to another folder"
             ) from error
         # The lock ends with this object or with the process, whichever comes first.
         self._release = weakref.finalize(self, os.close, owner)
@@ -109,7 +109,7 @@ class ParameterFolder:
         return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.safetensors"))
 
     def publish(self, version: PolicyVersion, tensors: Tensors) -> Path:
-        """Write a version and make it visible at once."""
+        """Write a version and make it visible atomically. Raises StoreError."""
         part = self._part(version)
         try:
             save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, part)
@@ -120,7 +120,7 @@ class ParameterFolder:
         return self.path(version)
 
     def receive(self, version: PolicyVersion, chunks: Iterable[bytes]) -> Path:
-        """Write a version that comes from another host in pieces, and make it visible at once."""
+        """Write a version received from another host in chunks, and make it visible atomically."""
         part = self._part(version)
         with part.open("wb") as file:
             for chunk in chunks:
@@ -129,13 +129,13 @@ class ParameterFolder:
         return self.path(version)
 
     def read_chunk(self, version: PolicyVersion, offset: int, size: int) -> bytes:
-        """`size` bytes of a published file, fewer at its end."""
+        """Read `size` bytes of a published file from `offset`; fewer at its end."""
         with self.path(version).open("rb") as file:
             file.seek(offset)
             return file.read(size)
 
     def prune(self, used: Iterable[PolicyVersion]) -> list[PolicyVersion]:
-        """Remove all versions but those in use and the newest; returns what was removed. A reader that has a removed
+        """Remove all versions except those in use and the newest; returns the removed ones. A reader that has a removed
         file open keeps it."""
         versions = self.versions()
         keep = {*used, *versions[-1:]}
@@ -145,7 +145,7 @@ class ParameterFolder:
         return gone
 
     def remove(self) -> None:
-        """Give the memory back."""
+        """Delete the folder and free its memory."""
         self._release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -154,8 +154,8 @@ class ParameterFolder:
 
 
 def checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a model and tokenizer that `from_pretrained` can read, made visible by rename. One that is there, of a step
-    that a resumed run has trained again, is replaced."""
+    """Save a model and tokenizer for `from_pretrained`, made visible by rename. Replaces a checkpoint of the same step,
+    which exists if a resumed run repeats that step. Raises StoreError."""
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
     try:
         model.save_pretrained(part)

@@ -1,6 +1,6 @@
-"""A run's resume points: all that its trainer needs to go on from a version. One file a version, the latest few kept.
+"""A run's resume points: the trainer's full state at a version. One file per version, the latest few kept.
 
-A file is made visible by rename, so whoever resumes sees all of it or nothing.
+A file becomes visible by rename, so a process that resumes sees all of it or nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from stores.errors import StoreError
 from stores.trajectory import PolicyVersion
 
 KEPT = 3
-"""The trainer may be ahead of the last commit by the step whose commit is under way, and one more that waits for it."""
+"""Resume points kept. The trainer may be two steps ahead of the last commit: one being committed, one waiting."""
 
 
 class ResumePoints:
-    """The files of one run, in a folder of their own."""
+    """The resume points of one run, in a folder of their own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -26,16 +26,15 @@ class ResumePoints:
         return self.folder / f"v{version:08d}.pt"
 
     def versions(self) -> list[PolicyVersion]:
-        """What can be resumed from, oldest first."""
+        """The versions that have a resume point, oldest first."""
         return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.pt"))
 
     def whole(self) -> list[PolicyVersion]:
-        """Those whose file has its end: a torch file is a zip archive, whose directory comes last. A few bytes are
-        read of each."""
+        """The versions whose file is complete: a torch file is a zip archive, and the zip directory comes last."""
         return [version for version in self.versions() if zipfile.is_zipfile(self.path(version))]
 
     def write(self, version: PolicyVersion, write: Callable[[Path], None]) -> None:
-        """Have `write` fill a file for `version`; the oldest beyond those kept are removed. Raises StoreError."""
+        """Have `write` create the file of `version`, then remove the oldest beyond `KEPT`. Raises StoreError."""
         part = self.folder / f".v{version:08d}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -31,8 +31,6 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.Mod: operator.mod,
 }  # fmt: skip
-WORDS = ("fate", "reason", "finish")
-"""Columns of words; all others are numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,18 @@
-"""The staleness protocol: who may still be trained, and when. Pure bookkeeping.
+"""The staleness protocol: which groups may be trained on, and when. Pure accounting.
 
 Invariants:
 
 1. Bound. A group whose oldest token may stem from version V is consumed by a step b with V <= b <= V + eta.
-2. No reserved work is wasted. Without redundancy, every reserved group has a legal step for as long as it lives.
+2. No reserved work is wasted. Without redundancy, every reserved group has a legal step as long as it is live.
 3. Once. A group is consumed by at most one step, and every step consumes exactly `groups_per_step` groups.
 4. Conservation. started = consumed + filtered + aborted + live, for groups and for trajectories, at every moment.
 
-A reservation is a promise of *a place*, not of a seat. The ledger keeps no seating plan; it keeps, by version, how many
-groups are promised a place before their deadline V + eta, and keeps that schedule feasible (Hall's condition for unit
-jobs with deadlines): for every step D, the groups due by D fit into the steps that are left up to D. Whatever order
-the work finishes in, the earliest-deadline-first choice then never strands anyone. docs/protocol.md has the proof.
-Because versions in flight span at most eta + 1 values, every verb costs O(eta), whatever the number of live groups.
+A reservation promises a group a place by its deadline, not a particular step. The ledger assigns no group to a step; it
+keeps, by version, the groups that are promised a place by their deadline V + eta, and keeps that schedule feasible
+(Hall's condition for unit jobs with deadlines): for every step D, the groups due by D fit into the steps left up to D.
+In whatever order the work finishes, choosing the earliest deadline first then leaves no group without a legal step.
+docs/protocol.md has the proof. Versions in flight span at most eta + 1 values, so every operation costs O(eta), however
+many groups are live.
 
 Worked example, eta = 1, one group a step, version 0 published:
 
@@ -19,14 +20,14 @@ Worked example, eta = 1, one group a step, version 0 published:
 >>> for g in (0, 1):
 ...     _ = ledger.start(GroupId(g))
 ...     ledger.reserve(GroupId(g), TrajectoryId(g), PolicyVersion(0))
->>> ledger.start(GroupId(2)); ledger.refusal(PolicyVersion(0))  # steps 0 and 1 are promised; a third would be late
+>>> ledger.start(GroupId(2)); ledger.refusal(PolicyVersion(0))  # steps 0 and 1 are promised; group 2 would be late
 (2,)
 '2 groups are promised the 2 places up to step 1'
 >>> ledger.complete(GroupId(1), TrajectoryId(1)); ledger.occupy(GroupId(1)); ledger.ready()
 True
 ()
 True
->>> ledger.consume(0).groups  # group 1 finished first, so it trains first; group 0 keeps its promise for step 1
+>>> ledger.consume(0).groups  # group 1 finished first, so it is trained on first; group 0 keeps its promise for step 1
 (1,)
 """
 
@@ -44,23 +45,23 @@ UNBOUNDED_STEPS = 2**62
 
 
 class EntryState(Enum):
-    """A group's place in its life."""
+    """The state of a live group."""
 
     QUEUED = auto()
-    """Started, no member routed yet: holds nothing."""
+    """Started, no member routed yet: holds no promise."""
     RESERVED = auto()
-    """At least one member was routed: holds a promise."""
+    """At least one member was routed: holds the promise of a place."""
     OCCUPIED = auto()
-    """Complete and past the filters: waits to be trained."""
+    """Complete and accepted by the filters: waiting to be trained on."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """One group's place in the ledger. `version` is the minimum over its routed members; -1 before the first."""
+    """One live group's record in the ledger. `version` is the minimum over its routed members; -1 before the first."""
 
     group: GroupId
     waiting: set[TrajectoryId]
-    """Members that are neither completed nor given up."""
+    """Members neither completed nor aborted."""
     completed: list[TrajectoryId] = field(default_factory=list)
     state: EntryState = EntryState.QUEUED
     version: PolicyVersion = PolicyVersion(-1)
@@ -84,18 +85,18 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumption:
-    """What one training step took, and what became surplus because of it."""
+    """The groups that one training step consumed, and the trajectories that ended because of it."""
 
     step: int
     groups: tuple[GroupId, ...]
     members: tuple[TrajectoryId, ...]
-    versions: tuple[PolicyVersion, ...]  # one a group
+    versions: tuple[PolicyVersion, ...]  # one per group
     endings: tuple[Ending, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferView:
-    """The derived seating of one staleness buffer, by version: for people to look at."""
+    """Numbers of groups in one staleness buffer, by version. Derived, for display only."""
 
     step: int
     reserved: dict[int, int]
@@ -104,14 +105,14 @@ class BufferView:
 
 
 class StalenessLedger:
-    """The protocol's state. All verbs are O(eta); an illegal one raises `ProtocolViolation` and changes nothing.
+    """The protocol's state. Operations are O(eta); an illegal one raises `ProtocolViolation` and changes nothing.
 
-    eta: the bound, >= 0. groups_per_step: groups one step consumes. group_size: members an advantage is taken over.
-    groups_started / members_started (redundancy): how many groups a step and members a group may be started; the
-    surplus is aborted as soon as it cannot be used any more. num_steps: planned end; nothing is promised beyond it.
-    waits: whether a step waits for promised work that is due. If not, promises hold nothing: any number of groups may
-    be reserved, a step begins as soon as enough of them are finished, and what was due by it is aborted. The bound
-    holds all the same; invariant 2 is the price. (It is what systems do that discard at the consumer.)
+    eta: the bound, >= 0. groups_per_step: groups one step consumes. group_size: members an advantage is computed over.
+    groups_started / members_started (redundancy): groups started per step, and members started per group; surplus is
+    aborted as soon as it can no longer be used. num_steps: planned end; nothing is promised beyond it. waits: whether a
+    step waits for promised work that is due. If not, promises reserve nothing: any number of groups may be reserved, a
+    step begins as soon as enough of them are finished, and unfinished groups due by it are aborted. The bound still
+    holds, but invariant 2 does not. (Systems that discard stale work at the consumer behave this way.)
     """
 
     def __init__(
@@ -137,11 +138,11 @@ class StalenessLedger:
         if eta < 0 or groups_per_step < 1 or group_size < 1 or num_steps < 0:
             raise ValueError("eta and num_steps must be >= 0, groups_per_step and group_size >= 1")
         if self.groups_started < groups_per_step or self.members_started < group_size:
-            raise ValueError("redundancy starts at least what a step needs")
+            raise ValueError("groups_started must be >= groups_per_step, and members_started >= group_size")
         self.version = PolicyVersion(0)
         self.next_step = 0
         self.entries: dict[GroupId, Entry] = {}
-        # Per version, in the order they came: dicts serve as ordered sets.
+        # By version, in order of arrival: dicts serve as ordered sets.
         self._reserved: dict[PolicyVersion, dict[GroupId, None]] = {}
         self._occupied: dict[PolicyVersion, dict[GroupId, None]] = {}
         self.num_started = 0
@@ -154,11 +155,11 @@ class StalenessLedger:
         return min(version + self.eta, self.num_steps - 1)
 
     def refusal(self, version: PolicyVersion) -> str | None:
-        """Why no further group of `version` can be promised a place; None if it can."""
+        """The reason no further group of `version` can be promised a place; None if one can."""
         return self._shortage(self.deadline(version), self._horizon())
 
     def room(self, version: PolicyVersion) -> int:
-        """How many further groups of `version` can be promised a place now."""
+        """The number of further groups of `version` that can be promised a place now."""
         room = UNBOUNDED_STEPS
         due = self.deadline(version)
         for _, promises_left, places_left in self._slack(due, self._horizon()):
@@ -166,7 +167,7 @@ class StalenessLedger:
         return max(0, room) if due >= self.next_step else 0
 
     def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
-        """Whether a member of `group` may be sampled from `version` on."""
+        """Whether a member of `group` may be sampled under `version` or newer."""
         entry = self.entries[group]
         if entry.state is EntryState.RESERVED and version >= entry.version:
             return self.deadline(version) >= self.next_step
@@ -175,7 +176,7 @@ class StalenessLedger:
         return entry.state is EntryState.RESERVED and self._moved_refusal(entry, version) is None
 
     def ready(self) -> bool:
-        """Whether the next step can consume its batch now without breaking a promise beyond the redundancy allowed."""
+        """Whether the next step can consume its batch now without breaking more promises than redundancy allows."""
         if self.next_step >= self.num_steps or self.next_step > self.version:
             return False
         num_occupied = sum(map(len, self._occupied.values()))
@@ -184,7 +185,7 @@ class StalenessLedger:
         if not self.waits:
             return True
         # After an earliest-deadline-first pick of one batch, what is due by D must fit into steps next+1 .. D,
-        # but for the groups that were started in excess.
+        # except for the groups that were started in excess.
         allowance = self.groups_started - self.groups_per_step
         due = picked = 0
         occupied_due = 0
@@ -210,7 +211,7 @@ class StalenessLedger:
         return sum(map(len, self._occupied.values()))
 
     def view(self) -> tuple[BufferView, ...]:
-        """The promises and finished groups, seated: unfinished work as late as it may, finished as early as it can."""
+        """Groups assigned to buffers for display: reserved ones as late, finished ones as early as possible."""
         steps = range(self.next_step, min(self.version + self.eta, self.num_steps - 1) + 1)
         reserved: dict[int, dict[int, int]] = {b: {} for b in steps}
         occupied: dict[int, dict[int, int]] = {b: {} for b in steps}
@@ -235,19 +236,22 @@ class StalenessLedger:
             BufferView(step=b, reserved=reserved[b], occupied=occupied[b], capacity=self.groups_per_step) for b in steps
         )
 
-    # -- verbs ---------------------------------------------------------------------------------------------------
+    # -- operations ----------------------------------------------------------------------------------------------
 
     def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
-        """Take up the books of a run that has published version `step` and has nothing in flight. First verb of all."""
+        """Restore the counts of a run that has published version `step`, nothing in flight. Must be the first call."""
         if self.num_started or self.next_step or step > self.num_steps:
-            raise ProtocolViolation(f"the books of step {step} cannot be taken up at step {self.next_step}")
+            raise ProtocolViolation(
+                f"cannot resume at step {step} of {self.num_steps}: the ledger is at step {self.next_step}, with "
+                f"{self.num_started} trajectories started"
+            )
         self.version, self.next_step = PolicyVersion(step), step
         self.num_ended = dict(num_ended)
         self.num_started = sum(num_ended.values())
         self._validate_counts()
 
     def start(self, group: GroupId) -> tuple[TrajectoryId, ...]:
-        """Enter a new group into the queue; returns the ids of the members it starts. It holds nothing yet."""
+        """Add a new group to the queue; it holds no promise yet. Returns the ids of the members it starts."""
         if group in self.entries:
             raise ProtocolViolation(f"group {group} was started twice")
         first = group * self.members_started
@@ -259,14 +263,15 @@ class StalenessLedger:
     def reserve(self, group: GroupId, member: TrajectoryId, version: PolicyVersion) -> None:
         """Promise a place to `group` because `member` is about to be sampled under `version` or newer.
 
-        Idempotent for a group that holds a promise as old. A member of an older version lowers the group's version and
-        with it the deadline, if all other promises can still be kept. Raises if not: ask `can_reserve` first.
+        Idempotent for a group whose promise is at least as old. A member of an older version lowers the group's
+        version, and with it its deadline, if all other promises can still be kept. Raises if not: check `can_reserve`
+        first.
         """
         entry = self._live(group)
         if member not in entry.waiting:
             raise ProtocolViolation(f"trajectory {member} of group {group} is not waiting to be sampled")
         if version > self.version or version < 0:
-            raise ProtocolViolation(f"group {group} wants version {version}, published is {self.version}")
+            raise ProtocolViolation(f"group {group}: version {version} is not published, only 0 to {self.version} are")
         if not self.can_reserve(group, version):
             why = self.refusal(version) if entry.state is EntryState.QUEUED else self._moved_refusal(entry, version)
             raise ProtocolViolation(f"group {group} cannot be promised a place at version {version}: {why}")
@@ -280,7 +285,7 @@ class StalenessLedger:
         entry.routed.add(member)
 
     def complete(self, group: GroupId, member: TrajectoryId) -> bool:
-        """Note that `member` is sampled and rewarded. True when the group has all members it needs."""
+        """Record that `member` has been sampled and rewarded. True once the group has all members it needs."""
         entry = self._live(group)
         if entry.state is not EntryState.RESERVED or member not in entry.routed or member not in entry.waiting:
             raise ProtocolViolation(f"trajectory {member} completes without having been routed")
@@ -289,7 +294,8 @@ class StalenessLedger:
         return len(entry.completed) >= self.group_size
 
     def occupy(self, group: GroupId) -> tuple[Ending, ...]:
-        """Turn a complete group's promise into finished work; its surplus members and hopeless others are aborted."""
+        """Turn a complete group's promise into finished work; abort its surplus members and groups left without a
+        step."""
         entry = self._live(group)
         if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
             raise ProtocolViolation(
@@ -307,9 +313,9 @@ class StalenessLedger:
     def consume(self, step: int) -> Consumption:
         """Hand one batch to training step `step`, oldest versions first: exactly once, in order, only when ready."""
         if step != self.next_step:
-            raise ProtocolViolation(f"step {step} wants to consume, but {self.next_step} is next")
+            raise ProtocolViolation(f"step {step} cannot consume: step {self.next_step} is next")
         if not self.ready():
-            raise ProtocolViolation(f"step {step} consumes before its batch is ready")
+            raise ProtocolViolation(f"step {step} cannot consume: its batch is not ready")
         picked: list[Entry] = []
         for version in sorted(self._occupied):
             for group in self._occupied[version]:
@@ -334,7 +340,7 @@ class StalenessLedger:
         )
 
     def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId | None = None) -> tuple[Ending, ...]:
-        """Give up a group, or one unfinished member of it if enough others remain; frees what it held."""
+        """Abort a group, or one unfinished member of it if enough others remain. An aborted group's place is freed."""
         entry = self._live(group)
         if member is not None:
             if member not in entry.waiting:
@@ -352,7 +358,7 @@ class StalenessLedger:
         return self._end(entry, entry.members, Fate.ABORTED, reason)
 
     def filter(self, group: GroupId, reason: AbortReason) -> tuple[Ending, ...]:
-        """Drop a complete group that is not worth training on; its place is free for a replacement."""
+        """Drop a complete group that is not worth training on; its place is freed for a replacement."""
         entry = self._live(group)
         if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
             raise ProtocolViolation(f"group {group} is filtered before it is complete")
@@ -363,15 +369,15 @@ class StalenessLedger:
         )
 
     def publish(self, version: PolicyVersion) -> None:
-        """Note that training step `version` - 1 has finished."""
+        """Record that training step `version` - 1 has finished."""
         if version != self.version + 1 or version != self.next_step:
             raise ProtocolViolation(f"version {version} published after {self.version}, next step {self.next_step}")
         self.version = version
 
-    # -- proof ---------------------------------------------------------------------------------------------------
+    # -- validation ----------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """State every invariant across collections. O(live groups); raises `ProtocolViolation` on the first broken."""
+        """Check every invariant across collections, O(live groups); raises `ProtocolViolation` at the first broken."""
         self._validate_membership()
         self._validate_counts()
         due = occupied_due = 0
@@ -415,18 +421,18 @@ class StalenessLedger:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _horizon(self) -> int:
-        """The last step any live or possible promise is due by."""
+        """The last step by which any existing or possible promise is due."""
         return min(self.version + self.eta, self.num_steps - 1)
 
     def _due_versions(self, step: int) -> Iterable[PolicyVersion]:
         """The versions whose deadline is exactly `step`."""
         first = step - self.eta
-        if step == self.num_steps - 1:  # the planned end cuts all later deadlines down to itself
+        if step == self.num_steps - 1:  # no deadline is later than the planned end
             return (PolicyVersion(v) for v in range(max(0, first), self.version + 1))
         return (PolicyVersion(first),)
 
     def _count_at(self, step: int, *, reserved: bool) -> int:
-        """Groups due exactly by `step`: occupied ones, and with `reserved` the promised ones too."""
+        """The number of groups due exactly at `step`: occupied ones and, if `reserved`, promised ones."""
         count = 0
         for version in self._due_versions(step):
             count += len(self._occupied.get(version, ()))
@@ -435,12 +441,13 @@ class StalenessLedger:
         return count
 
     def _count_due(self, step: int, *, reserved: bool) -> int:
-        """Groups due by `step` or before."""
+        """The number of groups due at `step` or before."""
         return sum(self._count_at(s, reserved=reserved) for s in range(self.next_step, step + 1))
 
     def _slack(self, due: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """For each step from `due` to `last`: how many more groups due by then can be promised a place, and how many
-        places finished work has left. They differ only with redundancy, which promises more than there are places."""
+        """For each step from `due` to `last`: (step, number of further groups due by then that can be promised a place,
+        number of places that finished work leaves). The two numbers differ only with redundancy, which promises more
+        places than there are."""
         promised = self._count_due(due - 1, reserved=True)
         finished = self._count_due(due - 1, reserved=False)
         for step in range(due, last + 1):
@@ -450,9 +457,9 @@ class StalenessLedger:
             yield step, self._promises_per_step * num_steps - promised, self.groups_per_step * num_steps - finished
 
     def _shortage(self, due: int, last: int) -> str | None:
-        """What keeps one more group due by `due` from being promised a place, looking at the steps up to `last`."""
+        """The reason one more group due by `due` cannot be promised a place, judged by the steps to `last`, or None."""
         if due < self.next_step:
-            return f"it would have to train by step {due}, the next is {self.next_step}"
+            return f"it would have to be trained on by step {due}, the next is {self.next_step}"
         for step, promises_left, places_left in self._slack(due, last):
             if promises_left <= 0:
                 promised = self.groups_started * (step - self.next_step + 1) - promises_left
@@ -462,7 +469,7 @@ class StalenessLedger:
         return None
 
     def _moved_refusal(self, entry: Entry, version: PolicyVersion) -> str | None:
-        """Why a reserved group cannot take the older `version`; None if every promise can still be kept."""
+        """The reason a reserved group cannot take the older `version`; None if every promise can still be kept."""
         return self._shortage(self.deadline(version), self.deadline(entry.version) - 1)
 
     def _live(self, group: GroupId) -> Entry:
@@ -472,7 +479,7 @@ class StalenessLedger:
         return entry
 
     def _leave(self, entry: Entry) -> None:
-        """Take the entry out of the index it stands in."""
+        """Remove the entry from the index of its state."""
         index = self._reserved if entry.state is EntryState.RESERVED else self._occupied
         groups = index[entry.version]
         del groups[entry.group]
@@ -494,12 +501,12 @@ class StalenessLedger:
         )
 
     def _shed(self) -> tuple[Ending, ...]:
-        """Abort reserved groups that have no legal place left. Only redundancy, or steps that do not wait, make any."""
+        """Abort reserved groups left without a legal step; only redundancy, or steps that do not wait, leave any."""
         if self._promises_per_step == self.groups_per_step:
             return ()
         endings: list[Ending] = []
         room: int = UNBOUNDED_STEPS
-        # From the latest deadline down: the room a deadline has is the least slack at it or at any later one.
+        # From the latest deadline down: the room at a deadline is the least slack at it or at any later one.
         occupied_due = self._count_due(self._horizon(), reserved=False)
         for step in range(self._horizon(), self.deadline(min(self._reserved, default=self.version)) - 1, -1):
             room = min(room, self.groups_per_step * max(0, step - self.next_step + 1) - occupied_due)

@@ -1,4 +1,4 @@
-"""The words of the system as values: versions, segments, trajectories, groups. Pure: numpy and the standard library.
+"""The system's value types: versions, segments, trajectories, groups. Pure: numpy and the standard library.
 
 A group is the set of trajectories sampled for one prompt. Ids are dense integers, so that "nothing was lost" can be
 checked by counting: group `g` owns the trajectories `g * members_started ... (g + 1) * members_started - 1`.
@@ -32,7 +32,7 @@ class FinishReason(Enum):
 
 
 class Fate(Enum):
-    """How a trajectory's life ended. Every trajectory that was started has exactly one, or is still live."""
+    """How a trajectory ended. Every trajectory that was started has exactly one fate, or is still live."""
 
     CONSUMED = "consumed"
     FILTERED = "filtered"
@@ -40,28 +40,28 @@ class Fate(Enum):
 
 
 class AbortReason(Enum):
-    """Why a trajectory was given up. The store keeps it with the row."""
+    """Why a trajectory was aborted or filtered; stored with its row."""
 
     NONE = "none"
     SURPLUS_GROUP = "surplus_group"
-    """No legal step is left for its version: finished work of others fills them all."""
+    """No legal step is left for its version: other groups' finished work fills them all."""
     SURPLUS_MEMBER = "surplus_member"
     """Its group is complete without it."""
     ENGINE_FAILED = "engine_failed"
-    """The engine failed on it more often than it may be retried."""
+    """The engine failed on it more often than retries are allowed."""
     GROUP_FAILED = "group_failed"
-    """A sibling failed for good and the group can no longer be completed."""
+    """A sibling failed permanently, so the group can no longer be completed."""
     NO_SIGNAL = "no_signal"
     """Filtered: all rewards of its group are equal, so no advantage can be learned from it."""
     RUN_ENDED = "run_ended"
     """The run stopped while it was in flight."""
     TOO_STALE = "too_stale"
-    """The last step that may train it has begun without it."""
+    """The last step that could have trained on it began without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Tokens sampled in one go under one policy version on one instance."""
+    """Tokens sampled without interruption under one policy version on one instance."""
 
     version: PolicyVersion
     instance: InstanceId
@@ -69,12 +69,12 @@ class Segment:
     logprobs: FloatArray  # [T] log-probability under the sampling policy, nats
 
     def __post_init__(self) -> None:
-        assert self.tokens.shape == self.logprobs.shape, "one logprob a token"
+        assert self.tokens.shape == self.logprobs.shape, "one logprob per token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Seconds since the run's start; 0 where it has not happened."""
+    """When a trajectory reached each stage, in seconds since the run's start; 0 if it has not."""
 
     arrived_s: float = 0.0
     routed_s: float = 0.0
@@ -95,12 +95,12 @@ class Trajectory:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    """What the reward function did wrong, empty if nothing. Such a trajectory carries no gradient."""
+    """The reward function's error, empty if none. A trajectory with an error carries no gradient."""
     timings: Timings = Timings()
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens, the prompt not counted."""
+        """The number of sampled tokens, without the prompt."""
         return sum(len(s.tokens) for s in self.segments)
 
     @property
@@ -110,7 +110,7 @@ class Trajectory:
 
     @property
     def logprobs(self) -> FloatArray:
-        """[T] behaviour logprobs: each token's under the policy that sampled it, nats."""
+        """[T] behaviour logprobs: of each token under the policy that sampled it, nats."""
         return np.concatenate([s.logprobs for s in self.segments]) if self.segments else np.zeros(0, np.float32)
 
     @property
@@ -127,7 +127,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A trajectory whose life is over, as the store remembers it."""
+    """An ended trajectory, as it is stored."""
 
     trajectory: Trajectory
     fate: Fate

@@ -22,6 +22,7 @@ import fcntl
 import functools
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -99,9 +100,14 @@ class VersionedStore:
 
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> VersionedStore:
-        """A new, empty store."""
+        """A new, empty store. It is there whole or not at all: a kill in between leaves a folder of another name."""
+        if path.exists():
+            raise StoreError(f"{path}: the store cannot be created: there is one already")
+        part = path.with_name(f".{path.name}.part")
         try:
-            repository = icechunk.Repository.create(_storage(path), config=_config())
+            if part.exists():
+                shutil.rmtree(part)
+            repository = icechunk.Repository.create(_storage(part), config=_config())
             session = repository.writable_session("main")
             root = zarr.open_group(session.store, mode="w", zarr_format=3)
             root.attrs.update({"format": FORMAT, "header": asdict(header)})
@@ -112,9 +118,10 @@ class VersionedStore:
             _array(root, "text", (0,), (TOKEN_CHUNK,), "uint8")
             _array(root, "steps", (0, 3), (1024, 3), "int64")
             session.commit("created", metadata={"kind": "created"})
+            part.rename(path)
         except (icechunk.IcechunkError, OSError) as error:
             raise StoreError(f"{path}: the store cannot be created: {_line(error)}") from error
-        return cls(repository, at_snapshot=None, where=str(path))
+        return cls.open(path)
 
     @classmethod
     def open(cls, path: Path, at_step: int | None = None, branch: str = MAIN) -> VersionedStore:

@@ -1,1 +1,1 @@
-"""What works: engines, environments, numerics and the Dask actors around them."""
+"""Engines, environments, training numerics, and the Dask actors that run them."""

@@ -1,8 +1,8 @@
-"""Prompts and how their answers are judged.
+"""Prompts, and the verifiers of their answers.
 
-A `TaskSource` is deterministic and has no state: prompt `i` is the same whenever it is asked for, so a run's position
-in its data is one number, the next group's id. Training prompts and held-out prompts come from disjoint index ranges;
-so that they are also different prompts (two indices may give the same text), a run draws from `source.apart(n)`.
+A `TaskSource` is deterministic and has no state: prompt `i` is always the same, so a run's position in its data is one
+number, the next group's id. Training and held-out prompts come from disjoint index ranges; since two indices may give
+the same text, a run draws from `source.apart(n)`, where they also differ as prompts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import inspect
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,14 @@ from tasks import user_code
 from tasks.names import REWARD_TOKEN
 
 HELD_OUT_SHARE = 0.1
-"""Of a file's rows, the share at its end that is only evaluated on, at most."""
+"""Maximum share of a file's rows, at its end, that is held out for evaluation (but at least one row)."""
 REDRAWS = 10_000
-"""How often one training prompt is drawn before its source counts as held out as a whole. Each try gives a prompt that
-may be trained on with the share of those: where that is one in a hundred, all fail once in 10**43 draws."""
+"""Draws for one training prompt before the whole source counts as held out. If only one prompt in a hundred is not held
+out, all draws fail with probability 10**-43."""
+
+_drawing = threading.RLock()
+"""Held while a dataset or a user's code draws a prompt. Some datasets seed and use numpy's global generator, others
+keep their own: two threads drawing at once would both get wrong prompts. Reentrant, as a dataset may use another."""
 
 Record = Mapping[str, Any]
 Reward = Callable[[str, Record], float | tuple[float, dict[str, float]]]
@@ -33,7 +38,7 @@ Reward = Callable[[str, Record], float | tuple[float, dict[str, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One prompt and what its verifier needs."""
+    """One prompt, and the record for its verifier."""
 
     prompt: str
     record: Record
@@ -41,22 +46,22 @@ class Task:
 
 class TaskSource(Protocol):
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        """Prompt `index` of the training prompts, or of the held-out ones. Pure: same index, same task."""
+        """Training or held-out prompt `index`. Pure: the same index gives the same task, also with concurrent draws."""
         ...
 
     def apart(self, num_held_out: int) -> TaskSource:
-        """The same source, whose training prompts are none of its first `num_held_out` held-out ones. The others keep
-        their indices. Depends on nothing but the source and that number."""
+        """The same source without its first `num_held_out` held-out prompts among the training prompts. Depends only on
+        the source and that number. Generated prompts keep their indices; a file's later rows move up."""
         ...
 
     @property
     def num_held_out(self) -> int | None:
-        """Held-out prompts there are, equal ones included; None: without end."""
+        """Number of held-out prompts, duplicates included; None if unlimited."""
         ...
 
     @property
-    def told(self) -> str:
-        """What keeping held-out prompts apart has taken up to now, in one line; empty if nothing."""
+    def held_out_notice(self) -> str:
+        """One line on training prompts found to be held out so far; empty if there were none."""
         ...
 
     @property
@@ -66,12 +71,12 @@ class TaskSource(Protocol):
 
 
 class ReasoningGym:
-    """Procedural tasks with verifiers, from the `reasoning-gym` package. Endless; index i is drawn with seed + i."""
+    """Procedural tasks with verifiers, from the `reasoning-gym` package. Unlimited; index i is drawn with seed + i."""
 
     HELD_OUT_OFFSET = 10**12
-    """Training never reaches this index."""
+    """Index of the first held-out prompt; training never reaches it."""
     REDRAWN_OFFSET = 15 * 10**11
-    """From here on are the tries for training prompts that turn out to be held out."""
+    """First index of the redraws that replace training prompts found to be held out."""
 
     num_held_out = None
 
@@ -106,7 +111,7 @@ class ReasoningGym:
             if found is None:
                 raise ConfigError(
                     f"task.source = reasoning_gym:{self._name}: {REDRAWS} draws gave only prompts that are held out; "
-                    f"lower task.eval_prompts = {self._num_apart}, or have task.options allow more different prompts"
+                    f"lower task.eval_prompts = {self._num_apart}, or set task.options that allow more distinct prompts"
                 )
             task = found
         return task
@@ -118,13 +123,14 @@ class ReasoningGym:
         return other
 
     @property
-    def told(self) -> str:
+    def held_out_notice(self) -> str:
         if not self._num_redrawn:
             return ""
-        return f"{self._num_redrawn} of {self._num_drawn} prompts drawn for training are held out: replaced by others"
+        return f"{self._num_redrawn} of {self._num_drawn} prompts drawn for training were held out, and replaced"
 
     def _at(self, index: int) -> Task:
-        entry = self._dataset[index]
+        with _drawing:
+            entry = self._dataset[index]
         return Task(prompt=entry["question"], record=entry)
 
     def score(self, answer: str, record: Record) -> float:
@@ -132,7 +138,7 @@ class ReasoningGym:
 
 
 class JsonLines:
-    """Rows of a file with `prompt` and `answer`. Trained on in order, again from the start at its end."""
+    """Rows of a file with `prompt` and `answer`, trained on in order and repeated at the end."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -148,11 +154,11 @@ class JsonLines:
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
             if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or "answer" not in row:
-                raise ConfigError(f"{path}, line {number}: must be an object with a text `prompt` and an `answer`")
+                raise ConfigError(f"{path}, line {number}: must be an object with a string `prompt` and an `answer`")
             self._rows.append(row)
         if len(self._rows) < 2:
             raise ConfigError(
-                f"{path}: {len(self._rows)} rows; at least one to train on and one to hold out are needed"
+                f"{path}: {len(self._rows)} rows; at least 2 are needed, one to train on and one to hold out"
             )
         self._path = path
         self._num_rows = len(self._rows)
@@ -164,40 +170,40 @@ class JsonLines:
         return Task(prompt=row["prompt"], record=row)
 
     def apart(self, num_held_out: int) -> JsonLines:
-        """As declared; without the prompts of any row that is held out, however many are evaluated."""
+        """See TaskSource. Excludes the prompts of every held-out row, however many are evaluated."""
         train, held = self._rows[: -self.num_held_out], self._rows[-self.num_held_out :]
         apart = {row["prompt"] for row in held}
         left = [row for row in train if row["prompt"] not in apart]
         if not left:
             raise ConfigError(
-                f"{self._path}: each of the {len(train)} rows to train on has the prompt of a row that is held out "
-                f"(the last {self.num_held_out}); add rows with other prompts"
+                f"{self._path}: each of the {len(train)} training rows has the prompt of a held-out row (the last "
+                f"{self.num_held_out} rows); add rows with other prompts"
             )
         other = copy.copy(self)
         other._rows = [*left, *held]
         return other
 
     @property
-    def told(self) -> str:
+    def held_out_notice(self) -> str:
         if len(self._rows) == self._num_rows:
             return ""
         return (
             f"{self._num_rows - len(self._rows)} of {self._num_rows} rows of {self._path} are neither trained on nor "
-            f"evaluated: their prompts are those of the {self.num_held_out} rows held out"
+            f"evaluated: they repeat prompts of the {self.num_held_out} held-out rows"
         )
 
     def score(self, answer: str, record: Record) -> float:
-        """1 if the texts are equal but for white space, else 0."""
+        """1 if the texts are equal up to white space, else 0."""
         return float(" ".join(answer.split()) == " ".join(str(record["answer"]).split()))
 
 
-class Own:
-    """A user's own environment. NAME(options, seed) gives an object with two methods:
+class UserEnvironment:
+    """A user's environment. NAME(options, seed) returns an object with two methods:
 
-    record(index: int, held_out: bool) -> dict      # `prompt`, and whatever else its verifier needs; pure
+    record(index: int, held_out: bool) -> dict      # `prompt`, and anything else its verifier needs; pure
     score(answer: str, record: dict) -> float       # or (reward, its parts by name)
 
-    What its indices mean is the user's: a held-out prompt that it gives for training is counted, not replaced.
+    The user defines what an index means, so a held-out prompt returned for training is counted, not replaced.
     """
 
     num_held_out = None
@@ -209,16 +215,17 @@ class Own:
         self._num_drawn = self._num_both = 0
         make = user_code.load(named, "task.source")
         try:
-            self._own = make(dict(options), seed)
-            self.score = self._own.score
-        except Exception as error:  # a user's code
-            raise ConfigError(f"{self._where}: cannot be made: {type(error).__name__}: {error}") from error
+            self._environment = make(dict(options), seed)
+            self.score = self._environment.score
+        except Exception as error:  # a user's code may raise anything
+            raise ConfigError(f"{self._where}: cannot be created: {type(error).__name__}: {error}") from error
         self.task(0)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         try:
-            record = self._own.record(index, held_out)
-        except Exception as error:  # the same
+            with _drawing:
+                record = self._environment.record(index, held_out)
+        except Exception as error:  # a user's code may raise anything
             raise ConfigError(f"{self._where}: record {index}: {type(error).__name__}: {error}") from error
         if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
             raise ConfigError(f"{self._where}: record {index} must be a dict with a string `prompt`, not {record!r}")
@@ -230,27 +237,27 @@ class Own:
             self._num_both += task.prompt in self._apart
         return task
 
-    def apart(self, num_held_out: int) -> Own:
+    def apart(self, num_held_out: int) -> UserEnvironment:
         other = copy.copy(self)
         other._num_apart, other._apart = num_held_out, None
         other._num_drawn = other._num_both = 0
         return other
 
     @property
-    def told(self) -> str:
+    def held_out_notice(self) -> str:
         if not self._num_both:
             return ""
         return (
-            f"{self._where}: {self._num_both} of {self._num_drawn} prompts that were trained on are held out too; "
-            "record(index, held_out) must give others for training"
+            f"{self._where}: {self._num_both} of {self._num_drawn} prompts that were trained on are also held out; "
+            "record(index, held_out) must return other prompts for training"
         )
 
 
 class Emulated:
-    """What an emulated engine answers: the first token of a response says how it is rewarded."""
+    """Task source of an emulated run: the first token of a response determines its reward."""
 
     num_held_out = None
-    told = ""
+    held_out_notice = ""
 
     def apart(self, num_held_out: int) -> Emulated:
         return self
@@ -263,7 +270,7 @@ class Emulated:
 
 
 def distinct_held_out(source: TaskSource, count: int) -> list[Task]:
-    """The first `count` held-out prompts, each text once: fewer where there are fewer, or some are equal."""
+    """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
     at_most = count if source.num_held_out is None else min(count, source.num_held_out)
     found: dict[str, Task] = {}
     for index in range(at_most):
@@ -273,7 +280,7 @@ def distinct_held_out(source: TaskSource, count: int) -> list[Task]:
 
 
 def make_source(source: str, options: Mapping[str, Any], seed: int) -> TaskSource:
-    """The source called `kind:name`."""
+    """Create the task source named `kind:name`. Raises ConfigError."""
     kind, _, name = source.partition(":")
     if kind == "reasoning_gym" and name:
         return ReasoningGym(name, options, seed)
@@ -282,7 +289,7 @@ def make_source(source: str, options: Mapping[str, Any], seed: int) -> TaskSourc
     if source == "emulated":
         return Emulated()
     if name:
-        return Own(source, options, seed)
+        return UserEnvironment(source, options, seed)
     raise ConfigError(
         f"task.source = {source!r}: expected reasoning_gym:DATASET, jsonl:FILE, file.py:NAME or module:NAME"
     )
@@ -297,7 +304,7 @@ def math_verify_reward(answer: str, record: Record) -> float:
 
 
 def make_reward(function: str, source: TaskSource) -> Reward:
-    """The reward called `function`: task, math_verify, path/to/file.py:name, or module:name."""
+    """Load the reward named `function`: task, math_verify, path/to/file.py:name, or module:name. Raises ConfigError."""
     if function == "task":
         return source.score
     if function == "math_verify":
@@ -311,13 +318,13 @@ def make_reward(function: str, source: TaskSource) -> Reward:
     )
     if num_required > 2:
         raise ConfigError(
-            f"reward.function = {function!r}: must take (answer, record), it needs {num_required} arguments"
+            f"reward.function = {function!r}: must take (answer, record), but requires {num_required} arguments"
         )
     return reward
 
 
 def extract_answer(pattern: str, response: str) -> str:
-    """The first group of `pattern`'s last match in the response; the whole response if there is no pattern."""
+    """The first group of `pattern`'s last match in the response; the whole response without a pattern."""
     if not pattern:
         return response.strip()
     matches = list(re.finditer(pattern, response))

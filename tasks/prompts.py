@@ -1,4 +1,4 @@
-"""Tasks as token ids, and token ids as text."""
+"""Prompts as token ids, and responses as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """A held-out prompt: token ids, and what its verifier needs."""
+    """A held-out prompt: its token ids, and the record for its verifier."""
 
     tokens: tuple[int, ...]
     record: Record
@@ -23,8 +23,8 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSettings:
-    """Where prompts come from and how they become token ids; see TaskConfig. tokenizer: folder or hub name of the
-    model. context: tokens the model can attend to; kv_tokens: tokens an engine's cache can hold."""
+    """Settings of the prompt source and its encoding; see TaskConfig. tokenizer: folder or hub name of the model.
+    context: tokens the model can attend to. kv_tokens: tokens an engine's cache can hold."""
 
     tokenizer: str
     source: str
@@ -36,23 +36,23 @@ class PromptSettings:
     context: int
     kv_tokens: int
     held_out: int | None
-    """Held-out prompts that training keeps apart from; None for a store of before that was done."""
+    """Number of held-out prompts excluded from training; None for a store of an earlier version: none excluded."""
     workload: Workload | None = None
-    """Where prompts come from when no model reads them: then there is no tokenizer either."""
+    """Source of prompt lengths in an emulated run, which has no tokenizer; else None."""
 
     def build(self) -> Prompts:
         return TokenizedPrompts(self) if self.workload is None else EmulatedPrompts(self.workload)
 
 
 class Prompts(Protocol):
-    """Tasks as token ids, and token ids as text."""
+    """Numbered prompts, their encoding to token ids, and the decoding of responses."""
 
     def task(self, index: int) -> Task: ...
 
     def held_out(self, count: int) -> list[Task]: ...
 
     @property
-    def told(self) -> str: ...
+    def held_out_notice(self) -> str: ...
 
     def encode(self, task: Task) -> tuple[int, ...]: ...
 
@@ -60,13 +60,13 @@ class Prompts(Protocol):
 
 
 class EmulatedPrompts:
-    """Prompts of the lengths that a workload says; their words mean nothing."""
+    """Prompts with the lengths of a workload and meaningless tokens."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._texts = NumberTexts()
 
-    told = ""
+    held_out_notice = ""
 
     def held_out(self, count: int) -> list[Task]:
         return [self.task(i) for i in range(count)]
@@ -83,23 +83,19 @@ class EmulatedPrompts:
 
 
 class TokenizedPrompts:
-    """Prompts of a task source, read by the model's tokenizer. Which of them a group's id stands for depends on
-    `held_out`: for a store that is there it must be its header's."""
+    """Prompts of a task source, encoded by the model's tokenizer. Threads may share one. Which prompt a group's id
+    stands for depends on `held_out`: for an existing store it must be the value in its header."""
 
     def __init__(self, settings: PromptSettings) -> None:
         self._settings = settings
         source = make_source(settings.source, settings.options, settings.seed)
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
         self._texts = tokenizer_texts(settings.tokenizer)
-        self._tokenizer = self._texts.tokenizer
 
     def encode(self, task: Task) -> tuple[int, ...]:
-        """The prompt's token ids. ConfigError if prompt and response cannot fit the model's context together."""
+        """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
         text = self._settings.template.format(prompt=task.prompt)
-        if self._settings.chat:
-            turn = [{"role": "user", "content": text}]
-            text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = self._texts.ids(text, chat=self._settings.chat)
         settings = self._settings
         room = min(settings.context, settings.kv_tokens) - settings.max_new_tokens
         if not 0 < len(ids) <= room:
@@ -116,13 +112,13 @@ class TokenizedPrompts:
         return self._source.task(index)
 
     def held_out(self, count: int) -> list[Task]:
-        """The different ones among the first `count` held-out prompts."""
+        """The first `count` held-out prompts without duplicates; may be fewer."""
         return distinct_held_out(self._source, count)
 
     @property
-    def told(self) -> str:
-        """What keeping held-out prompts apart has taken, in one line."""
-        return self._source.told
+    def held_out_notice(self) -> str:
+        """One line on training prompts found to be held out so far; empty if there were none."""
+        return self._source.held_out_notice
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)

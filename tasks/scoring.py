@@ -1,20 +1,23 @@
-"""Running a reward function under a time budget: in a process of its own, which is killed when it overruns.
+"""Runs a reward function with a time limit: in a separate process, which is killed when it overruns.
 
-A thread cannot be killed, and a hanging reward would otherwise hold its worker for ever. The process also is the main
-thread that math-verify needs, and a crash in it takes nothing else down. Run as `python -m tasks.scoring`: requests
-come in on standard input and answers leave on standard output, as length-prefixed pickles.
+A thread cannot be killed, and a hanging reward function would otherwise block its worker forever. The process also
+provides the main thread that math-verify needs, and contains crashes. It runs as `python -m tasks.scoring`: requests
+arrive on standard input and answers leave on standard output, as length-prefixed pickles.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import pickle
 import select
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -25,14 +28,14 @@ START_S = 60.0
 """Seconds the scoring process may take to import what it needs."""
 
 AHEAD_BYTES = 16_384
-"""Requests that may lie in the pipe, so that the process never waits for the next one. A quarter of what a pipe holds:
-writing them never blocks, and so whoever writes always comes to read."""
+"""Bytes of requests sent ahead, so that the process never waits for the next one. A quarter of what a pipe holds:
+writing them never blocks, so the writer always gets to read."""
 HEADER = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringSettings:
-    """What the scoring process builds its reward from; see TaskConfig and RewardConfig."""
+    """Settings of the reward that the scoring process builds; see TaskConfig and RewardConfig."""
 
     source: str
     options: dict[str, Any]
@@ -44,7 +47,7 @@ class ScoringSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredResponse:
-    """A reward, or what went wrong; then the reward is 0 and carries no gradient."""
+    """A response's reward, or the error instead; then the reward is 0 and the response carries no gradient."""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -52,23 +55,57 @@ class ScoredResponse:
 
 
 class Scorer:
-    """Scores (response, record) pairs one after another. Not safe for threads; one owner."""
+    """Scores (response, record) pairs one after another. Threads may share one: their calls take turns."""
 
     def __init__(self, settings: ScoringSettings) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
+        self._num_requests = 0
+        """Requests numbered so far, over all processes: no number is used twice."""
+        self._lock = threading.Lock()
+        self._closed = False
 
     def check(self) -> None:
         """Start the process and raise ConfigError if the reward cannot be built."""
-        self._ensure_process()
+        with self._exclusive():
+            self._ensure_process()
 
     def score(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
-        """A score for each pair, within the time budget each. Never raises for what the reward function does."""
-        messages = [_packed(item) for item in items]
+        """Score each pair within the time limit. Failures of the reward function are returned as errors, never raised.
+        Raises RuntimeError once the scorer is closed."""
+        with self._exclusive():
+            return self._scored(items)
+
+    def close(self) -> None:
+        """Stop the process permanently. A call in progress in another thread raises RuntimeError."""
+        self._closed = True  # set before reading _process: a thread that starts one afterwards sees it
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._stop()
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                self._refuse_if_closed()
+                yield
+            except BaseException:
+                # After an interruption, say, answers may still arrive that the next call must not read.
+                self._stop()
+                raise
+
+    def _scored(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
+        first = self._num_requests
+        self._num_requests += len(items)
+        messages = [_packed((number, *item)) for number, item in enumerate(items, first)]
         scores: list[ScoredResponse] = []
         sent = 0
         while len(scores) < len(messages):
             try:
+                if sent == len(scores) and self._process is not None and self._process.poll() is not None:
+                    self._stop()  # it died while idle: no row is to blame
                 process = self._ensure_process()
                 assert process.stdin is not None and process.stdout is not None
                 while sent < len(messages) and (
@@ -77,40 +114,49 @@ class Scorer:
                     process.stdin.write(messages[sent])
                     sent += 1
                 process.stdin.flush()
-                reward, parts, problem = _read(process.stdout, self._settings.timeout_s)
-                scores.append(ScoredResponse(reward=reward, parts=parts, error=problem))
-                continue
+                number, reward, parts, problem = _read(process.stdout, self._settings.timeout_s)
+                if number == first + len(scores):
+                    scores.append(ScoredResponse(reward=reward, parts=parts, error=problem))
+                    continue
+                error = "the reward process answered another request; does it fork and return in both processes?"
             except TimeoutError:
                 error = f"the reward took longer than {self._settings.timeout_s:g} s"
             except (EOFError, OSError) as died:
                 error = f"the reward process died: {died or 'no message'}"
-            self.close()
+            self._refuse_if_closed()
+            self._stop()
             scores.append(ScoredResponse(reward=0.0, error=error))
-            sent = len(scores)  # what was sent after it is sent again, to a new process
+            sent = len(scores)  # later requests are sent again, to a new process
         return scores
 
-    def close(self) -> None:
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the scorer is closed")
+
+    def _stop(self) -> None:
+        """Stop the process; the next request starts another. Only with the lock held."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(BrokenPipeError):  # requests that it never read
+                        pipe.close()
             self._process = None
 
     def _ensure_process(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
-                # -P: whatever is called `tasks` in the current folder is not ours.
+                # -P: a `tasks` in the current folder must not shadow ours.
                 [sys.executable, "-P", "-m", "tasks.scoring"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
+            self._refuse_if_closed()
             assert self._process.stdin is not None and self._process.stdout is not None
             _write(self._process.stdin, self._settings)
             problem = _read(self._process.stdout, START_S)
             if problem:
-                self.close()
                 raise ConfigError(problem)
         return self._process
 
@@ -126,7 +172,7 @@ def _write(pipe: Any, value: Any) -> None:
 
 
 def _read(pipe: Any, timeout_s: float | None) -> Any:
-    """One value; TimeoutError if it is not there in time, EOFError if the other side is gone."""
+    """Read one value. Raises TimeoutError after `timeout_s`, EOFError if the other side is gone."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (size,) = HEADER.unpack(_read_exactly(pipe, HEADER.size, deadline))
     return pickle.loads(_read_exactly(pipe, size, deadline))
@@ -146,7 +192,7 @@ def _read_exactly(pipe: Any, size: int, deadline: float | None) -> bytes:
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """The scoring process: settings first, then pairs until the other side closes."""
+    """The main loop of the scoring process: settings first, then pairs until the other side closes."""
     settings: ScoringSettings = _read(requests, None)
     try:
         source = make_source(settings.source, settings.options, settings.seed)
@@ -157,20 +203,31 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     _write(answers, "")
     while True:
         try:
-            response, record = _read(requests, None)
+            number, response, record = _read(requests, None)
         except EOFError:
             return
         try:
             result = reward_of(extract_answer(settings.answer_pattern, response), record)
             reward, parts = result if isinstance(result, tuple) else (result, {})
             reward = float(reward)
-            problem = "" if math.isfinite(reward) else f"the reward is {reward}, it must be a finite number"
-        except Exception as raised:  # noqa: BLE001  the rim: whatever a user's function raises is recorded data
+            # Plain numbers: a user's class could not be loaded in the process that reads the answer.
+            parts = {str(name): float(part) for name, part in dict(parts).items()}
+            problem = "" if math.isfinite(reward) else f"the reward is {reward}; it must be a finite number"
+        except Exception as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded as data
             reward, parts, problem = 0.0, {}, f"{type(raised).__name__}: {raised}"
-        _write(answers, (0.0 if problem else reward, dict(parts), problem[:500]))
+        _write(answers, (number, 0.0 if problem else reward, parts, problem[:500]))
+
+
+def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """(requests, answers), moved off the standard streams, which the reward and the programs it starts may use."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr  # line-buffered: output before a crash is not lost
+    return requests, answers
 
 
 if __name__ == "__main__":
-    answers_pipe = sys.stdout.buffer
-    sys.stdout = sys.stderr  # a reward that prints must not write into the answers
-    _serve(sys.stdin.buffer, answers_pipe)
+    _serve(*_own_pipes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,37 +11,47 @@ import numpy as np
 from stores.errors import ConfigError
 
 LOOK_BACK = 8
-"""Tokens before one that its text is found with: a token alone may lack the space before it, or be half a letter."""
+"""Preceding tokens decoded with each token: alone it may lack its leading space, or be an incomplete character."""
 
 
 class Texts(Protocol):
-    """Token ids as text."""
+    """Decodes token ids to text."""
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """special: with special tokens, such as an end of text."""
+        """Decode token ids. special: keep special tokens, such as an end of text."""
         ...
 
 
 class TokenizerTexts:
-    """Texts by a model's tokenizer."""
+    """Text by a model's tokenizer. Threads may share one: a lock guards the tokenizer's state."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        # An array: transformers looks at each element of a list, which takes longer than decoding.
-        return str(self.tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
+        # An array, because transformers checks each element of a list, which takes longer than decoding.
+        with self._lock:
+            return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
+
+    def ids(self, text: str, *, chat: bool = False) -> tuple[int, ...]:
+        """Token ids of a text. chat: encode it as a user's turn in the tokenizer's chat template."""
+        with self._lock:
+            if chat:
+                turn = [{"role": "user", "content": text}]
+                text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class NumberTexts:
-    """The ids themselves, for an emulated run or where the tokenizer is gone."""
+    """The ids as text, for an emulated run or a tokenizer that cannot be loaded."""
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return "".join(f"{token} " for token in tokens)
 
 
 def tokenizer_texts(model: str) -> TokenizerTexts:
-    """Texts by a model's tokenizer. Raises ConfigError if it cannot be loaded."""
+    """Load a model's tokenizer. Raises ConfigError if that fails."""
     from transformers import AutoTokenizer
 
     try:
@@ -51,13 +62,13 @@ def tokenizer_texts(model: str) -> TokenizerTexts:
 
 
 def pieces(texts: Texts, tokens: Sequence[int]) -> list[str]:
-    """Each token's share of the text they make together; a letter of several tokens is the last one's."""
+    """The part of the decoded text that each token adds; a character of several tokens belongs to the last of them."""
     found = []
     for i in range(len(tokens)):
         begin = max(0, i - LOOK_BACK)
         before = texts.text(tokens[begin:i], special=True)
         until = texts.text(tokens[begin : i + 1], special=True)
-        # A letter that is not complete decodes to a replacement, and is told with the token that completes it.
+        # An incomplete character decodes to U+FFFD; it is attributed to the token that completes it.
         whole = before.rstrip("\ufffd")
         found.append("" if until.endswith("\ufffd") else until[len(whole) :])
     return found

@@ -1,39 +1,62 @@
-"""Loading what a job names of its user's own: path/to/file.py:NAME, or module:NAME."""
+"""Loads user code that a job names: path/to/file.py:NAME, or module:NAME."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+import zlib
+from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from stores.errors import ConfigError
 
 
-def load(named: str, key: str) -> Any:
-    """What `named` names. key: of the job file, for messages. Raises ConfigError, in one line."""
+def load(named: str, key: str, kind: str = "function") -> Any:
+    """Load the function or class called `named`. key: its key in the job file, and kind: what is expected, for
+    messages. Raises ConfigError."""
     where, _, name = named.rpartition(":")
     if not where:
         raise ConfigError(f"{key} = {named!r}: expected file.py:NAME or module:NAME")
     try:
-        module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        module = _of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(f"{key} = {named!r}: cannot be loaded: {error}") from error
+        raise ConfigError(f"{key} = {named!r}: cannot be loaded: {said(error)}") from error
+    except Exception as error:  # a user's code
+        raise ConfigError(f"{key} = {named!r}: cannot be loaded: {type(error).__name__}: {said(error)}") from error
     found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"{key} = {named!r}: {where} has no function {name}")
+    if not callable(found) or (kind == "class" and not isinstance(found, type)):
+        raise ConfigError(f"{key} = {named!r}: {where} has no {kind} {name}")
     return found
 
 
-def _load_file(path: Path) -> Any:
-    """A module by path; the current folder is never searched, so its name cannot shadow one of ours."""
+def said(error: BaseException) -> str:
+    """The message of an error in user code, on one line."""
+    return " ".join(str(error).split())
+
+
+def _of_file(path: Path) -> ModuleType:
+    """Import a module by path. The current folder is never searched, so its name cannot shadow one of ours. Files of
+    one name in several folders become different modules."""
     if not path.is_file():
         raise OSError(f"{path}: no such file")
-    name = f"staleflow_user_{path.stem}"
+    path = path.resolve()
+    return _loaded(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _loaded(path: Path, mtime_ns: int) -> ModuleType:
+    """Executed once per process until the file changes, so that its classes keep their identity."""
+    name = f"staleflow_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -1,7 +1,7 @@
-"""Responses where no model samples them: how long they are, how they are rewarded, what tools they call. Pure.
+"""Emulated responses: their lengths, rewards and tool calls. Pure.
 
-A workload is a function of ids: the same seed, group and member give the same response whatever strategy asks for it
-and in whatever order, so that runs differ in their decisions only.
+A workload is a function of ids: the same seed, group and member give the same response under every strategy and in any
+order, so runs differ in their decisions only.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tasks.seeds import Stream, generator
+
 BLOCK = 1024
-"""Groups drawn at once: a draw costs microseconds a number, and any group's numbers are found from its id alone."""
+"""Groups drawn at once, which takes microseconds per number; a group's numbers still depend on its id alone."""
 MOST_TURNS = 10
-"""Turns a trajectory may have, as a multiple of the mean."""
+"""Maximum turns of a trajectory, as a multiple of the mean."""
 
 
 class Turn(NamedTuple):
-    """Tokens sampled in a row; then, unless it is the last turn, a tool that takes a while and answers with tokens."""
+    """Tokens sampled in a row and, except in the last turn, a tool call: its duration and the tokens it returns."""
 
     tokens: int
     tool_s: float = 0.0
@@ -31,7 +33,7 @@ class Workload(Protocol):
     def prompt_tokens(self, group: int) -> int: ...
 
     def turns(self, group: int, member: int) -> tuple[Turn, ...]:
-        """member: 0 .. members a group - 1."""
+        """The turns of a response. member: 0 .. members per group - 1."""
         ...
 
     def reward(self, group: int, member: int) -> float: ...
@@ -39,7 +41,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSettings:
-    """See WorkloadConfig. max_tokens: where responses are cut."""
+    """Settings of a drawn workload; see WorkloadConfig. max_tokens: length at which responses are cut."""
 
     kind: str
     prompt_tokens: int
@@ -59,14 +61,14 @@ class WorkloadSettings:
 
 
 class DrawnWorkload:
-    """Lengths drawn from a distribution."""
+    """A workload with lengths drawn from a distribution."""
 
     def __init__(self, settings: WorkloadSettings) -> None:
         self._settings = settings
         self._block = lru_cache(maxsize=64)(self._draw_block)
 
     def __reduce__(self) -> tuple[type[DrawnWorkload], tuple[WorkloadSettings]]:
-        """It travels to workers as its settings."""
+        """Pickle as the settings: workers draw for themselves."""
         return DrawnWorkload, (self._settings,)
 
     def prompt_tokens(self, group: int) -> int:
@@ -85,7 +87,7 @@ class DrawnWorkload:
 
     def _draw_block(self, number: int) -> dict[str, npt.NDArray[Any]]:
         s = self._settings
-        rng = np.random.default_rng([s.seed, 2, number])
+        rng = generator(s.seed, Stream.WORKLOAD, number)
         shape = (BLOCK, s.members)
         alike, own = rng.standard_normal((BLOCK, 1)), rng.standard_normal(shape)
         z = np.sqrt(s.group_correlation) * alike + np.sqrt(1 - s.group_correlation) * own
@@ -93,15 +95,15 @@ class DrawnWorkload:
             case "lognormal" | "agentic":
                 lengths = s.median * np.exp(s.sigma * z)
             case "bimodal":
-                # Long or short is decided by the same normal, so that correlation means the same.
+                # The same normal decides between long and short, so that group_correlation keeps its meaning.
                 is_long = _normal_cdf(z) < s.long_share
                 lengths = s.median * np.where(is_long, s.long_ratio, 1.0) * np.exp(0.2 * rng.standard_normal(shape))
             case "power_law":
                 lengths = s.median * np.maximum(1e-12, 1 - _normal_cdf(z)) ** (-1 / s.exponent)
             case _:
-                raise ValueError(f"no workload {s.kind!r}")
+                raise ValueError(f"unknown workload {s.kind!r}")
         with_signal = rng.random((BLOCK, 1)) < s.signal_share
-        # Half of a group is rewarded, in no order: who finishes first must not decide whether there is a signal.
+        # Half of a group is rewarded, in random order: whether there is a signal must not depend on who finishes first.
         halves = rng.permuted(np.broadcast_to(np.arange(s.members) % 2, shape), axis=1)
         rewards = np.where(with_signal, halves, 0)
         return {
@@ -111,7 +113,7 @@ class DrawnWorkload:
         }
 
     def _split(self, total: int, seed: int) -> tuple[Turn, ...]:
-        """`total` sampled tokens over several turns, with a tool after each but the last."""
+        """Split `total` sampled tokens into turns, with a tool call after each but the last."""
         s = self._settings
         rng = np.random.default_rng(int(seed))
         count = min(1 + int(rng.poisson(s.turns - 1)), int(MOST_TURNS * s.turns), total)
@@ -126,7 +128,7 @@ class DrawnWorkload:
 
 
 class RecordedWorkload:
-    """Lengths, prompts and rewards of a stored run, group by group, again from the start at its end."""
+    """The prompt lengths, response lengths and rewards of a stored run, group by group, repeated at the end."""
 
     def __init__(
         self, prompts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], rewards: npt.NDArray[np.float64]

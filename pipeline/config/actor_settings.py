@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +11,13 @@ from pipeline.config.deciding import cost_model
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
+from tasks.engines.settings import ENGINES, EngineSettings
+from tasks.knobs import values
+from tasks.seeds import engine_seed
 from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSettings
 
 if TYPE_CHECKING:
     from tasks.actors.trajectory_server import ServerSettings
-    from tasks.engines.base import EngineSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
     from tasks.training.policy_trainer import PolicySettings
@@ -92,76 +93,48 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
             s_per_token=config.simulation.train_s_per_token,
             time_scale=config.rollout.engine.time_scale,
         )
-    from tasks.training.loss import LossSettings
     from tasks.training.policy_trainer import TrainerSettings
 
-    t = config.training
     return TrainerSettings(
         model=config.model.path,
         dtype=config.model.dtype,
         device=config.model.device,
-        learning_rate=t.learning_rate,
-        schedule=t.schedule,
-        warmup_steps=t.warmup_steps,
+        training=config.training,
         num_steps=config.steps,
-        minibatches=t.minibatches,
-        microbatch_tokens=t.microbatch_tokens,
-        grad_clip=t.grad_clip,
-        weight_decay=t.weight_decay,
-        betas=(t.beta1, t.beta2),
-        aggregation=t.loss.aggregation,
-        loss=LossSettings(
-            name=t.loss.name, clip_low=t.loss.clip_low, clip_high=t.loss.clip_high, weight_cap=t.loss.weight_cap
-        ),
         temperature=config.rollout.temperature,
         max_length=config.rollout.max_new_tokens,
         seed=config.seed,
     )
 
 
-def engine_settings(config: RunConfig, index: int, eos: tuple[int, ...]) -> EngineSettings:
-    """index: of the instance, so that each samples with a seed of its own. eos: ids that end a response."""
+def engine_settings(
+    config: RunConfig, index: int, eos: tuple[int, ...], *, attempt: int = 0, life: int = 0
+) -> EngineSettings:
+    """index: of the instance; attempt: how often it was replaced; life: how often the run was started before. Each
+    samples with a seed of its own. eos: ids that end a response."""
     engine = config.rollout.engine
-    if config.emulated:
-        from tasks.engines.emulated import EmulatedSettings
-
-        return EmulatedSettings(
-            cost=cost_model(config),
-            workload=make_workload(config),
-            members=config.members_started,
-            kv_tokens=engine.kv_tokens,
-            max_running=engine.max_running,
-            pull_s=config.simulation.pull_s,
-            keep=config.rollout.on_pull == "keep",
-            time_scale=engine.time_scale,
-        )
-    common: dict[str, Any] = {
+    given = values(engine) | {
         "model": config.model.path,
         "dtype": config.model.dtype,
         "device": config.model.device,
         "temperature": config.rollout.temperature,
-        "max_running": engine.max_running,
-        "kv_tokens": engine.kv_tokens,
-        "page_tokens": engine.page_tokens,
-        "max_batch_tokens": engine.max_batch_tokens,
         "eos": eos,
-        "seed": config.seed * 1000 + index,
+        "seed": engine_seed(config.seed, index, attempt, life),
+        "keep": config.rollout.on_pull == "keep",
+        "cost": cost_model(config),
+        "members": config.members_started,
+        "pull_s": config.simulation.pull_s,
     }
-    if engine.name == "vllm":
-        from tasks.engines.vllm import VllmSettings
-
-        keep = config.rollout.on_pull == "keep"
-        return VllmSettings(**common, keep=keep, tensor_parallel=engine.tensor_parallel, options=dict(engine.options))
-    from tasks.engines.transformers import TransformersSettings
-
-    return TransformersSettings(**common)
+    if ENGINES.wants(engine.name, "workload"):
+        given["workload"] = make_workload(config)
+    return ENGINES.make(engine, given)
 
 
 def make_workload(config: RunConfig) -> Workload:
     """The responses this job's simulated or emulated instances give. Reads a store if it is a recorded one."""
     if config.workload.kind == "recorded":
         return _recorded_workload(Path(config.workload.run))
-    fields = {f.name: getattr(config.workload, f.name) for f in dataclasses.fields(config.workload) if f.name != "run"}
+    fields = {name: value for name, value in values(config.workload).items() if name != "run"}
     return DrawnWorkload(
         WorkloadSettings(
             **fields, members=config.members_started, max_tokens=config.rollout.max_new_tokens, seed=config.seed

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.coordinator import Coordinator, Strategies
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.pacing import Pacing
-from pipeline.strategies.admission import Late, make_admission
-from pipeline.strategies.filtering import Stragglers, Straggling, make_filtering
-from pipeline.strategies.migration import make_migration
-from pipeline.strategies.routing import make_routing
-from pipeline.strategies.synchronization import make_synchronization
+from pipeline.strategies.admission import ADMISSION, Late
+from pipeline.strategies.filtering import FILTERING, STRAGGLERS
+from pipeline.strategies.migration import MIGRATION
+from pipeline.strategies.routing import ROUTING
+from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.staleness import StalenessLedger
 from tasks.engines.cost_model import CostModel
-
-if TYPE_CHECKING:
-    pass
+from tasks.seeds import Stream, generator
 
 
 def cost_model(config: RunConfig) -> CostModel:
@@ -28,10 +23,27 @@ def cost_model(config: RunConfig) -> CostModel:
     return CostModel(k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b, prefill=cost.prefill)
 
 
+def make_strategies(config: RunConfig) -> Strategies:
+    """The rules this job names, with their knobs. Raises ConfigError."""
+    cost, rollout = cost_model(config), config.rollout
+    given = {"cost": cost, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
+    # A pull that interrupts nothing computes no context again.
+    pulling = cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0)
+    return Strategies(
+        admission=ADMISSION.make(config.staleness, given),
+        routing=ROUTING.make(rollout, given),
+        synchronization=SYNCHRONIZATION.make(rollout, given | {"cost": pulling}),
+        filtering=FILTERING.make(config.batch, given),
+        migration=MIGRATION.make(rollout, given),
+        stragglers=STRAGGLERS.make(config.batch, given),
+        max_attempts=rollout.max_attempts,
+    )
+
+
 def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coordinator:
     """The coordinator this job asks for. Both bodies, and a replay, build it here."""
-    cost, batch, rollout = cost_model(config), config.batch, config.rollout
-    admission = make_admission(config.staleness.admission, config.staleness.eta, config.staleness.alpha)
+    batch, cost = config.batch, cost_model(config)
+    strategies = make_strategies(config)
     ledger = StalenessLedger(
         eta=config.bound,
         groups_per_step=batch.groups_per_step,
@@ -39,25 +51,10 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
         groups_started=config.groups_started,
         members_started=config.members_started,
         num_steps=config.steps,
-        waits=admission.late is Late.WAIT,
+        waits=strategies.admission.late is Late.WAIT,
     )
-    strategies = Strategies(
-        admission=admission,
-        routing=make_routing(rollout.routing, cost, rollout.mu, np.random.default_rng([config.seed, 1])),
-        synchronization=make_synchronization(
-            rollout.synchronization,
-            rollout.load_threshold,
-            cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0),
-        ),
-        filtering=make_filtering(batch.filtering),
-        migration=make_migration(rollout.migration, cost, rollout.migration_gain),
-        stragglers=Stragglers(
-            action=Straggling(batch.stragglers), patience=batch.straggler_patience, share=batch.straggler_share
-        ),
-        max_attempts=rollout.max_attempts,
-    )
-    forecast = LengthForecast(rollout.max_new_tokens, rare=1 / config.trajectories_per_step)
+    forecast = LengthForecast(config.rollout.max_new_tokens, rare=1 / config.trajectories_per_step)
     pacing = Pacing(
-        cost, forecast, eta=config.bound, trajectories=config.trajectories_per_step, slack=rollout.pace_slack
+        cost, forecast, eta=config.bound, trajectories=config.trajectories_per_step, slack=config.rollout.pace_slack
     )
     return Coordinator(ledger, strategies, forecast, pacing, validate_each=validate_each)

@@ -8,31 +8,41 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.fields import apply_override, build, merged
+from pipeline.config.fields import apply_override, merged
 from pipeline.config.rules import check_across
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
+from tasks.knobs import build
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a job file and apply `key=value` overrides (values in TOML; bare words are strings)."""
+    return from_overridden(read_tree(path), overrides, str(path))
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """A job file as nested plain values, unchecked. Raises ConfigError if it is no TOML."""
     path = Path(path)
     try:
-        tree = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such job file; examples/demo.toml is one to start from") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def from_overridden(tree: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
+    """Build and check a RunConfig from nested plain values, which get the overrides."""
     for override in overrides:
         apply_override(tree, override)
-    return from_tree(tree, str(path))
+    return from_tree(tree, where)
 
 
 def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
-    config: RunConfig = build(RunConfig, _with_profile(tree, where), where)
+    config = build(RunConfig, _with_profile(tree, where), where)
     check_across(config, where)
     return config
 

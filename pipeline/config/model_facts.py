@@ -1,4 +1,4 @@
-"""What the run must know of a model before any actor loads it: checked once, here, with a remedy in one line."""
+"""What a run needs to know about its model before any actor loads it, checked once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from stores.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """context: tokens the model can attend to. eos: ids that end a response. nonce: tells runs of one name apart."""
+    """Facts about a run's model. context: tokens the model can attend to. eos: ids that end a response. nonce: random,
+    distinguishes runs of the same name."""
 
     context: int
     eos: tuple[int, ...]
@@ -20,17 +21,17 @@ class ModelFacts:
 
 
 def inspect_model(config: RunConfig) -> ModelFacts:
-    """Read the model's configuration and tokenizer, no weights. Raises ConfigError."""
+    """Read the model's configuration and tokenizer, but no weights. Raises ConfigError."""
     if config.emulated:
         if config.workload.kind == "agentic":
-            raise ConfigError('workload.kind = "agentic": tools are known to simulate only; choose another kind')
+            raise ConfigError('workload.kind = "agentic": only `staleflow simulate` has tool calls; choose another')
         return ModelFacts(context=2**31, eos=(), nonce=secrets.token_hex(4))
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     path = config.model.path
     looks_local = path.startswith((".", "/", "~")) or Path(path).parts[0] in ("runs", "models") or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
-        raise ConfigError(f"model.path = {path!r}: no such folder; `make demo` makes its base model first")
+        raise ConfigError(f"model.path = {path!r}: no such folder; for the demo, `make demo` creates it")
     try:
         architecture = AutoConfig.from_pretrained(path)
         tokenizer = AutoTokenizer.from_pretrained(path)

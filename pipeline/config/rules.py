@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 from pipeline.config.schema import RunConfig
+from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.routing import ROUTING
 from stores.errors import ConfigError
-from tasks.names import ENGINE_OPTIONS_OURS
+from tasks.engines.settings import ENGINES
+from tasks.knobs import knobs, values
+from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP
+from tasks.training.loss import LOSSES
 
 
 def check_across(config: RunConfig, where: str) -> None:
@@ -17,22 +22,21 @@ def check_across(config: RunConfig, where: str) -> None:
         raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {config.task.template!r}")
     if not config.name or "/" in config.name or config.name.startswith("."):
         raise ConfigError(f"{where}: name = {config.name!r} must be a plain folder name")
-    needs_groups = config.training.advantage != "reinforce_plus_plus"
+    advantage = config.training.advantage
+    needs_groups = advantage in ADVANTAGES and advantage not in NEED_NO_GROUP
     if needs_groups and config.batch.group_size < 2:
-        raise ConfigError(
-            f"{where}: batch.group_size = 1 gives {config.training.advantage} nothing to compare with; it must be >= 2"
-        )
+        raise ConfigError(f"{where}: batch.group_size = 1 gives {advantage} nothing to compare with; it must be >= 2")
     if config.training.minibatches > config.batch.groups_per_step * config.batch.group_size:
         raise ConfigError(
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
             f"{config.trajectories_per_step} trajectories of a step"
         )
-    staleness = config.staleness
-    if staleness.admission == "credits" and math.ceil(staleness.alpha) > staleness.eta:
-        raise ConfigError(
-            f"{where}: staleness.alpha = {staleness.alpha:g} lets trajectories lag {math.ceil(staleness.alpha)} "
-            f"versions, staleness.eta allows {staleness.eta}; lower alpha or raise eta"
-        )
+    try:
+        ADMISSION.make(config.staleness, {"eta": config.staleness.eta})
+        ROUTING.check(config.rollout)
+        LOSSES.check(config.training.loss)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if config.cluster.kind == kind and not getattr(config.cluster, key):
             raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
@@ -43,14 +47,16 @@ def check_across(config: RunConfig, where: str) -> None:
 def _check_engine(config: RunConfig, where: str) -> None:
     """Rules of what the engines can do."""
     engine = config.rollout.engine
-    if config.rollout.on_pull == "keep" and engine.name == "transformers":
-        raise ConfigError(f'{where}: rollout.on_pull = "keep" is not known to the transformers engine; use "interrupt"')
-    ours = ENGINE_OPTIONS_OURS.get(engine.name)
-    for option in engine.options:
-        if ours is None:
+    settings: Any = ENGINES.find(engine.name)
+    if config.rollout.on_pull == "keep" and not settings.keeps:
+        raise ConfigError(
+            f'{where}: rollout.on_pull = "keep" is not known to the {engine.name} engine; use "interrupt"'
+        )
+    for option in values(engine)["options"]:
+        if "options" not in knobs(settings):
             raise ConfigError(f"{where}: rollout.engine.options is not known to the {engine.name} engine; remove it")
-        if option in ours:
-            raise ConfigError(f"{where}: rollout.engine.options.{option}: {ours[option]}; remove it")
+        if why := settings.refused_options.get(option):
+            raise ConfigError(f"{where}: rollout.engine.options.{option}: {why}; remove it")
     if engine.kv_tokens < config.rollout.max_new_tokens:
         raise ConfigError(
             f"{where}: rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "

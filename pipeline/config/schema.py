@@ -1,6 +1,7 @@
 """The job file: one frozen tree, read from TOML, checked once. Below this module nothing re-checks it.
 
-Every knob carries its meaning, unit and range, which is also what `staleflow config explain` prints.
+Every knob carries its meaning, unit and range, which is also what `staleflow config explain` prints. Those of a
+strategy, a loss or an engine are declared with it; the table that chooses one is `composed` of them.
 """
 
 from __future__ import annotations
@@ -10,21 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pipeline.config.fields import Explained, explained, knob
-from pipeline.strategies.admission import ADMISSION_NAMES
-from pipeline.strategies.filtering import FILTERING_NAMES, Straggling
-from pipeline.strategies.migration import MIGRATION_NAMES
-from pipeline.strategies.routing import ROUTING_NAMES
-from pipeline.strategies.synchronization import SYNCHRONIZATION_NAMES
-from tasks.names import (
-    ADVANTAGE_NAMES,
-    AGGREGATION_NAMES,
-    ENGINE_NAMES,
-    LOSS_NAMES,
-    SAMPLING_REFUSED,
-    SCHEDULE_NAMES,
-    WORKLOAD_NAMES,
-)
+from pipeline.config.fields import Explained, explained
+from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.filtering import FILTERING, STRAGGLERS
+from pipeline.strategies.migration import MIGRATION
+from pipeline.strategies.routing import ROUTING
+from pipeline.strategies.synchronization import SYNCHRONIZATION
+from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
+from tasks.knobs import knob
+from tasks.names import WORKLOAD_NAMES
+from tasks.registry import choice, composed
+from tasks.training.settings import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ class TaskConfig:
     answer_pattern: str = knob(
         "", "regular expression whose first group is the answer within a response; empty: all of it"
     )
-    eval_prompts: int = knob(200, "held-out prompts evaluated before and after; 0 for none", low=0)
+    eval_prompts: int = knob(200, "held-out prompts evaluated before and after, each once; 0 for none", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +65,7 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@composed
 class BatchConfig:
     """What one training step consumes."""
 
@@ -75,42 +73,39 @@ class BatchConfig:
     group_size: int = knob(8, "trajectories a prompt that an advantage is taken over", low=1)
     extra_groups: int = knob(0, "redundancy: groups a step started beyond groups_per_step", low=0)
     extra_members: int = knob(0, "redundancy: trajectories a group started beyond group_size", low=0)
-    filtering: str = knob("keep_all", "no_signal drops and replaces groups of equal rewards", choices=FILTERING_NAMES)
-    stragglers: str = knob(
+    filtering: str = choice(FILTERING, "keep_all", "no_signal drops and replaces groups of equal rewards")
+    stragglers: str = choice(
+        STRAGGLERS,
         "wait",
         "the last unfinished groups of a step that is stuck: wait, retry on the fastest instance, truncate",
-        choices=tuple(s.value for s in Straggling),
     )
-    straggler_patience: float = knob(1.0, "intervals between steps the trainer waits before it is stuck", above=0)
-    straggler_share: float = knob(0.1, "share of groups_per_step that may count as stragglers", low=0, high=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@composed
 class StalenessConfig:
     """The promise."""
 
     eta: int = knob(
         1, "bound: a trajectory is trained at most this many versions after its oldest token", low=0, high=1000
     )
-    admission: str = knob(
+    admission: str = choice(
+        ADMISSION,
         "staleflow",
         "who may start: by reservation, or as another system does; backlog keeps no bound, the store says so",
-        choices=ADMISSION_NAMES,
     )
-    alpha: float = knob(1.0, "credits: batches in play beyond one; versions a batch may lag, rounded up", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@composed
 class EngineConfig:
     """What samples."""
 
-    name: str = knob("transformers", "the engine", choices=ENGINE_NAMES)
+    name: str = choice(ENGINES, "transformers", "the engine", knobs_after="max_batch_tokens")
     max_running: int = knob(64, "trajectories an instance decodes at once", low=1)
     kv_tokens: int = knob(16384, "KV cache of an instance, tokens", low=64)
     page_tokens: int = knob(32, "tokens a cache page", low=4)
     max_batch_tokens: int = knob(1024, "tokens one forward pass may hold (prefill and decode together)", low=1)
-    tensor_parallel: int = knob(1, "vllm: GPUs an instance spreads its model over", low=1, high=64)
-    options: dict[str, Any] = knob({}, "vllm: further arguments of its EngineArgs, such as gpu_memory_utilization")
     time_scale: float = knob(1.0, "emulated: seconds of the cost model that pass in one second", above=0)
 
 
@@ -132,6 +127,7 @@ class CostConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@composed
 class RolloutConfig:
     """Sampling."""
 
@@ -142,18 +138,16 @@ class RolloutConfig:
     temperature: float = knob(
         1.0, "sampling temperature; the trainer recomputes logprobs at the same one", above=0, high=10
     )
-    routing: str = knob("least_requests", "which instance gets a trajectory", choices=ROUTING_NAMES)
-    mu: float = knob(0.1, "throughput_optimal: least gain, as a share of an empty instance's", low=0, high=1)
-    synchronization: str = knob("greedy", "when an instance pulls weights", choices=SYNCHRONIZATION_NAMES)
+    routing: str = choice(ROUTING, "least_requests", "which instance gets a trajectory")
+    routing_options: dict[str, Any] = knob({}, "knobs of a routing rule from a file", shown=False)
+    synchronization: str = choice(SYNCHRONIZATION, "greedy", "when an instance pulls weights", knobs_after="on_pull")
     on_pull: str = knob(
         "interrupt",
         "what runs while new weights are pulled: interrupt computes its cache again, keep goes on with the old one",
         choices=("interrupt", "keep"),
     )
-    load_threshold: float = knob(0.5, "status: share of max_running below which an instance may pull", low=0, high=1)
     pace_slack: float = knob(1.0, "deadline: by how much the plan's seconds may be exceeded", above=0)
-    migration: str = knob("none", "moving single running trajectories to lighter instances", choices=MIGRATION_NAMES)
-    migration_gain: float = knob(0.2, "largest_gain: share by which a decode step must be faster there", low=0, high=1)
+    migration: str = choice(MIGRATION, "none", "moving single running trajectories to lighter instances")
     drift_limit: float = knob(
         0.0,
         "nats that an instance's logprobs of a probe may differ from the trainer's before it is named; 0: by dtype",
@@ -162,38 +156,6 @@ class RolloutConfig:
     max_attempts: int = knob(3, "engine failures or lost instances a trajectory survives", low=0)
     engine: EngineConfig = EngineConfig()
     cost: CostConfig = CostConfig()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossConfig:
-    """The objective; docs/losses.md and tasks/training/loss.py have the formulas."""
-
-    name: str = knob("decoupled_ppo", "the loss", choices=LOSS_NAMES)
-    clip_low: float = knob(0.2, "the ratio is clipped at 1 - clip_low", low=0, high=1)
-    clip_high: float = knob(0.28, "and at 1 + clip_high", low=0)
-    weight_cap: float = knob(5.0, "cap of pi_old / pi_rollout (decoupled_ppo), of the ratio (tis)", above=0)
-    aggregation: str = knob("token_mean", "how token losses become one number", choices=AGGREGATION_NAMES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingConfig:
-    """Optimization."""
-
-    learning_rate: float = knob(1e-5, "peak learning rate of AdamW", above=0, high=1)
-    schedule: str = knob("constant", "learning rate over the run", choices=SCHEDULE_NAMES)
-    warmup_steps: int = knob(0, "training steps of linear warm-up", low=0)
-    minibatches: int = knob(1, "optimizer updates a training step", low=1)
-    microbatch_tokens: int = knob(8192, "padded tokens one forward and backward pass may hold", low=1)
-    grad_clip: float = knob(1.0, "largest gradient norm", above=0)
-    weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
-    beta1: float = knob(0.9, "AdamW", low=0, high=1)
-    beta2: float = knob(0.95, "AdamW", low=0, high=1)
-    advantage: str = knob("grpo", "advantage estimate", choices=ADVANTAGE_NAMES)
-    loss: LossConfig = LossConfig()
-    checkpoint_every: int = knob(0, "steps between checkpoints; 0 for the last step only", low=0)
-    resume_every: int = knob(
-        1, "steps between resume points (weights, optimizer, random state; the latest are kept); 0 for none", low=0
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +168,7 @@ class ClusterConfig:
     address: str = knob("", "of the scheduler, for kind = address, such as tcp://host:8786")
     scheduler_file: str = knob("", "path of the scheduler file, for kind = file")
     threads: int = knob(1, "torch threads a process; more on shared cores makes them spin", low=1, high=1024)
-    dashboard: bool = knob(True, "serve the Dask dashboard (kind = local)")
+    dashboard: bool = knob(True, "serve the Dask dashboard and its staleflow page (kind = local)")
     shared_memory: str = knob("/dev/shm", "folder in memory that weights are published in, one per host")
 
 
@@ -339,8 +301,8 @@ class RunConfig:
     def weighs_costs(self) -> bool:
         """Whether one of its strategies goes by the cost model."""
         rollout = self.rollout
-        by_cost = rollout.synchronization == "hypothesis" or rollout.migration != "none"
-        return by_cost or rollout.routing in ("throughput_optimal", "deadline")
+        chosen = ((r, getattr(rollout, r.field)) for r in (ROUTING, SYNCHRONIZATION, MIGRATION))
+        return any(registry.wants(name, "cost") for registry, name in chosen)
 
     @property
     def members_started(self) -> int:

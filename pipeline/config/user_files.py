@@ -1,56 +1,110 @@
-"""Code and data of the user's own that a job names by file: located, and made to travel with a submitted job."""
+"""User code and data that a job names by file: made absolute, checked, and sent along with the job."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
+from pipeline.config.deciding import make_strategies
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
+from tasks.training.advantage import ADVANTAGES
+from tasks.training.loss import LOSSES
+
+CODE = (
+    "task.source",
+    "reward.function",
+    "tracking.tracker",
+    "rollout.routing",
+    "training.advantage",
+    "training.loss.name",
+)
+"""Keys of a job that may name user code by file."""
+RULES = ("rollout.routing", "training.advantage", "training.loss.name")
+"""Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
+SCORING = ("task.source", "reward.function")
+"""Keys whose code scores responses."""
 
 
 def located(config: RunConfig) -> RunConfig:
-    """The same job with absolute paths: workers of a cluster have working folders of their own."""
-    model, task, reward = config.model, config.task, config.reward
-    kind, _, name = task.source.rpartition(":") if ".py:" in task.source else task.source.partition(":")
-    file, _, function = reward.function.rpartition(":")
-    if Path(model.path).is_dir():
-        model = dataclasses.replace(model, path=str(Path(model.path).resolve()))
-    if kind.endswith(".py"):
-        task = dataclasses.replace(task, source=f"{Path(kind).resolve()}:{name}")
+    """The job with absolute paths, since a cluster's workers have other working directories."""
+    for key in CODE:
+        file, name = _named(config, key)
+        if file:
+            config = _set(config, key, f"{Path(file).resolve()}:{name}")
+    if Path(config.model.path).is_dir():
+        config = _set(config, "model.path", str(Path(config.model.path).resolve()))
+    kind, _, data = config.task.source.partition(":")
     if kind == "jsonl":
-        task = dataclasses.replace(task, source=f"jsonl:{Path(name).resolve()}")
-    workload = config.workload
-    if workload.run:
-        workload = dataclasses.replace(workload, run=str(Path(workload.run).resolve()))
-    if file.endswith(".py"):
-        reward = dataclasses.replace(reward, function=f"{Path(file).resolve()}:{function}")
-    tracking = config.tracking
-    file, _, name = tracking.tracker.rpartition(":")
-    if file.endswith(".py"):
-        tracking = dataclasses.replace(tracking, tracker=f"{Path(file).resolve()}:{name}")
-    runs_dir = str(Path(config.runs_dir).resolve())
-    return dataclasses.replace(
-        config, model=model, task=task, reward=reward, tracking=tracking, workload=workload, runs_dir=runs_dir
-    )
+        config = _set(config, "task.source", f"jsonl:{Path(data).resolve()}")
+    if config.workload.run:
+        config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
+    return _set(config, "runs_dir", str(Path(config.runs_dir).resolve()))
 
 
-CODE = (("task", "source"), ("reward", "function"), ("tracking", "tracker"))
-"""Where a job may name code of its user's own by file."""
+def placed(config: RunConfig, run_dir: Path) -> RunConfig:
+    """The job in another run folder."""
+    return dataclasses.replace(config, runs_dir=str(run_dir.parent), name=run_dir.name)
 
 
-def with_code(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """The job with its own code named by file name only, and that code by file name. Raises ConfigError if it cannot be
-    read."""
+def check(config: RunConfig) -> None:
+    """Load and construct once the rules, losses and advantages that the job names by file. Raises ConfigError."""
+    make_strategies(config)
+    ADVANTAGES.load(config.training.advantage)
+    LOSSES.make(config.training.loss)
+
+
+def with_code(config: RunConfig, keys: Sequence[str] = CODE) -> tuple[RunConfig, dict[str, str]]:
+    """The job with the user code of these keys named by file name only, and that code by file name. Raises ConfigError
+    for an unreadable file."""
     code: dict[str, str] = {}
-    for table, key in CODE:
-        section = getattr(config, table)
-        file, _, name = getattr(section, key).rpartition(":")
-        if file.endswith(".py"):
-            travels = f"{table}_{Path(file).name}"
+    for key in keys:
+        file, name = _named(config, key)
+        if file:
+            prefix = key.split(".")[-2] + "_"
+            sent_as = prefix + Path(file).name.removeprefix(prefix)
             try:
-                code[travels] = Path(file).read_text()
-            except OSError as error:
-                raise ConfigError(f"{table}.{key} = {getattr(section, key)!r}: cannot be read: {error}") from error
-            config = dataclasses.replace(config, **{table: dataclasses.replace(section, **{key: f"{travels}:{name}"})})
+                code[sent_as] = Path(file).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{key} = {_get(config, key)!r}: cannot be read: {error}") from error
+            config = _set(config, key, f"{sent_as}:{name}")
     return config, code
+
+
+def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
+    """The job with such code named by its path in `folder`."""
+    for key in CODE:
+        file, name = _named(config, key)
+        if file in code:
+            config = _set(config, key, f"{folder / file}:{name}")
+    return config
+
+
+def write_code(folder: Path, code: Mapping[str, str]) -> None:
+    """Write user code, by file name, into a folder. Raises OSError."""
+    for name, text in code.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def _named(config: RunConfig, key: str) -> tuple[str, str]:
+    """The file that a key names, and the name within it; empty if it names no file."""
+    file, _, name = _get(config, key).rpartition(":")
+    return (file, name) if file.endswith(".py") else ("", "")
+
+
+def _get(config: RunConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _set(config: RunConfig, key: str, value: str) -> RunConfig:
+    changed: RunConfig = _replaced(config, key.split("."), value)
+    return changed
+
+
+def _replaced(node: Any, path: Sequence[str], value: str) -> Any:
+    first, *rest = path
+    return dataclasses.replace(node, **{first: _replaced(getattr(node, first), rest, value) if rest else value})

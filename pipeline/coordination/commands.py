@@ -22,7 +22,7 @@ class Route:
 
     trajectory: TrajectoryId
     epoch: int
-    """Counts the routings of this trajectory: an answer to an older one is ignored."""
+    """Times this trajectory was routed: an answer to an earlier routing is ignored."""
     instance: InstanceId
     version: PolicyVersion
     cause: str
@@ -59,7 +59,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Ask a reward worker."""
+    """Ask a reward worker for the reward of a trajectory."""
 
     trajectory: TrajectoryId
     cause: str
@@ -72,17 +72,17 @@ class Train:
     step: int
     trajectories: tuple[TrajectoryId, ...]
     versions: tuple[PolicyVersion, ...]
-    """v_traj, one a trajectory."""
+    """v_traj, one per trajectory."""
     cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retire:
-    """These trajectories ended without being trained on; the store remembers how."""
+    """Record that these trajectories ended without being trained on, and how."""
 
     endings: tuple[Ending, ...]
     versions: tuple[PolicyVersion, ...]
-    """v_traj, one a trajectory; -1 where it was never routed."""
+    """v_traj, one per trajectory; -1 if it was never routed."""
     cause: str
 
 

@@ -9,7 +9,7 @@ from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResumed:
-    """A stored run goes on from the version that step - 1 published, with nothing in flight. The first event of all."""
+    """A stored run continues from the version that step - 1 published, nothing in flight. Must be the first event."""
 
     step: int
     num_ended: tuple[tuple[str, int], ...]
@@ -26,7 +26,7 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsArrived:
-    """Prompts asked for by `Draw` are there."""
+    """Prompts that a `Draw` asked for have arrived."""
 
     groups: tuple[NewGroup, ...]
 
@@ -57,12 +57,12 @@ class InstanceReported:
 
     instance: InstanceId
     progress: tuple[tuple[TrajectoryId, int], ...]
-    """(trajectory, tokens sampled in all) for what it was running."""
+    """(trajectory, tokens sampled so far, all segments counted) of what it was running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySampled:
-    """Sampling ended by itself; the tokens are with the trajectory server."""
+    """Sampling reached its end; the tokens are with the trajectory server."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -80,7 +80,7 @@ class TrajectoryInterrupted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryFailed:
-    """The engine could not go on with it."""
+    """The engine could not continue a trajectory."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -89,7 +89,7 @@ class TrajectoryFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryScored:
-    """The reward function answered, or failed: then `error` says how."""
+    """The reward function answered, or failed: `error` says how."""
 
     trajectory: TrajectoryId
     reward: float
@@ -113,7 +113,7 @@ class VersionPublished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """The run ends now: what is in flight is given up."""
+    """The run is to end now: what is in flight is given up."""
 
     why: str
 

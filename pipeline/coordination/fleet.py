@@ -1,7 +1,8 @@
-"""What the coordinator believes of its rollout instances. Pure, changed only by the coordinator.
+"""What the coordinator knows of its rollout instances. Pure.
 
-The numbers that a choice compares stand in arrays, one row an instance, so that choosing among a thousand instances
-takes microseconds. `Instance` is the handle of a row and holds what only one instance at a time is asked for.
+The numbers that a choice compares are held in arrays, one row per instance, so that choosing among a thousand instances
+takes microseconds. `Instance` is the handle of a row and holds what is asked of one instance at a time. Both are
+written here only, together, by the verbs of `MutableFleet`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from stores.errors import ProtocolViolation
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 BoolArray = npt.NDArray[np.bool_]
@@ -30,11 +32,12 @@ class Instance:
     row: int
     pulling: bool = False
     in_transit: int = 0
-    """Trajectories that are on their way to it or from it, ordered but not yet heard of."""
+    """Moves to it or from it that were ordered and are not finished."""
     kv_tokens: int = 0
+    """Of the trajectories it runs."""
     trajectories: dict[TrajectoryId, None] = field(default_factory=dict)
     pace_s: float = math.inf
-    """Seconds per token that its most urgent trajectory needs to be in time; infinite if none is in a hurry."""
+    """Seconds a token may take for its most urgent trajectory to be in time; infinite if none is urgent."""
 
     @property
     def num_running(self) -> int:
@@ -42,7 +45,8 @@ class Instance:
 
 
 class Fleet:
-    """All instances; the arrays have one element an instance, in `instances` order until one is lost."""
+    """All instances, as everybody may read them; the arrays have one element per instance, in the order they joined
+    until one is lost."""
 
     def __init__(self) -> None:
         self._by_id: dict[InstanceId, Instance] = {}
@@ -84,40 +88,6 @@ class Fleet:
             self._versions = [PolicyVersion(v) for v in sorted({i.version for i in self._rows})]
         return self._versions
 
-    def join(self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> Instance:
-        """Add an instance that runs nothing."""
-        if len(self._rows) == self._numbers.shape[1]:
-            self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
-        one = Instance(
-            instance=instance, version=version, kv_capacity=kv_capacity, max_running=max_running, row=len(self._rows)
-        )
-        self._rows.append(one)
-        self._by_id[instance] = one
-        self._versions = None
-        self._numbers[4:, one.row] = kv_capacity, max_running
-        self.touch(one)
-        return one
-
-    def lose(self, instance: InstanceId) -> Instance | None:
-        """Remove an instance; the last row moves into its place. None if it is unknown."""
-        lost = self._by_id.pop(instance, None)
-        if lost is not None:
-            self._versions = None
-            last = self._rows.pop()
-            if last is not lost:
-                self._numbers[:, lost.row] = self._numbers[:, last.row]
-                last.row = lost.row
-                self._rows[lost.row] = last
-        return lost
-
-    def touch(self, instance: Instance) -> None:
-        """Carry an instance's present numbers into the arrays: after every change to it."""
-        if self._numbers[3, instance.row] != instance.version:
-            self._versions = None
-        self._numbers[:4, instance.row] = (
-            len(instance.trajectories), instance.kv_tokens, instance.pace_s, instance.version,
-        )  # fmt: skip
-
     def fitting(self, kv_tokens: int, least_version: int, typical_kv_tokens: float = 0.0) -> BoolArray:
         """Which instances serve at least this version and have room for a trajectory of this size, also once those they
         run have grown to what is typical (else some would be preempted). An empty instance has room for anything."""
@@ -139,3 +109,109 @@ class Fleet:
         if not (recent & (running < cap)).any():
             return "concurrency cap"
         return "KV memory"
+
+    def validate(self) -> None:
+        """Check that every instance is where its id says, and that the arrays hold its numbers."""
+        if self._by_id != {one.instance: one for one in self._rows}:
+            raise ProtocolViolation(f"instances by id and by row differ: {sorted(self._by_id)}")
+        for row, one in enumerate(self._rows):
+            if one.row != row:
+                raise ProtocolViolation(f"{one.instance} is in row {row}, not {one.row}")
+            own = (one.num_running, one.kv_tokens, one.pace_s, one.version, one.kv_capacity, one.max_running)
+            if own != tuple(self._numbers[:, row]):
+                raise ProtocolViolation(f"{one.instance} has {own}, the arrays say {tuple(self._numbers[:, row])}")
+        if self._versions is not None and self._versions != sorted({one.version for one in self._rows}):
+            raise ProtocolViolation(f"versions in service are taken to be {self._versions}")
+
+
+class MutableFleet(Fleet):
+    """The instances as their owner, the state, changes them. Every verb keeps the arrays up to date."""
+
+    def join(
+        self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int, in_transit: int = 0
+    ) -> Instance:
+        """Add an instance that runs nothing. in_transit: moves that are on their way to its id already."""
+        if instance in self._by_id:
+            raise ProtocolViolation(f"{instance} joins twice")
+        if len(self._rows) == self._numbers.shape[1]:
+            self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
+        one = Instance(
+            instance=instance,
+            version=version,
+            kv_capacity=kv_capacity,
+            max_running=max_running,
+            row=len(self._rows),
+            in_transit=in_transit,
+        )
+        self._rows.append(one)
+        self._by_id[instance] = one
+        self._versions = None
+        self._numbers[4:, one.row] = kv_capacity, max_running
+        self._update(one)
+        return one
+
+    def lose(self, instance: Instance) -> None:
+        """Remove an instance that runs nothing any more; the last row moves into its place."""
+        if instance.trajectories:
+            raise ProtocolViolation(f"{instance.instance} is removed with {instance.num_running} trajectories on it")
+        del self._by_id[instance.instance]
+        self._versions = None
+        last = self._rows.pop()
+        if last is not instance:
+            self._numbers[:, instance.row] = self._numbers[:, last.row]
+            last.row = instance.row
+            self._rows[instance.row] = last
+
+    def add(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int, pace_s: float) -> None:
+        """Let an instance run one more trajectory, which is in time at `pace_s` seconds a token."""
+        instance.trajectories[trajectory] = None
+        instance.kv_tokens += kv_tokens
+        instance.pace_s = min(instance.pace_s, pace_s)
+        self._update(instance)
+
+    def remove(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
+        """Take a trajectory off an instance. kv_tokens: what it was counted with."""
+        del instance.trajectories[trajectory]
+        instance.kv_tokens -= kv_tokens
+        if not instance.trajectories:
+            instance.pace_s = math.inf
+        self._update(instance)
+
+    def grow(self, instance: Instance, kv_tokens: int) -> None:
+        """Count more KV tokens for the trajectories an instance runs."""
+        instance.kv_tokens += kv_tokens
+        self._update(instance)
+
+    def set_pace(self, instance: Instance, pace_s: float) -> None:
+        """Set what its most urgent trajectory needs."""
+        instance.pace_s = pace_s
+        self._update(instance)
+
+    def start_pull(self, instance: Instance, version: PolicyVersion) -> None:
+        """Count an instance as serving `version`, which it is about to load."""
+        if instance.pulling or version <= instance.version:
+            raise ProtocolViolation(f"{instance.instance} at version {instance.version} is to pull {version}")
+        instance.version, instance.pulling = version, True
+        self._versions = None
+        self._update(instance)
+
+    def finish_pull(self, instance: Instance) -> None:
+        """Note that an instance has loaded the version it is counted with."""
+        instance.pulling = False
+
+    def start_move(self, source: Instance, target: Instance) -> None:
+        """Count a trajectory as on its way from one instance to another."""
+        source.in_transit += 1
+        target.in_transit += 1
+
+    def finish_move(self, instance: Instance) -> None:
+        """Count one move less at one of its two ends: the trajectory has left the source, or the move is over."""
+        instance.in_transit -= 1
+
+    def _update(self, instance: Instance) -> None:
+        """Copy an instance's numbers into the arrays."""
+        numbers, row = self._numbers, instance.row
+        numbers[0, row] = len(instance.trajectories)  # one by one: a slice would cost three times as much
+        numbers[1, row] = instance.kv_tokens
+        numbers[2, row] = instance.pace_s
+        numbers[3, row] = instance.version

@@ -1,23 +1,21 @@
-"""What a coordinator remembers for people: the lives of its trajectories, and why it declined. Pure, bounded."""
+"""What a coordinator records for people: the story of each trajectory, and why work was left waiting. Pure, bounded."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
 
-from pipeline.coordination.trajectories import LiveTrajectory
 from stores.trajectory import TrajectoryId
 
 STORY_LINES = 200_000
 """Lines kept for `story`: about 40,000 trajectories of five lines each, some tens of megabytes."""
 
-
 HAPPENED = ("arrived", "sampled", "reward")
-"""How notes begin that tell of something that happened, and not of something decided."""
+"""Beginnings of the notes about what happened, as opposed to what was decided."""
 
 
 class History:
-    """`now` and `cause` are of the event being handled."""
+    """A bounded log of notes, and counts of refusals. `now` and `cause` are those of the event being handled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,20 +24,20 @@ class History:
         self._log: deque[tuple[TrajectoryId, float, str, str]] = deque(maxlen=STORY_LINES)
 
     def note(self, trajectory: TrajectoryId, what: str) -> None:
+        """Add a line to a trajectory's story."""
         self._log.append((trajectory, self.now, self.cause, what))
 
-    def refused(self, live: LiveTrajectory, why: str) -> None:
-        """Counted every time; a line in its story only when the reason is another than before."""
+    def refused(self, trajectory: TrajectoryId, why: str, *, again: bool) -> None:
+        """Count a refusal. Only the first of several for one reason gets a line in the story."""
         self.refusals[why] = self.refusals.get(why, 0) + 1
-        if live.refused != why:
-            live.refused = why
-            self.note(live.id, f"waits: {why}")
+        if not again:
+            self.note(trajectory, f"waits: {why}")
 
     def latest(self, count: int) -> list[tuple[float, int, str, str]]:
-        """The last decisions: (when, trajectory, what, cause), newest first. What only happened is left out."""
+        """The latest decisions, newest first: (seconds, trajectory, what, cause). What only happened is left out."""
         decided = (entry for entry in reversed(self._log) if not entry[3].startswith(HAPPENED))
         return [(now, int(who), what, cause) for who, now, cause, what in itertools.islice(decided, count)]
 
     def story(self, trajectory: TrajectoryId) -> list[str]:
-        """One line "time  what  (cause)" each, in order."""
+        """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
         return [f"{now:9.3f} s  {what}  ({cause})" for who, now, cause, what in self._log if who == trajectory]

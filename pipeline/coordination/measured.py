@@ -1,4 +1,4 @@
-"""What a coordinator has measured so far, for strategies that weigh tokens and seconds. Pure."""
+"""Running means of what a coordinator measures, for strategies that weigh tokens and seconds. Pure."""
 
 from __future__ import annotations
 

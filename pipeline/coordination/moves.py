@@ -1,4 +1,4 @@
-"""Which running trajectories should go on elsewhere, or end now: proposed once a tick, from what is believed. Pure."""
+"""Which running trajectories should go on elsewhere, or end now: proposed once a tick. Pure: changes nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pipeline.coordination.fleet import Instance
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.pacing import Pacing
+from pipeline.coordination.phases import Phase
 from pipeline.coordination.placement import Placement
 from pipeline.coordination.state import CoordinatorState
-from pipeline.coordination.trajectories import LiveTrajectory, Phase
+from pipeline.coordination.trajectories import LiveTrajectory
 from pipeline.strategies.filtering import Stragglers, Straggling
 from pipeline.strategies.migration import Load, Migration, Movable
 
@@ -20,7 +21,7 @@ MOVES_A_TICK = 0.125
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Take a trajectory off `source`. target: where it goes on; None to end it with the tokens it has."""
+    """Take a trajectory off `source`. target: where it goes on; None to score it with the tokens it has."""
 
     live: LiveTrajectory
     source: Instance
@@ -29,7 +30,7 @@ class Move:
 
 
 class Moves:
-    """Shows the rules what runs where, and turns what they choose into moves."""
+    """Shows the migration and straggler rules what runs where, and turns what they choose into moves."""
 
     def __init__(
         self,
@@ -76,12 +77,14 @@ class Moves:
             moves += [Move(movable[j], source, target, why) for j in rule.moves(here, there, views, room)]
         return moves
 
-    def rescues(self, waited_s: float) -> Iterator[Move]:
-        """Do something about the last trajectories of a step that the trainer has waited `waited_s` for."""
+    def rescues(self) -> Iterator[Move]:
+        """Cut off or retry the last trajectories of a step that the trainer has waited too long for."""
         rule, ledger = self._stragglers, self._state.ledger
         missing = max(1, ledger.groups_per_step - ledger.num_occupied)
         per_step, interval_s = ledger.groups_per_step, self._state.measured.interval_s.value
-        if not rule.stuck(waited_s=waited_s, interval_s=interval_s, missing=missing, groups_per_step=per_step):
+        if not rule.stuck(
+            waited_s=self._state.waited_s, interval_s=interval_s, missing=missing, groups_per_step=per_step
+        ):
             return
         fastest = self._by_speed()[:1]
         for live in self._state.live.values():
@@ -96,7 +99,7 @@ class Moves:
                 yield Move(live, source, fastest[0], f"straggles: retried on {fastest[0].instance}")
 
     def _movable(self, source: Instance, target: Instance) -> list[LiveTrajectory]:
-        """What runs on `source` and may go on on `target`."""
+        """Trajectories on `source` that may continue on `target`."""
         return [
             live
             for member in source.trajectories
@@ -106,11 +109,11 @@ class Moves:
         ]
 
     def _may_leave(self, live: LiveTrajectory) -> bool:
-        """Once a version, and not while it is on its way: a trajectory that is moved for ever never ends."""
+        """At most once per version and never in transit: otherwise it could be moved for ever and never finish."""
         return not live.leaving and live.moved_at != self._state.ledger.version
 
     def _by_speed(self) -> list[Instance]:
-        """Instances by the time their decode step takes, fastest first."""
+        """Instances by the seconds of their decode step, fastest first."""
         fleet = self._state.fleet
         rows = self._pacing.steps_s(fleet.running, fleet.kv_tokens).argsort(kind="stable")
         return [fleet[int(row)] for row in rows]

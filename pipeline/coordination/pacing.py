@@ -55,8 +55,8 @@ def best_plan(
 
 
 class Pacing:
-    """Knows when later steps will want their batches. slack: by how much the plan's seconds may be exceeded: it knows
-    nothing of bursts and interruptions."""
+    """When later steps will need their batches. slack: factor by which the plan's seconds may be exceeded, because it
+    knows nothing of bursts and interruptions."""
 
     def __init__(self, cost: CostModel, forecast: LengthForecast, *, eta: int, trajectories: int, slack: float) -> None:
         self._cost = cost
@@ -75,7 +75,7 @@ class Pacing:
         self._train_s.add(now - self._started_s)
 
     def replan(self, instances: int, max_running: int, prompt_tokens: float) -> None:
-        """Plan anew from what is known by now."""
+        """Plan anew from the lengths and seconds measured so far."""
         if not instances:
             return
         forecast = self._forecast
@@ -93,12 +93,12 @@ class Pacing:
         self.plan = replace(self.plan, step_s=self.plan.step_s * self._slack)
 
     def due_s(self, step: int, now: float) -> float:
-        """When `step` will want its batch. Late steps shift all that follow."""
+        """Second at which `step` will need its batch. A late step delays all that follow."""
         planned = self._started_s + (step - self._step) * self.plan.interval_s * self._slack
         return max(planned, now + (step - self._step - 1) * self.plan.interval_s * self._slack)
 
     def pace_s(self, due_step: int, group: GroupId, tokens: int, now: float) -> float:
-        """Seconds a token may take, if one with `tokens` so far is to be there when `due_step` wants it."""
+        """Seconds a token may take for a trajectory with `tokens` so far to be finished when `due_step` needs it."""
         left_s = self.due_s(due_step, now) - now
         return max(left_s, 0.0) / self._forecast.longest_remaining(group, tokens)
 

@@ -1,9 +1,10 @@
-"""Where queued work could go: the admission rule and the ledger say under which versions it may be sampled, the fleet
+"""Where queued work could go. The admission rule and the ledger say under which versions it may be sampled, the fleet
 which instances have room, the routing rule which of these takes it. Pure: proposes, and changes nothing."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from pipeline.coordination.fleet import Instance
 from pipeline.coordination.forecast import LengthForecast
@@ -29,7 +30,7 @@ class Placement:
         self._pacing = pacing
 
     def place(self, live: LiveTrajectory, now: float) -> Instance | str:
-        """The instance that takes it, or why it has to wait."""
+        """The instance that takes a trajectory, or why it has to wait."""
         fleet, routing = self._state.fleet, self._routing
         least_version = self._least_version(live)
         if least_version is None:
@@ -44,10 +45,12 @@ class Placement:
         row = routing.choose(self.work(live, now), fleet, fitting)
         if row is None:
             return "pace too slow" if routing.knows_urgency else "gain too small"
+        if not 0 <= row < len(fleet) or not fitting[row]:
+            return "routing named an instance that does not fit"
         return fleet[row]
 
     def work(self, live: LiveTrajectory, now: float) -> Candidate:
-        """What routing may know of a trajectory."""
+        """A trajectory, as routing may know it."""
         return Candidate(
             kv_tokens=live.kv_tokens,
             pace_s=self.pace_s(live, now),
@@ -65,7 +68,7 @@ class Placement:
         return Candidate(kv_tokens=kv_tokens, pace_s=pace_s, planned_s=self._pacing.plan.step_s)
 
     def pace_s(self, live: LiveTrajectory, now: float) -> float:
-        """Seconds a token of it may take to be in time; infinite if routing does not ask."""
+        """Seconds a token of a trajectory may take for it to be in time; infinite if routing does not ask."""
         if not self._routing.knows_urgency:
             return math.inf
         ledger = self._state.ledger
@@ -73,17 +76,32 @@ class Placement:
         due = ledger.deadline(version if version >= 0 else ledger.version)
         return self._pacing.pace_s(due, live.group, live.tokens, now)
 
-    def demand(self, version: PolicyVersion) -> int:
-        """How many trajectories an instance that serves `version` could be given, from the queue or freshly drawn."""
+    def most_urgent_s(self, running: Iterable[LiveTrajectory], now: float) -> float:
+        """Seconds a token may take for all of `running` to be in time; infinite if there are none."""
         ledger = self._state.ledger
-        promised = self._state.waiting.promised(version)
+        entries = ledger.entries
+        least_tokens: dict[PolicyVersion, int] = {}  # of one version, the one with most before it is the most urgent
+        for live in running:
+            version = entries[live.group].version
+            if live.tokens < least_tokens.get(version, math.inf):
+                least_tokens[version] = live.tokens
+        paces_s = [
+            self._pacing.pace_s(ledger.deadline(version), GroupId(-1), tokens, now)
+            for version, tokens in least_tokens.items()
+        ]
+        return min(paces_s, default=math.inf)
+
+    def demand(self, version: PolicyVersion) -> int:
+        """Trajectories that an instance serving `version` could be given, from the queue or freshly drawn."""
+        ledger = self._state.ledger
+        promised = self._state.queue.promised(version)
         if self._admission.refusal(ledger, version) is not None:
             return promised
         groups = min(self._admission.room(ledger), ledger.room(version))
         return promised + groups * ledger.members_started
 
     def appetite(self, instance: Instance, work: Candidate) -> int:
-        """How many more of such trajectories routing would give this instance. Bisects: takes() is monotone."""
+        """How many more such trajectories routing would give this instance. Bisects: takes() is monotone."""
         low, high = 0, instance.max_running - instance.num_running
         while low < high:
             middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Which instances should load the published weights now, from what is believed of all of them. Pure: proposes."""
+"""Which instances should load the published weights now. Pure: proposes, and changes nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Pulls:
         self._placement = placement
 
     def due(self, looked_at: Iterable[Instance], now: float) -> Iterator[Instance]:
-        """Those of `looked_at` that should pull. What one is fed after its pull, the next ones cannot hope for."""
+        """Those of `looked_at` that should pull. Work that one gets after its pull is not counted for the next."""
         published, rule, placement = self._state.ledger.version, self._rule, self._placement
         lagging = [i for i in looked_at if i.version < published and not i.pulling]
         if not lagging:
             return
-        if rule.weighs:  # those that are cheapest to interrupt first: they take the work that others hope for
+        if rule.weighs:  # the cheapest to interrupt come first, and get the work that is there
             lagging.sort(key=lambda i: i.kv_tokens)
         demand = placement.demand(published)
         sample = placement.fresh_work(now)

@@ -1,17 +1,21 @@
-"""What people and displays may see of the coordinator: an immutable picture of one moment. Pure."""
+"""What people and displays may see of the coordinator: an immutable view of one moment. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.coordination.forecast import ForecastError
-from stores.staleness import BufferView
-from stores.trajectory import InstanceId
+from pipeline.coordination.phases import Phase
+from pipeline.coordination.state import CoordinatorState
+from pipeline.coordination.work_queue import FRESH
+from stores.staleness import BufferView, EntryState
+from stores.trajectory import AbortReason, InstanceId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
-    """One rollout instance, as the coordinator believes it is."""
+    """One rollout instance, as the coordinator knows it."""
 
     instance: InstanceId
     version: int
@@ -46,4 +50,73 @@ class Snapshot:
     refusals: dict[str, int]
     """How often routing declined, by reason."""
     forecast: ForecastError
-    """How well response lengths were foreseen."""
+    """Accuracy of the length forecast."""
+
+
+def take_snapshot(state: CoordinatorState, refusals: dict[str, int], forecast: ForecastError) -> Snapshot:
+    """The run as it is now. O(live trajectories + groups + instances)."""
+    phases = dict.fromkeys(Phase, 0)
+    for live in state.live.values():
+        phases[live.phase] += 1
+    ledger = state.ledger
+    ages: dict[EntryState, list[int]] = {s: [] for s in EntryState}
+    for entry in ledger.entries.values():
+        ages[entry.state].append(ledger.version - entry.version)
+    return Snapshot(
+        version=ledger.version,
+        next_step=ledger.next_step,
+        training=state.training,
+        num_queued=phases[Phase.QUEUED],
+        num_running=phases[Phase.RUNNING],
+        num_scoring=phases[Phase.SCORING],
+        num_started=ledger.num_started,
+        num_live=ledger.num_live,
+        ended={
+            fate.value if reason is AbortReason.NONE else f"{fate.value}:{reason.value}": n
+            for (fate, reason), n in ledger.num_ended.items()
+        },
+        staleness_in_flight=_mean(ages[EntryState.RESERVED]),
+        staleness_in_queue=_mean(ages[EntryState.OCCUPIED]),
+        buffers=ledger.view(),
+        instances=tuple(
+            InstanceView(
+                instance=i.instance,
+                version=i.version,
+                pulling=i.pulling,
+                num_running=i.num_running,
+                max_running=i.max_running,
+                kv_tokens=i.kv_tokens,
+                kv_capacity=i.kv_capacity,
+            )
+            for i in state.fleet
+        ),
+        refusals=dict(refusals),
+        forecast=forecast,
+    )
+
+
+def waiting_for(state: CoordinatorState, limit: int) -> str:
+    """One paragraph about a run that makes no progress: what the next step waits for, and where that is."""
+    ledger = state.ledger
+    if state.training:
+        return f"step {ledger.next_step - 1} is training"
+    head = (
+        f"step {ledger.next_step} waits for {ledger.groups_per_step - ledger.num_occupied} more of its "
+        f"{ledger.groups_per_step} groups; {ledger.num_reserved} are being sampled, "
+        f"{state.num_fresh_groups} queued, {len(state.fleet)} instances"
+    )
+    oldest = sorted(
+        (t for t in state.live.values() if t.phase is not Phase.DONE),
+        key=lambda t: (FRESH if (version := ledger.entries[t.group].version) < 0 else version, t.since),
+    )[:limit]
+    lines = [
+        f"group {t.group}, trajectory {t.id}: {t.phase.value} for {state.now - t.since:.1f} s"
+        + (f" on {t.instance}" if t.instance is not None else "")
+        + f", {t.tokens} tokens, version {t.v_traj}"
+        for t in oldest
+    ]
+    return "\n  ".join([head, *lines])
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,123 +1,442 @@
-"""All that the coordinator believes, in one place: to be looked at, and to be checked. Changed only by it. Pure."""
+"""All that the coordinator knows, and the only module that changes it. Pure.
+
+Everyone may read; the verbs of `CoordinatorState` are the only writers of trajectories, fleet, queue and ledger. Each
+verb is one thing that was decided or has happened. It keeps the invariants that `validate` states, and notes by itself
+which decisions may now come out differently: the coordinator asks with `take_..._change` before it decides anew, and
+asking clears the note. A verb that the phases or the ledger refuse raises `ProtocolViolation` and changes nothing.
+
+The state is speculative: a command is taken to have landed the moment it is given.
+"""
 
 from __future__ import annotations
 
-from pipeline.coordination.fleet import Fleet
-from pipeline.coordination.forecast import ForecastError
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pipeline.coordination.events import NewGroup
+from pipeline.coordination.fleet import Fleet, Instance, MutableFleet
 from pipeline.coordination.measured import Measured
-from pipeline.coordination.snapshot import InstanceView, Snapshot
-from pipeline.coordination.trajectories import LiveTrajectory, Phase
-from pipeline.coordination.work_queue import FRESH, WorkQueue
+from pipeline.coordination.phases import Phase, Transition, next_phase
+from pipeline.coordination.trajectories import LiveTrajectory
+from pipeline.coordination.work_queue import FRESH, MutableWorkQueue, WorkQueue
 from stores.errors import ProtocolViolation
-from stores.staleness import EntryState, StalenessLedger
-from stores.trajectory import AbortReason, GroupId, TrajectoryId
+from stores.staleness import Ending, EntryState, StalenessLedger
+from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedTrajectory:
+    """A trajectory that has just ended without being trained on. running_on: the instance that must be told to stop."""
+
+    ending: Ending
+    v_traj: PolicyVersion
+    epoch: int
+    running_on: InstanceId | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumed:
+    """A batch that a training step has just taken. versions: v_traj, one per member. surplus: what ended by that."""
+
+    step: int
+    groups: tuple[GroupId, ...]
+    members: tuple[TrajectoryId, ...]
+    versions: tuple[PolicyVersion, ...]
+    surplus: tuple[EndedTrajectory, ...]
 
 
 class CoordinatorState:
-    """Speculative: a command is taken to have landed the moment it is given."""
+    """Trajectories, instances, queued work and the ledger of one run."""
 
     def __init__(self, ledger: StalenessLedger) -> None:
+        self._live: dict[TrajectoryId, LiveTrajectory] = {}
+        self._fleet = MutableFleet()
+        self._queue = MutableWorkQueue()
+        # The same, for reading.
         self.ledger = ledger
-        self.live: dict[TrajectoryId, LiveTrajectory] = {}
-        self.fleet = Fleet()
-        self.waiting = WorkQueue()
-        self.fresh_groups: set[GroupId] = set()
-        """Of these no member was routed yet."""
-        self.training = False
+        self.live: Mapping[TrajectoryId, LiveTrajectory] = MappingProxyType(self._live)
+        self.fleet: Fleet = self._fleet
+        self.queue: WorkQueue = self._queue
         self.measured = Measured()
 
-    def waiting_for(self, now: float, limit: int) -> str:
-        """One paragraph for a run that makes no progress: what the next step waits for, and where that is."""
-        ledger = self.ledger
-        if self.training:
-            return f"step {ledger.next_step - 1} is training"
-        head = (
-            f"step {ledger.next_step} waits for {ledger.groups_per_step - ledger.num_occupied} more of its "
-            f"{ledger.groups_per_step} groups; {ledger.num_reserved} are being sampled, "
-            f"{len(self.fresh_groups)} queued, {len(self.fleet)} instances"
-        )
-        oldest = sorted(
-            (t for t in self.live.values() if t.phase is not Phase.DONE),
-            key=lambda t: (FRESH if (version := ledger.entries[t.group].version) < 0 else version, t.since),
-        )[:limit]
-        lines = [
-            f"group {t.group}, trajectory {t.id}: {t.phase.value} for {now - t.since:.1f} s"
-            + (f" on {t.instance}" if t.instance is not None else "")
-            + f", {t.tokens} tokens, version {t.v_traj}"
-            for t in oldest
-        ]
-        return "\n  ".join([head, *lines])
+        self._now = 0.0
+        self._fresh_groups: set[GroupId] = set()  # no member was routed yet
+        self._groups_drawn = 0  # asked for and not arrived
+        self._training = False
+        self._idle_since: float | None = 0.0  # None while a step is being trained
+        self._published_s = 0.0
+        self._pull_started_s: dict[InstanceId, float] = {}
 
-    def snapshot(self, refusals: dict[str, int], forecast: ForecastError) -> Snapshot:
-        """The run as it stands. O(groups + instances)."""
-        phases = dict.fromkeys(Phase, 0)
-        for live in self.live.values():
-            phases[live.phase] += 1
-        ages: dict[EntryState, list[int]] = {s: [] for s in EntryState}
-        for entry in self.ledger.entries.values():
-            ages[entry.state].append(self.ledger.version - entry.version)
-        return Snapshot(
-            version=self.ledger.version,
-            next_step=self.ledger.next_step,
-            training=self.training,
-            num_queued=phases[Phase.QUEUED],
-            num_running=phases[Phase.RUNNING],
-            num_scoring=phases[Phase.SCORING],
-            num_started=self.ledger.num_started,
-            num_live=self.ledger.num_live,
-            ended={
-                fate.value if reason is AbortReason.NONE else f"{fate.value}:{reason.value}": n
-                for (fate, reason), n in self.ledger.num_ended.items()
-            },
-            staleness_in_flight=_mean(ages[EntryState.RESERVED]),
-            staleness_in_queue=_mean(ages[EntryState.OCCUPIED]),
-            buffers=self.ledger.view(),
-            instances=tuple(
-                InstanceView(
-                    instance=i.instance,
-                    version=i.version,
-                    pulling=i.pulling,
-                    num_running=i.num_running,
-                    max_running=i.max_running,
-                    kv_tokens=i.kv_tokens,
-                    kv_capacity=i.kv_capacity,
-                )
-                for i in self.fleet
-            ),
-            refusals=dict(refusals),
-            forecast=forecast,
+        self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = False
+        self._loads_changed: dict[InstanceId, Instance] = {}
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """Seconds, of the event being handled."""
+        return self._now
+
+    @property
+    def training(self) -> bool:
+        """Whether a step is being trained."""
+        return self._training
+
+    @property
+    def waited_s(self) -> float:
+        """How long the trainer has waited for its next batch; 0 while it trains."""
+        return 0.0 if self._idle_since is None else self._now - self._idle_since
+
+    @property
+    def num_fresh_groups(self) -> int:
+        """Groups that have arrived and hold no promise yet."""
+        return len(self._fresh_groups)
+
+    @property
+    def groups_drawn(self) -> int:
+        """Groups that were asked for and have not arrived."""
+        return self._groups_drawn
+
+    def running(self, trajectory: TrajectoryId, epoch: int) -> LiveTrajectory | None:
+        """The trajectory that an instance's answer is about, or None if the answer is late."""
+        live = self._live.get(trajectory)
+        return live if live is not None and live.phase is Phase.RUNNING and live.epoch == epoch else None
+
+    # -- what has changed ----------------------------------------------------------------------------------------
+
+    def take_batch_change(self) -> bool:
+        """Whether a batch may have become ready since this was last asked."""
+        changed, self._batch_changed = self._batch_changed, False
+        return changed
+
+    def take_load_changes(self) -> list[Instance]:
+        """Instances for which a pull may have become worth it since this was last asked."""
+        changed = list(self._fleet if self._all_loads_changed else self._loads_changed.values())
+        self._loads_changed, self._all_loads_changed = {}, False
+        return changed
+
+    def take_room_change(self) -> bool:
+        """Whether there may be room for more groups than when this was last asked."""
+        changed, self._room_changed = self._room_changed, False
+        return changed
+
+    def take_routing_change(self) -> bool:
+        """Whether queued work may find an instance that found none when this was last asked."""
+        changed, self._routing_changed = self._routing_changed, False
+        return changed
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def start_event(self, now: float) -> None:
+        """Set the time of the event that the following verbs belong to."""
+        self._now = now
+
+    def pass_time(self) -> None:
+        """Note that time alone has changed what depends on it: deadlines, and what a pull is worth."""
+        self._routing_changed = self._all_loads_changed = True
+
+    def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
+        """Continue a run that has published version `step` and has nothing in flight."""
+        self.ledger.resume(step, num_ended)
+        self._idle_since = self._published_s = self._now
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Note that the step being trained has finished."""
+        self.ledger.publish(version)
+        self._training, self._idle_since = False, self._now
+        self.measured.interval_s.add(self._now - self._published_s)
+        self._published_s = self._now
+        self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = True
+
+    # -- groups --------------------------------------------------------------------------------------------------
+
+    def draw(self, num_groups: int) -> None:
+        """Count groups as asked for."""
+        self._groups_drawn += num_groups
+
+    def add_groups(self, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
+        """Queue all members of groups that have arrived; returns their ids."""
+        added: list[TrajectoryId] = []
+        for new in groups:
+            members = self.ledger.start(new.group)
+            self._groups_drawn -= 1
+            self.measured.prompt_tokens.add(new.prompt_tokens)
+            self._fresh_groups.add(new.group)
+            for member in members:
+                live = LiveTrajectory(id=member, group=new.group, prompt_tokens=new.prompt_tokens, since=self._now)
+                self._live[member] = live
+                self._enqueue(live)
+            added += members
+        self._routing_changed = True
+        return added
+
+    def occupy(self, group: GroupId) -> tuple[EndedTrajectory, ...]:
+        """Let a complete group wait for the trainer; returns what became surplus because of it."""
+        return self._end(self.ledger.occupy(group))
+
+    def filter(self, group: GroupId, reason: AbortReason) -> tuple[EndedTrajectory, ...]:
+        """Drop a complete group that is not worth training on."""
+        return self._end(self.ledger.filter(group, reason))
+
+    def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId) -> tuple[EndedTrajectory, ...]:
+        """Give up one member, and its group if too few are left."""
+        return self._end(self.ledger.abort(group, reason, member))
+
+    def abort_all(self, reason: AbortReason) -> tuple[EndedTrajectory, ...]:
+        """Give up everything in flight."""
+        return self._end([e for group in tuple(self.ledger.entries) for e in self.ledger.abort(group, reason)])
+
+    def consume(self) -> Consumed:
+        """Hand the next step its batch."""
+        consumption = self.ledger.consume(self.ledger.next_step)
+        self._training, self._idle_since = True, None
+        versions = tuple(self._live[member].v_traj for member in consumption.members)
+        for member in consumption.members:
+            live = self._live.pop(member)
+            live.phase = next_phase(live.phase, Transition.CONSUMED)
+        self._room_changed = self._routing_changed = True
+        return Consumed(
+            step=consumption.step,
+            groups=consumption.groups,
+            members=consumption.members,
+            versions=versions,
+            surplus=self._end([e for e in consumption.endings if e.fate is not Fate.CONSUMED]),
         )
+
+    # -- trajectories --------------------------------------------------------------------------------------------
+
+    def send(self, live: LiveTrajectory, instance: Instance, *, pace_s: float, forecast: float) -> None:
+        """Route a queued trajectory, under a promise. pace_s: seconds a token may take. forecast: tokens expected of
+        it; kept the first time only."""
+        phase = next_phase(live.phase, Transition.ROUTED)
+        promised = self.ledger.entries[live.group].version
+        if live.v_traj < 0:
+            self.ledger.reserve(live.group, live.id, instance.version)
+            live.v_traj, live.forecast = instance.version, forecast
+            self._fresh_groups.discard(live.group)
+        self._queue.remove(live, live.level)
+        self._finish_move(live)
+        live.epoch += 1
+        live.instance, live.refused = instance.instance, ""
+        live.phase, live.since = phase, self._now
+        self._fleet.add(instance, live.id, live.kv_tokens, pace_s)
+        if self.ledger.entries[live.group].version != promised:
+            self._change_level(live.group)
+
+    def refuse(self, live: LiveTrajectory, why: str) -> bool:
+        """Leave a trajectory in the queue. True if the reason is another than before."""
+        changed = live.refused != why
+        live.refused = why
+        return changed
+
+    def start_move(self, live: LiveTrajectory, target: Instance | None) -> None:
+        """Count a running trajectory as being taken off its instance: to go on at `target`, or, if that is None, to be
+        scored with the tokens it has."""
+        source = self._fleet.get(live.instance)
+        if source is None or live.leaving:
+            raise ProtocolViolation(f"{live.id} is moved while it is {live.phase.value}, or on its way already")
+        live.moved_at = self.ledger.version
+        if target is None:
+            live.cut = True
+        else:
+            live.target = target.instance
+            self._fleet.start_move(source, target)
+
+    def finish_sampling(self, live: LiveTrajectory, tokens: int, *, cut_off: bool = False) -> None:
+        """Take a trajectory off its instance to be scored with the `tokens` it has."""
+        phase = next_phase(live.phase, Transition.CUT_OFF if cut_off else Transition.SAMPLED)
+        self._leave_instance(live)
+        self._finish_move(live)
+        live.tokens = live.safe_tokens = tokens
+        live.cut = False
+        live.phase, live.since = phase, self._now
+
+    def interrupt(self, live: LiveTrajectory, tokens: int) -> None:
+        """Take a trajectory off its instance and queue it with the `tokens` it has."""
+        self._requeue(live, Transition.INTERRUPTED, tokens)
+        live.safe_tokens = tokens
+
+    def fail(self, live: LiveTrajectory, transition: Transition) -> int:
+        """Queue a trajectory that failed, or whose instance was lost, with the tokens that are safe. Returns how often
+        that has happened to it."""
+        self._requeue(live, transition, live.safe_tokens)
+        live.attempts += 1
+        return live.attempts
+
+    def score(self, live: LiveTrajectory, reward: float | None) -> bool:
+        """Note a trajectory's reward, None if it has none. True if its group now has all the members it needs."""
+        phase = next_phase(live.phase, Transition.SCORED)
+        complete = self.ledger.complete(live.group, live.id)
+        live.reward = reward
+        live.phase, live.since = phase, self._now
+        self._batch_changed |= complete
+        return complete
+
+    # -- instances -----------------------------------------------------------------------------------------------
+
+    def join(self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> None:
+        """Add an instance that runs nothing. One that restarted under its id expects the moves on their way to it."""
+        arriving = sum(live.target == instance for live in self._live.values())
+        self._fleet.join(instance, version, kv_capacity, max_running, in_transit=arriving)
+        self._room_changed = self._routing_changed = self._all_loads_changed = True
+
+    def lose(self, instance: Instance) -> None:
+        """Remove an instance, after everything that ran on it was queued or given up."""
+        self._fleet.lose(instance)
+        self._loads_changed.pop(instance.instance, None)
+
+    def hear_progress(self, instance: Instance, progress: Iterable[tuple[TrajectoryId, int]]) -> list[LiveTrajectory]:
+        """Take in the (trajectory, tokens) of a report; returns those that do run there. A report may be older than a
+        later routing: only progress of what still runs here counts, and only upwards."""
+        running: list[LiveTrajectory] = []
+        grown = 0
+        for member, tokens in progress:
+            if member in instance.trajectories:
+                live = self._live[member]
+                if tokens > live.tokens:
+                    grown += tokens - live.tokens
+                    live.tokens = tokens
+                running.append(live)
+        self._fleet.grow(instance, grown)
+        return running
+
+    def set_pace(self, instance: Instance, pace_s: float) -> None:
+        """Set the seconds a token may take for an instance's most urgent trajectory to be in time."""
+        self._fleet.set_pace(instance, pace_s)
+        self._routing_changed = True
+
+    def start_pull(self, instance: Instance) -> None:
+        """Count an instance as serving the published version, which it is about to load."""
+        self._fleet.start_pull(instance, self.ledger.version)
+        self._pull_started_s[instance.instance] = self._now
+        self._routing_changed = True
+
+    def finish_pull(self, instance: Instance) -> None:
+        """Note that an instance has loaded the version it is counted with."""
+        self._fleet.finish_pull(instance)
+        self.measured.pull_s.add(self._now - self._pull_started_s.pop(instance.instance, self._now))
+        self._loads_changed[instance.instance] = instance
+
+    # -- proof ---------------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """The ledger's invariants, and that the coordinator and the ledger speak of the same trajectories."""
+        """State every invariant across collections. O(live); raises `ProtocolViolation` on the first broken."""
         self.ledger.validate()
-        held = {m for e in self.ledger.entries.values() for m in e.members}
-        if held != self.live.keys():
-            raise ProtocolViolation(f"ledger and coordinator differ about {sorted(held ^ self.live.keys())[:10]}")
-        for instance in self.fleet:
-            if instance.kv_tokens != sum(self.live[m].kv_tokens for m in instance.trajectories):
+        self._fleet.validate()
+        held = {member for entry in self.ledger.entries.values() for member in entry.members}
+        if held != self._live.keys():
+            raise ProtocolViolation(f"ledger and coordinator differ about {sorted(held ^ self._live.keys())[:10]}")
+        for live in self._live.values():
+            self._validate_trajectory(live)
+        self._validate_instances()
+        fresh = {g for g, entry in self.ledger.entries.items() if entry.state is EntryState.QUEUED}
+        if fresh != self._fresh_groups:
+            raise ProtocolViolation(f"groups without a promise differ: {sorted(fresh ^ self._fresh_groups)[:10]}")
+        due = {t.id: (level := self._level(t.group), level) for t in self._live.values() if t.phase is Phase.QUEUED}
+        queued = {live.id: (level, live.level) for level, live in self._queue}
+        if due != queued or len(self._queue) != len(queued):
+            raise ProtocolViolation(f"queued and waiting differ: {sorted(due.items() ^ queued.items())[:10]}")
+        if self._training != (self.ledger.next_step > self.ledger.version):
+            raise ProtocolViolation(
+                f"next step {self.ledger.next_step}, published {self.ledger.version}, but training is {self._training}"
+            )
+
+    def _validate_trajectory(self, live: LiveTrajectory) -> None:
+        """A trajectory agrees with its instance and with its group's entry in the ledger."""
+        instance, entry = self._fleet.get(live.instance), self.ledger.entries[live.group]
+        if (live.phase is Phase.RUNNING) != (instance is not None and live.id in instance.trajectories):
+            raise ProtocolViolation(f"{live.id} is {live.phase.value} but not listed so on {live.instance}")
+        if (live.phase is Phase.RUNNING) != (live.instance is not None):
+            raise ProtocolViolation(f"{live.id} is {live.phase.value} on {live.instance}")
+        if (live.phase is Phase.DONE) != (live.id in entry.completed):
+            raise ProtocolViolation(f"{live.id} is {live.phase.value}, its group has {entry.completed} completed")
+        if (live.v_traj >= 0) != (live.id in entry.routed) or (live.v_traj >= 0) != (live.epoch > 0):
+            raise ProtocolViolation(f"{live.id} was routed {live.epoch} times, with version {live.v_traj}")
+        if not 0 <= live.safe_tokens <= live.tokens:
+            raise ProtocolViolation(f"{live.id} has {live.tokens} tokens, {live.safe_tokens} of them safe")
+        if live.cut and live.phase is not Phase.RUNNING:
+            raise ProtocolViolation(f"{live.id} is to be cut off but {live.phase.value}")
+        if live.target is not None and live.phase not in {Phase.RUNNING, Phase.QUEUED}:
+            raise ProtocolViolation(f"{live.id} is to go on at {live.target} but {live.phase.value}")
+
+    def _validate_instances(self) -> None:
+        """The numbers of an instance are those of the trajectories it runs, or that are on their way."""
+        moving: Counter[InstanceId] = Counter()
+        for live in self._live.values():
+            if live.target is not None:
+                moving.update([live.target] if live.instance is None else [live.target, live.instance])
+        for instance in self._fleet:
+            listed = [self._live.get(member) for member in instance.trajectories]
+            if any(live is None or live.instance != instance.instance for live in listed):
+                raise ProtocolViolation(f"{instance.instance} lists trajectories that run elsewhere or have ended")
+            if instance.kv_tokens != sum(live.kv_tokens for live in listed if live is not None):
                 raise ProtocolViolation(f"{instance.instance} is taken to hold {instance.kv_tokens} KV tokens")
-            moving = [t for t in self.live.values() if t.target == instance.instance]
-            moving += [self.live[m] for m in instance.trajectories if self.live[m].target is not None]
-            if instance.in_transit != len(moving):
-                raise ProtocolViolation(f"{instance.instance}: {instance.in_transit} in transit, {len(moving)} move")
-            row = (instance.num_running, instance.kv_tokens, instance.version)
-            held_row = tuple(a[instance.row] for a in (self.fleet.running, self.fleet.kv_tokens, self.fleet.version))
-            if row != held_row:
-                raise ProtocolViolation(f"{instance.instance} has {row}, the arrays say {held_row}")
-            for member in instance.trajectories:
-                live = self.live[member]
-                if live.phase is not Phase.RUNNING or live.instance != instance.instance:
-                    raise ProtocolViolation(f"{member} is listed on {instance.instance} but {live.phase.value}")
-        queued = {
-            t.id: FRESH if self.ledger.entries[t.group].version < 0 else self.ledger.entries[t.group].version
-            for t in self.live.values()
-            if t.phase is Phase.QUEUED
-        }
-        standing = {t.id: t.level for t in self.waiting}
-        if queued != standing:
-            raise ProtocolViolation(f"queued and waiting differ: {sorted(queued.items() ^ standing.items())[:10]}")
+            if instance.in_transit != moving[instance.instance]:
+                raise ProtocolViolation(
+                    f"{instance.instance}: {instance.in_transit} in transit, {moving[instance.instance]} move"
+                )
 
+    # -- inside --------------------------------------------------------------------------------------------------
 
-def _mean(values: list[int]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    def _level(self, group: GroupId) -> int:
+        """The level of the queue that a group's members wait in."""
+        version = self.ledger.entries[group].version
+        return FRESH if version < 0 else version
+
+    def _enqueue(self, live: LiveTrajectory) -> None:
+        live.level = self._level(live.group)
+        self._queue.append(live, live.level)
+
+    def _change_level(self, group: GroupId) -> None:
+        """A group got its promise, or an older version: its queued members move to the level of that version."""
+        for member in sorted(self.ledger.entries[group].waiting):
+            live = self._live[member]
+            if live.phase is Phase.QUEUED:
+                self._queue.remove(live, live.level)
+                self._enqueue(live)
+
+    def _requeue(self, live: LiveTrajectory, transition: Transition, tokens: int) -> None:
+        phase = next_phase(live.phase, transition)
+        self._leave_instance(live)
+        if live.cut:  # it left for another reason, or with nothing to score: it may be cut off in its next attempt
+            live.cut, live.moved_at = False, -1
+        live.tokens = tokens
+        live.phase, live.since = phase, self._now
+        self._enqueue(live)
+
+    def _leave_instance(self, live: LiveTrajectory) -> None:
+        """Take a running trajectory off its instance. Before its tokens change: they are counted there as they are."""
+        instance = self._fleet.get(live.instance)
+        assert instance is not None
+        self._fleet.remove(instance, live.id, live.kv_tokens)
+        if live.target is not None:
+            self._fleet.finish_move(instance)
+        live.instance = None
+        self._loads_changed[instance.instance] = instance
+        self._routing_changed = True
+
+    def _finish_move(self, live: LiveTrajectory) -> None:
+        """Count a trajectory as no longer on its way, wherever it ended up."""
+        target, live.target = self._fleet.get(live.target), None
+        if target is not None:
+            self._fleet.finish_move(target)
+
+    def _end(self, endings: Iterable[Ending]) -> tuple[EndedTrajectory, ...]:
+        """Take trajectories that the ledger has ended out of everything else."""
+        ended: list[EndedTrajectory] = []
+        for ending in endings:
+            live = self._live.pop(ending.trajectory)
+            ended.append(EndedTrajectory(ending=ending, v_traj=live.v_traj, epoch=live.epoch, running_on=live.instance))
+            phase = next_phase(live.phase, Transition.GIVEN_UP)
+            if live.phase is Phase.QUEUED:
+                self._queue.remove(live, live.level)
+            elif live.phase is Phase.RUNNING:
+                self._leave_instance(live)
+            self._finish_move(live)
+            self._fresh_groups.discard(live.group)
+            live.phase = phase
+        if ended:  # a step may have waited for one of them
+            self._batch_changed = self._room_changed = self._routing_changed = True
+        return tuple(ended)

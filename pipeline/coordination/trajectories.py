@@ -1,55 +1,53 @@
-"""What the coordinator believes of a trajectory in flight. Pure, changed only by it."""
+"""What the coordinator knows of a trajectory in flight. Written by `state` only, read by all. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
+from pipeline.coordination.phases import Phase
 from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
-
-
-class Phase(Enum):
-    QUEUED = "queued"
-    RUNNING = "running"
-    SCORING = "scoring"
-    DONE = "done"
 
 
 @dataclass(slots=True)
 class LiveTrajectory:
-    """What the coordinator knows of a trajectory in flight."""
+    """A trajectory that was started and has not ended."""
 
     id: TrajectoryId
     group: GroupId
     prompt_tokens: int
     phase: Phase = Phase.QUEUED
     level: int = 0
-    """Where it stands in the waiting line, while it is queued."""
+    """Level of the work queue it waits in, while it is queued."""
     v_traj: PolicyVersion = PolicyVersion(-1)
+    """Oldest version it may hold tokens of; -1 before it is first routed."""
     instance: InstanceId | None = None
+    """Where it runs; None in every other phase."""
     epoch: int = 0
+    """Times it was routed."""
     tokens: int = 0
-    """Sampled tokens, as last heard."""
+    """Sampled tokens, as last reported."""
     safe_tokens: int = 0
-    """Of these, the ones the trajectory server holds: what survives the instance."""
+    """Of these, the ones the trajectory server holds: they survive the loss of the instance."""
     attempts: int = 0
+    """Engine failures and lost instances so far."""
     reward: float | None = None
     """None until it is scored, and for good if it could not be."""
     since: float = 0.0
-    """When the present phase began."""
+    """When the present phase began, seconds."""
     forecast: float = 0.0
     """Tokens expected of it when it was first routed."""
     target: InstanceId | None = None
-    """Where it is to go on, while it is being taken off its instance."""
+    """The instance it is being moved to, from the Interrupt until it is routed or sampled."""
     moved_at: int = -1
-    """The published version when it was last interrupted: it is moved once a version at most."""
+    """The published version when it was last interrupted: that is done at most once per version."""
     cut: bool = False
-    """It is being taken off its instance to be scored as it is."""
+    """An Interrupt is on its way, after which it is scored with the tokens it has."""
     refused: str = ""
-    """Why it was last left in the queue."""
+    """Why it was last left in the queue; empty once it is routed."""
 
     @property
     def kv_tokens(self) -> int:
+        """KV tokens it needs on an instance: prompt and response so far."""
         return self.prompt_tokens + self.tokens
 
     @property

@@ -14,40 +14,49 @@ FRESH = 2**62
 
 
 class WorkQueue:
-    """First come, first served within a level. All verbs are O(1) but for `levels`, O(eta log eta)."""
+    """The queue as everybody may read it. First come, first served within a level. All is O(1) but for `levels`,
+    O(eta log eta), and `promised`, O(eta)."""
 
     def __init__(self) -> None:
         # Ordered: the head of a plain dict is found by walking over everything that ever stood before it.
         self._levels: dict[int, OrderedDict[TrajectoryId, LiveTrajectory]] = {}
 
-    def enter(self, live: LiveTrajectory, level: int) -> None:
-        """Stand at the end of a level."""
-        live.level = level
-        self._levels.setdefault(level, OrderedDict())[live.id] = live
-
-    def leave(self, live: LiveTrajectory) -> None:
-        """Leave the level it stands in; nothing happens if it does not stand there."""
-        waiting = self._levels.get(live.level)
-        if waiting is not None and waiting.pop(live.id, None) is not None and not waiting:
-            del self._levels[live.level]
-
     def head(self, level: int) -> LiveTrajectory:
+        """The trajectory that has waited longest in a level."""
         return next(iter(self._levels[level].values()))
 
     def levels(self) -> list[int]:
-        """Levels where something waits, oldest first."""
+        """Levels with work in them, oldest version first."""
         return sorted(self._levels)
 
     def count(self, level: int) -> int:
+        """Trajectories in a level."""
         return len(self._levels.get(level, ()))
 
     def promised(self, version: int) -> int:
-        """How many wait that an instance of `version` may go on with."""
+        """Trajectories with a promise that an instance of `version` can continue."""
         return sum(len(waiting) for level, waiting in self._levels.items() if level <= version)
 
-    def __iter__(self) -> Iterator[LiveTrajectory]:
-        for waiting in self._levels.values():
-            yield from waiting.values()
+    def __iter__(self) -> Iterator[tuple[int, LiveTrajectory]]:
+        """(level, trajectory), level by level."""
+        for level, waiting in self._levels.items():
+            for live in waiting.values():
+                yield level, live
 
     def __len__(self) -> int:
         return sum(map(len, self._levels.values()))
+
+
+class MutableWorkQueue(WorkQueue):
+    """The queue as its owner, the state, changes it."""
+
+    def append(self, live: LiveTrajectory, level: int) -> None:
+        """Append to a level."""
+        self._levels.setdefault(level, OrderedDict())[live.id] = live
+
+    def remove(self, live: LiveTrajectory, level: int) -> None:
+        """Remove from a level."""
+        waiting = self._levels[level]
+        del waiting[live.id]
+        if not waiting:
+            del self._levels[level]

@@ -1,8 +1,4 @@
-"""Run folders, and running a job from start to end in one.
-
-runs/NAME/ holds config.toml (resolved), fingerprints.json, store/, events.jsonl, evaluations.json, checkpoints/,
-resume/ (the latest resume points), tensorboard/, summary.json and summary.png.
-"""
+"""Running a job from start to end in its folder."""
 
 from __future__ import annotations
 
@@ -16,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import user_files
+from pipeline.config.model_facts import ModelFacts, inspect_model
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.snapshot import Snapshot
-from pipeline.jobs.run_folder import only_here, prepare_run_dir
 from pipeline.runtime import fingerprints
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.driver import Driver
 from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.outcomes import Outcomes
+from pipeline.runtime.run_folder import claimed, prepare_run_dir
 from stores.errors import ConfigError, StaleflowError
 
 
@@ -54,13 +51,33 @@ async def execute(
     announce: Callable[[str], None],
     *,
     resume: bool = False,
+    held: bool = False,
     slot: DriverSlot | None = None,
     job: str = "",
 ) -> RunEnd:
     """Run a job on the cluster it names, or go on with it where its folder left off. `announce` gets lines for people,
-    such as the dashboard's address. job: its id on the cluster, if it was submitted; then its task tells how it ended.
-    """
-    from pipeline.config.model_facts import inspect_model
+    such as the dashboard's address. held: whether the caller holds the run's folder. job: its id on the cluster, if it
+    was submitted; then its task tells how it ended."""
+    if config.simulation.colocated:
+        raise ConfigError("simulation.colocated = true: in a run all roles have workers of their own; use simulate")
+    facts = inspect_model(config)
+    config = user_files.located(config)
+    user_files.check(config)
+    with contextlib.nullcontext() if held else claimed(config.run_dir):
+        return await _execute(config, facts, progress, announce, resume=resume, slot=slot, job=job)
+
+
+async def _execute(
+    config: RunConfig,
+    facts: ModelFacts,
+    progress: Callable[[Snapshot, Outcomes, str], None],
+    announce: Callable[[str], None],
+    *,
+    resume: bool,
+    slot: DriverSlot | None,
+    job: str,
+) -> RunEnd:
+    """As `execute`, in a folder that is held."""
     from pipeline.jobs.reporter import Reporter
     from pipeline.jobs.summary import write_report
     from pipeline.jobs.tracking import Tracking
@@ -68,12 +85,8 @@ async def execute(
     from pipeline.runtime.workers import connect
     from pipeline.scheduler import board
 
-    if config.simulation.colocated:
-        raise ConfigError("simulation.colocated = true: in a run all roles have workers of their own; use simulate")
-    facts = inspect_model(config)
-    config = user_files.located(config)
     run_dir = config.run_dir
-    found, changed = _folder_ready(config, resume=resume)
+    config, found, changed = _folder_ready(config, resume=resume)
     cluster = await connect(config, None if slot is None else slot.security)
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps)
 
@@ -95,11 +108,11 @@ async def execute(
         )
         if not await cluster.settle("" if slot is None else slot.address):
             raise DriverSlotTaken("this worker is another run's")
-        with only_here(run_dir), reporter.listening(), contextlib.ExitStack() as held:
+        with reporter.listening(), contextlib.ExitStack() as stack:
             resumption = resumptions.prepare(config) if resume else None
             if resumption is not None:
                 say(f"going on from version {resumption.version}")
-            tracking = held.enter_context(
+            tracking = stack.enter_context(
                 contextlib.closing(Tracking(config, run_dir, 0 if resumption is None else len(resumption.steps)))
             )
             actors = Actors(config, cluster, run_dir, facts)
@@ -115,17 +128,20 @@ async def execute(
     return RunEnd(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
 
 
-def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[Fingerprints, list[str]]:
-    """Make the run's folder, or see that it can be gone on with. Returns the fingerprints of what the run uses now, and
-    what differs from its start. Raises ConfigError, StoreError."""
+def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fingerprints, list[str]]:
+    """Make the run's folder, or check that the run in it can be resumed. Returns the job, with the code that decides
+    and trains named where the folder keeps it; the fingerprints of what the run uses now; and what differs from its
+    start. Raises ConfigError, StoreError."""
     from pipeline.runtime import resumption
 
     found = fingerprints.taken(config)
     if resume:
         resumption.reached(config)
-        return found, fingerprints.changes(fingerprints.read(config.run_dir), found)
-    fingerprints.write(prepare_run_dir(config), found)
-    return found, []
+        return config, found, fingerprints.changes(fingerprints.read(config.run_dir), found)
+    config, code = user_files.with_code(config, user_files.RULES)
+    config = user_files.with_code_in(config, config.run_dir / "code", code)
+    fingerprints.write(prepare_run_dir(config, code), found)
+    return config, found, []
 
 
 async def _driven(driver: Driver, beside: Coroutine[Any, Any, None]) -> Outcomes:

@@ -8,10 +8,11 @@ because someone asked, or failed with a reason.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import logging
+import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,21 @@ from distributed.core import Status
 
 from pipeline.config import loading
 from pipeline.config.schema import RunConfig
-from pipeline.config.user_files import CODE
+from pipeline.config.user_files import with_code_in
 from pipeline.jobs import reporter as reporting
 from pipeline.jobs.execution import DriverSlot, DriverSlotTaken, execute
-from pipeline.jobs.run_folder import refuse_taken
+from pipeline.runtime.run_folder import FolderInUse, claimed, job_id, refuse_taken, write_job_id
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import Where, client_security
 from pipeline.scheduler.job_list import find
-from stores.errors import ActorLost, StaleflowError, StoreError
+from stores.errors import ActorLost, StaleflowError
 from stores.versioned import VersionedStore
 
 REVIVALS = 3
 """How often a driver goes on by itself after a loss that ends a run, as long as each time brings it further."""
+
+HELD_S = 0.5
+"""How often a folder is tried that an earlier driver of the same job still holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,12 @@ async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive
 async def _until_it_ends(submission: Submission, slot: DriverSlot, client: Any, scheduler: str) -> tuple[str, str]:
     """Run, and go on after what can be survived. Returns how it ended, and why if not by itself."""
     config = at_home(submission, scheduler)
-    _take_folder(config, submission)
+    async with held(config, submission):
+        return await _revived(config, submission, slot, client)
+
+
+async def _revived(config: RunConfig, submission: Submission, slot: DriverSlot, client: Any) -> tuple[str, str]:
+    """As `_until_it_ends`, in a folder that is held."""
     trained, revivals = -1, 0
     while True:
         there = (config.run_dir / "store").is_dir()
@@ -102,6 +111,7 @@ async def _until_it_ends(submission: Submission, slot: DriverSlot, client: Any, 
                 lambda *_: None,
                 lambda _: None,
                 resume=there or submission.resume,
+                held=True,
                 slot=slot,
                 job=submission.id,
             )
@@ -114,19 +124,25 @@ async def _until_it_ends(submission: Submission, slot: DriverSlot, client: Any, 
         return ("stopped", end.stopped) if end.stopped else ("done", "")
 
 
-def _take_folder(config: RunConfig, submission: Submission) -> None:
-    """The run's folder is this job's from now on. ConfigError if it holds a run that this job is not to go on with."""
-    owner = config.run_dir / "job.txt"
-    if not submission.resume and not (owner.is_file() and owner.read_text().strip() == submission.id):
-        refuse_taken(config)
-    try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        owner.write_text(f"{submission.id}\n")
-        for name, text in submission.code.items():
-            (config.run_dir / "code").mkdir(exist_ok=True)
-            (config.run_dir / "code" / name).write_text(text)
-    except OSError as error:
-        raise StoreError(f"{config.run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+@contextlib.asynccontextmanager
+async def held(config: RunConfig, submission: Submission) -> AsyncIterator[None]:
+    """Hold the run's folder, which is this job's from now on. ConfigError if it holds a run that this job is not to go
+    on with, or another process is at work there; nothing is written then."""
+    run_dir, deadline = config.run_dir, time.monotonic() + config.deadlines.start_s
+    with contextlib.ExitStack() as lock:
+        while True:
+            try:
+                lock.enter_context(claimed(run_dir))
+                break
+            except FolderInUse:
+                # An earlier driver of the same job, whose worker is leaving the cluster, lets go when its process ends.
+                if job_id(run_dir) != submission.id or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(HELD_S)
+        if not submission.resume and job_id(run_dir) != submission.id:
+            refuse_taken(run_dir)
+        write_job_id(run_dir, submission.id, submission.code)
+        yield
 
 
 def stored(run_dir: Path) -> tuple[int, bool]:
@@ -140,10 +156,4 @@ def at_home(submission: Submission, scheduler: str) -> RunConfig:
     tree = tomllib.loads(submission.job)
     tree["cluster"] |= {"kind": "address", "address": scheduler, "scheduler_file": ""}
     config = loading.from_tree(tree, submission.id)
-    for table, key in CODE:
-        section = getattr(config, table)
-        file, _, name = getattr(section, key).rpartition(":")
-        if file in submission.code:
-            named = f"{config.run_dir / 'code' / file}:{name}"
-            config = dataclasses.replace(config, **{table: dataclasses.replace(section, **{key: named})})
-    return config
+    return with_code_in(config, config.run_dir / "code", submission.code)

@@ -20,6 +20,8 @@ from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.workers import DaskWorkers
 from pipeline.scheduler import board
 
+logger = logging.getLogger(__name__)
+
 REPORT_S = 0.5
 """How often a run tells how it stands, and hears whether it is to stop."""
 DECISIONS = 30
@@ -47,16 +49,21 @@ class Reporter:
         """What the driver tells twice a second, and at each step."""
         if doing and doing != self._doing:
             self._doing = doing
-            self.say(doing)
+            self._tell(doing)
         for evaluation in outcomes.evaluations[self._num_evaluations :]:
-            self.say(evaluation.line)
+            self._tell(evaluation.line)
         self._num_evaluations = len(outcomes.evaluations)
         for step in outcomes.steps[self._num_steps :]:
             self._doing = "training"
             self._steps.append(step)
-            self.say(step_line(step, self._planned))
+            self._tell(step_line(step, self._planned))
         self._num_steps = len(outcomes.steps)
         self._status = {**plain(snapshot), "doing": self._doing, "losses": list(outcomes.losses)}
+
+    def _tell(self, line: str) -> None:
+        """A line of the run's log, and of this process's."""
+        self.say(line)
+        logger.info(line)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

@@ -24,7 +24,9 @@ from pipeline.scheduler.connection import Where
 async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> str:
     """Hand a job to a cluster; returns its id as soon as the scheduler has it."""
     id = f"{config.name}-{secrets.token_hex(3)}"
-    config, code = with_code(user_files.located(config))
+    config = user_files.located(config)
+    user_files.check(config)
+    config, code = with_code(config)
     submission = Submission(id=id, job=fields.to_toml(config), code=code, resume=resume)
     async with where.connected() as client:
         await board.ask(client, "submit", id=id, name=config.name, run_dir=str(config.run_dir), steps=config.steps)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import RunConfig
+from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.outcomes import Outcomes
 
 
@@ -97,10 +98,13 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     reward.plot(x, [s["reward"] for s in steps], color="#9ecae1", linewidth=1, label="batch")
     reward.plot(x, _smooth([s["reward"] for s in steps]), color="#08519c", linewidth=2, label="mean of last 10")
     for label, marker, color in (("sampled", "o", "#d94801"), ("greedy", "D", "#238b45")):
-        points = [(e.version, getattr(e, label)) for e in outcomes.evaluations]
-        if points:
-            reward.plot(*zip(*points, strict=True), marker, color=color, label=f"held out, {label}")
-    reward.set(title="reward", xlabel="step", ylim=(min(0.0, *(s["reward"] for s in steps)), None))
+        scored = [e for e in outcomes.evaluations if getattr(e, label) is not None]
+        if scored:
+            at, means = [e.version for e in scored], [getattr(e, label) for e in scored]
+            errors = [getattr(e, f"{label}_stderr") or 0.0 for e in scored]
+            reward.errorbar(at, means, errors, fmt=marker, color=color, capsize=3, label=f"held out, {label}")
+    title = "reward (held-out ones cannot be compared)" if not_comparable(outcomes.evaluations) else "reward"
+    reward.set(title=title, xlabel="step", ylim=(min(0.0, *(s["reward"] for s in steps)), None))
     reward.legend(fontsize=8, loc="lower right")
 
     stale = axes[0][1]

@@ -1,12 +1,11 @@
-"""Stored trajectories in the formats that others read: Parquet, JSON lines, a Hugging Face dataset.
+"""Export of stored trajectories to Parquet, JSON lines or a Hugging Face dataset.
 
-Workers write a file each of at most PART_ROWS trajectories; the whole appears under its name when it is complete.
+Each task writes one file of at most PART_ROWS trajectories; the output appears under its name when it is complete.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,10 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import loading
-from pipeline.jobs.run_folder import only_here
-from pipeline.offline.pool import Pool, store_at
+from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.offline.texts import texts_of
+from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores import frames
 from stores.errors import ConfigError, StaleflowError, StoreError
 from stores.selection import Selection
@@ -29,18 +27,18 @@ from stores.versioned import Damaged, VersionedStore
 
 FORMATS = ("parquet", "jsonl", "hf")
 PART_ROWS = 8192
-"""Trajectories a file: at 500 tokens each some 50 MiB."""
+"""Trajectories per file: some 50 MiB at 500 tokens each."""
 READ_ROWS = 512
 """Trajectories read and written at once."""
 FEW = 8
-"""Of them: so few are read one by one, more together with those that lie between them."""
+"""Fewer chosen rows than this are read one by one, more together with the rows between them."""
 TEXTS = {"parquet": {"prompt": "prompt", "response": "response"}, "hf": {"prompt": "prompt", "response": "completion"}}
-"""What the text columns are called: for `datasets`, as the trainers that read those expect."""
+"""Names of the text columns, for `datasets` those that trainers which read it expect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What came of it. errors: of rows that cannot be read; they are left out."""
+    """The result of an export. errors: of unreadable rows by trajectory; they are left out."""
 
     path: str
     rows: int
@@ -59,26 +57,26 @@ def export(
     where: str = "",
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Exported:
-    """Write a run's trajectories to `out`: a file for jsonl, a folder for the others. It holds all of them or is not
-    there. Raises ConfigError before anything is written."""
+    """Export a run's trajectories to `out`, a file for jsonl, a folder for other formats, which appears only when
+    complete. Raises ConfigError before anything is written."""
     if to not in FORMATS:
-        raise ConfigError(f"--to {to}: there are {', '.join(FORMATS)}")
-    if out.exists():
-        raise ConfigError(f"{out} is there already; name another place with --out, or remove it")
+        raise ConfigError(f"--to {to}: unknown format; choose one of {', '.join(FORMATS)}")
+    _refuse_taken(out)
     if to != "jsonl":
         frames.require("pyarrow.parquet")
-    config = loading.load(run_dir / "config.toml")
+    config = load_job(run_dir)
     texts_of(config)
     store = VersionedStore.open(run_dir / "store", branch=branch)
     (rows,) = np.nonzero(Selection(where).mask(store.columns()))
     if not len(rows):
-        raise ConfigError(f"{run_dir}: no trajectory is left by --where {where!r}")
+        raise ConfigError(f"{run_dir}: no trajectory matches --where {where!r}")
     part = out.with_name(f".{out.name}.part")
     try:
         part.mkdir(parents=True, exist_ok=True)
         with only_here(part), contextlib.ExitStack() as unfinished:
             unfinished.callback(shutil.rmtree, part, ignore_errors=True)
-            _clear(part)  # of an export that was killed
+            _refuse_taken(out)  # another export may have finished meanwhile
+            _clear(part)  # files of a killed export
             data = part / "data" if to == "hf" else part
             data.mkdir(exist_ok=True)
             written, files, errors = _written(run_dir, store, rows, to, data, pool, progress)
@@ -89,14 +87,19 @@ def export(
                 _joined(files, part / "whole")
                 (part / "whole").rename(out)
             else:
-                (part / ".running").unlink()
                 part.rename(out)
+                (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
     except OSError as error:
         if isinstance(error, StaleflowError):
             raise
         raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
     count = 1 if to == "jsonl" else len(files)
     return Exported(path=str(out), rows=written, files=count, bytes=size, errors=errors)
+
+
+def _refuse_taken(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out} already exists; choose another place with --out, or remove it")
 
 
 def _written(
@@ -108,7 +111,7 @@ def _written(
     pool: Pool,
     progress: Callable[[int, int], None],
 ) -> tuple[int, list[Path], dict[int, str]]:
-    """(trajectories written, files in the order of their rows, errors of those left out)."""
+    """(number of trajectories written, files in row order, errors of rows left out)."""
     places = [rows[i : i + PART_ROWS] for i in range(0, len(rows), PART_ROWS)]
     files = [folder.resolve() / _name(to, number, len(places)) for number in range(len(places))]
     where = (str(run_dir.resolve()), str(store.path), store.snapshot)
@@ -118,6 +121,7 @@ def _written(
         written += count
         errors |= damaged
         progress(written + len(errors), len(rows))
+    require_all(written + len(errors), len(rows))
     return written, files, errors
 
 
@@ -125,7 +129,7 @@ def _clear(folder: Path) -> None:
     for old in folder.iterdir():
         if old.is_dir():
             shutil.rmtree(old)
-        elif old.name != ".running":
+        elif old.name != LOCK:
             old.unlink()
 
 
@@ -144,15 +148,15 @@ def _joined(parts: list[Path], whole: Path) -> None:
 
 
 def _card(name: str, rows: int, store: VersionedStore) -> str:
-    """A dataset's page as the hub has it; `load_dataset(FOLDER)` finds the files by it."""
+    """A dataset card for the hub, by which `load_dataset(FOLDER)` finds the files."""
     lineage = "".join(f"- {key}: `{value}`\n" for key, value in store.lineage.items() if value)
     return (
         "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*.parquet\n"
         "tags:\n- reinforcement-learning\n- staleflow\n---\n\n"
         f"# Trajectories of the run {name}\n\n"
         f"{rows} responses with their tokens, behaviour logprobs and the policy version of each token. `staleness` is "
-        f"the training step's version less the trajectory's oldest (bound {store.header.eta}), -1 for what was not "
-        f"trained on; `fate` and `reason` say what became of it.\n\nSnapshot `{store.snapshot}`.\n{lineage}"
+        f"the training step's version less the trajectory's oldest (bound {store.header.eta}), -1 if it was not "
+        f"trained on; `fate` and `reason` say how it ended.\n\nSnapshot `{store.snapshot}`.\n{lineage}"
     )
 
 
@@ -162,8 +166,8 @@ def _card(name: str, rows: int, store: VersionedStore) -> str:
 def write_part(
     to: str, run_dir: str, path: str, snapshot: str, rows: npt.NDArray[np.int64], file: str
 ) -> tuple[int, dict[int, str]]:
-    """Write these rows of a snapshot into a file of its own; returns how many, and the errors of those left out. A
-    task; done again, it writes the same file."""
+    """Write rows of a snapshot to `file`. Returns how many were written and the errors of those left out. A Dask task;
+    repeated, it writes the same file."""
     store = store_at(path, snapshot)
     texts = _texts(run_dir)
     errors: dict[int, str] = {}
@@ -185,7 +189,7 @@ def write_part(
 
 
 def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Places in order, cut so that those of a piece lie within READ_ROWS of each other.
+    """Row positions in order, split so that those of a window lie within READ_ROWS of each other.
 
     >>> [w.tolist() for w in windows(np.array([0, 3, 511, 512, 2000]))]
     [[0, 3, 511], [512], [2000]]
@@ -220,6 +224,6 @@ def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[Ended], list[s
     return written
 
 
-@functools.lru_cache(maxsize=2)
+@once_a_process(2)
 def _texts(run_dir: str) -> Any:
-    return texts_of(loading.load(Path(run_dir) / "config.toml"))
+    return texts_of(load_job(Path(run_dir)))

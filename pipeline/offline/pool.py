@@ -1,38 +1,46 @@
 """Dask workers for plain tasks over blocks of a store, in parallel and out of core.
 
-Workers read, compute and answer with little; so memory is bounded by a block each, whatever the store holds. The blocks
-of a worker that dies are computed again by another. On a cluster that runs jobs their workers are left alone.
+Each task reads a block and returns a small result, so memory is bounded by one block per worker, however large the
+store is. If a worker dies, another computes its blocks again. Workers that a cluster's jobs use are left alone.
+
+A worker may run tasks in several threads. Objects that are slow to create are created once per process and are
+thread-safe, are created per thread, or are used under a lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from pipeline.runtime.workers import HEAVY_ROLES
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import Where
-from stores.errors import ActorLost, ConfigError
+from stores.errors import ActorLost, ConfigError, ProtocolViolation
 from stores.versioned import VersionedStore
 
+Key = ParamSpec("Key")
+Made = TypeVar("Made")
+
 BLOCK_ROWS = 2048
-"""Trajectories a task works on, at most: some 10 MiB of tokens at 500 a trajectory, tenths of a second of work."""
+"""Maximum trajectories per task: some 10 MiB at 500 tokens each, tenths of a second of work."""
 LEAST_ROWS = 128
-"""Below this a task's own cost counts."""
+"""Minimum trajectories per task: with fewer, a task's overhead matters."""
 BLOCKS_A_WORKER = 8
-"""At least, if there are rows enough: workers then end at about the same time."""
+"""Minimum blocks per worker, if there are enough rows: workers then finish at about the same time."""
 CALLS_A_WORKER = 3
-"""Tasks that are under way for each worker: enough that none waits."""
+"""Tasks in flight per worker: enough that none is idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """client: a synchronous Dask client. shared: whether others may use the cluster too."""
+    """Workers for offline tasks. client: a synchronous Dask client. shared: whether others may use the cluster too."""
 
     client: Any
     shared: bool
@@ -40,9 +48,10 @@ class Pool:
     def run(
         self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, model: bool = False
     ) -> Iterator[Any]:
-        """Results of function(*call), as they come; never more under way than the workers can use. What a call raises
-        is raised here, and the others are dropped. model: whether the calls need a worker made for models. Raises
-        ConfigError if jobs have all workers, ActorLost if the workers do not survive it."""
+        """Yield the results of function(*call) for all calls as they complete; calls in flight are bounded. An
+        exception of a call is raised here, and the other calls are dropped. model: whether the calls need a worker
+        suited to models. Raises ConfigError if jobs have all workers, ActorLost if tasks kill the workers or the
+        scheduler is gone."""
         from distributed import KilledWorker, as_completed
         from distributed.client import FutureCancelledError
 
@@ -54,14 +63,15 @@ class Pool:
             return self.client.submit(function, *call, pure=False, **where)
 
         under_way = len(free) * CALLS_A_WORKER
-        futures = as_completed([submit(call) for call, _ in zip(calls, range(under_way), strict=False)])
+        # Not zip with a range, which would take one call more and drop it.
+        futures = as_completed([submit(call) for call in itertools.islice(calls, under_way)])
         for future in futures:
             try:
                 result = future.result()
             except KilledWorker as error:
-                raise ActorLost(f"workers died of the same work several times, for memory? {error}") from error
+                raise ActorLost(f"a task killed several workers, perhaps for lack of memory: {error}") from error
             except FutureCancelledError as error:
-                raise ActorLost("the scheduler is gone; nothing was stored, give the command again") from error
+                raise ActorLost("the scheduler is gone; nothing was stored; run the command again") from error
             future.release()
             for following in calls:
                 futures.add(submit(following))
@@ -69,13 +79,13 @@ class Pool:
             yield result
 
     def blocks(self, count: int, most: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
-        """(first, last) of blocks that cover so many rows, of a size that gives all workers work."""
+        """(first, last) of blocks that cover `count` rows, sized to keep all workers busy."""
         rows = min(most, max(LEAST_ROWS, count // (len(self.free()) * BLOCKS_A_WORKER)))
         return blocks(count, rows)
 
     def free(self, *, model: bool = False) -> list[str]:
-        """Addresses of the workers that no job has; of those with GPUs if some say by their resources which they are.
-        Raises ConfigError if there are none."""
+        """Addresses of the workers that no job has. model: only those whose resources mark them as made for models, if
+        there are any. Raises ConfigError if no worker is free."""
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         if not self.shared:
             return list(workers)
@@ -93,8 +103,8 @@ class Pool:
 
 @contextlib.contextmanager
 def pool_at(where: Where, count: int) -> Iterator[Pool]:
-    """Workers for plain tasks: of the cluster that is named, or `count` local processes if none is. Raises ConfigError
-    if there are none."""
+    """A pool of the named cluster's workers or, if none is named, of `count` local processes. Raises ConfigError if no
+    worker is free."""
     if not where.named:
         with local_pool(count) as pool:
             yield pool
@@ -126,8 +136,14 @@ def local_pool(count: int) -> Iterator[Pool]:
             yield Pool(client, shared=False)
 
 
+def require_all(done: int, count: int) -> None:
+    """Raise ProtocolViolation unless all rows were processed: rows left out would look as if they had been."""
+    if done != count:
+        raise ProtocolViolation(f"the workers returned results for {done} of {count} rows; nothing was stored")
+
+
 def blocks(count: int, rows: int) -> Iterator[tuple[int, int]]:
-    """(first, last) of blocks that cover so many rows.
+    """(first, last) of blocks of `rows` rows that cover `count` rows.
 
     >>> list(blocks(5, 2))
     [(0, 2), (2, 4), (4, 5)]
@@ -135,7 +151,30 @@ def blocks(count: int, rows: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + rows, count)) for first in range(0, count, rows))
 
 
-@functools.lru_cache(maxsize=2)
+making = threading.RLock()
+"""Held while a per-process object is created, so its imports too run in one thread at a time: transformers replaces its
+own module at the end of its import, and a thread that waited for the import would keep the old one."""
+
+
+def once_a_process(most: int) -> Callable[[Callable[Key, Made]], Callable[Key, Made]]:
+    """Cache a function's last `most` results per process, for all its tasks. Concurrent callers get the same result;
+    with functools.lru_cache alone, each would compute its own. Arguments must be hashable and positional."""
+
+    def decorate(make: Callable[Key, Made]) -> Callable[Key, Made]:
+        kept = functools.lru_cache(maxsize=most)(make)
+
+        @functools.wraps(make)
+        def made(*args: Key.args, **kwargs: Key.kwargs) -> Made:
+            assert not kwargs
+            with making:
+                return kept(*args)
+
+        return made
+
+    return decorate
+
+
+@once_a_process(2)
 def store_at(path: str, snapshot: str) -> VersionedStore:
-    """A store as tasks read it; opened once a process."""
+    """A store at a snapshot, for tasks. Reading it changes nothing, so threads may share one."""
     return VersionedStore.at(Path(path), snapshot)

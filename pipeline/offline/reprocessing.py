@@ -1,41 +1,47 @@
-"""Scoring stored trajectories again, onto a branch of their own.
+"""Scores stored trajectories again, onto a new branch.
 
-Blocks of rows are read, decoded and scored where the workers are; what comes back is a number a row. The branch becomes
-visible at the end, all at once: killed before it, nothing is left behind.
+Workers read, decode and score blocks of rows, and return one number per row. The branch becomes visible atomically at
+the end: if the process is killed before that, nothing is left behind.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import hashlib
 import pickle
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import actor_settings, loading
-from pipeline.config.schema import RunConfig, TrackingConfig
-from pipeline.config.user_files import with_code
-from pipeline.offline.pool import Pool, store_at
+from pipeline.config import actor_settings
+from pipeline.config.schema import RunConfig
+from pipeline.config.user_files import SCORING, with_code
+from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.offline.texts import texts_of
+from pipeline.runtime.run_folder import load_job
 from stores import branches
 from stores.errors import ConfigError
 from stores.trajectory import Fate, Trajectory
 from stores.versioned import MAIN, Damaged, VersionedStore
 from tasks.training.advantage import advantages
 
+if TYPE_CHECKING:
+    from tasks.prompts import Prompts, PromptSettings
+    from tasks.scoring import Scorer, ScoringSettings
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reprocessed:
-    """What came of it. scored: rows that had a response. errors: of the reward function, by trajectory."""
+    """The result of scoring a run again. scored: rows with a response. errors: of the reward function, by
+    trajectory."""
 
     branch: str
     snapshot: str
@@ -43,16 +49,16 @@ class Reprocessed:
     scored: int
     errors: dict[int, str]
     mean_before: float
-    """Mean reward over the trajectories that were trained on."""
+    """Mean reward over the trajectories that were trained on, without those whose reward failed."""
     mean_after: float
 
 
 def reprocess(
     run_dir: Path, reward: str, branch: str, pool: Pool, progress: Callable[[int, int], None] = lambda *_: None
 ) -> Reprocessed:
-    """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name). progress: (rows
-    done, rows in all). Raises ConfigError before anything is computed."""
-    config = _with_reward(loading.load(run_dir / "config.toml"), reward)
+    """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name). progress: called
+    with (rows done, total rows). Raises ConfigError before anything is computed."""
+    config = _with_reward(load_job(run_dir), reward)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
     branches.refuse(path, branch)
@@ -61,8 +67,8 @@ def reprocess(
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
     errors: dict[int, str] = {}
     done = 0
-    config, code = with_code(dataclasses.replace(config, tracking=TrackingConfig()))
-    # The header says which prompt a group had: not as the job would draw it now.
+    config, code = with_code(config, SCORING)
+    # As the store's header has it: the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(config, held_out=store.header.held_out)
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
     calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
@@ -72,8 +78,10 @@ def reprocess(
         errors |= block.errors
         done += len(block.rewards)
         progress(done, count)
+    require_all(done, count)
     consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
     estimate = _advantages(config, table, consumed, rewards, valid)
+    before = consumed & (table["loss_mask"] > 0)
     lineage = {
         "reward": reward,
         "code": hashlib.sha256("".join(code.values()).encode()).hexdigest() if code else "",
@@ -89,7 +97,7 @@ def reprocess(
         rows=count,
         scored=int((table["response_tokens"] > 0).sum()),
         errors=errors,
-        mean_before=float(table["reward"][consumed].mean()) if consumed.any() else 0.0,
+        mean_before=float(table["reward"][before].mean()) if before.any() else 0.0,
         mean_after=float(rewards[consumed & valid].mean()) if (consumed & valid).any() else 0.0,
     )
 
@@ -132,7 +140,7 @@ def _advantages(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Scores of some rows, in their order. errors: by trajectory."""
+    """Scores of a block of rows, in order. errors: by trajectory."""
 
     rewards: npt.NDArray[np.float32]
     valid: npt.NDArray[np.bool_]
@@ -140,9 +148,9 @@ class Block:
 
 
 def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int) -> tuple[int, Block]:
-    """Score rows first <= row < last of a snapshot. A task; what is slow to make is kept in its process. Each row that
-    cannot be read is an error."""
-    prompts, scorer = _tools(settings)
+    """Score rows first <= row < last of a snapshot; an unreadable row is an error. A Dask task, whose process keeps
+    what is slow to create."""
+    prompts, scoring = _prompts(settings)
     rows = list(store_at(path, snapshot).readable(first, last))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
     errors = {int(row.trajectory): row.what for row in rows if isinstance(row, Damaged)}
@@ -152,9 +160,9 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
             valid[i] = False
         elif row.trajectory.num_tokens:
             answered.append((i, row.trajectory))
-    texts = [prompts.text(t.response_tokens) for _, t in answered]
+    texts = [prompts.text(t.response_tokens.tolist()) for _, t in answered]
     records = [prompts.task(int(t.group)).record for _, t in answered]
-    scores = scorer.score(list(zip(texts, records, strict=True)))
+    scores = _scorer(scoring).score(list(zip(texts, records, strict=True)))
     for (i, trajectory), score in zip(answered, scores, strict=True):
         rewards[i] = score.reward
         if score.error:
@@ -163,12 +171,13 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
     return first, Block(rewards=rewards, valid=valid, errors=errors)
 
 
-@functools.lru_cache(maxsize=1)
-def _tools(settings: bytes) -> tuple[Any, Any]:
-    from tasks.scoring import Scorer
-
+@once_a_process(1)
+def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
+    """The prompts, which decode responses and draw records, and the settings of their scoring."""
+    prompts: PromptSettings
+    scoring: ScoringSettings
     prompts, scoring, code = pickle.loads(settings)
-    if code:  # the user's own, from where the command was given
+    if code:  # user code, sent from where the command was run
         folder = Path(tempfile.mkdtemp(prefix="staleflow-code-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         for file, text in code.items():
@@ -179,4 +188,19 @@ def _tools(settings: bytes) -> tuple[Any, Any]:
 
         scoring = dataclasses.replace(scoring, function=here(scoring.function), source=here(scoring.source))
         prompts = dataclasses.replace(prompts, source=here(prompts.source))
-    return prompts.build(), Scorer(scoring)
+    return prompts.build(), scoring
+
+
+_per_thread = threading.local()
+
+
+def _scorer(scoring: ScoringSettings) -> Scorer:
+    """The calling thread's scorer, which has its own process: threads score in parallel."""
+    from tasks.scoring import Scorer
+
+    kept: tuple[ScoringSettings, Scorer] | None = getattr(_per_thread, "scorer", None)
+    if kept is None or kept[0] != scoring:
+        if kept is not None:
+            kept[1].close()
+        _per_thread.scorer = kept = (scoring, Scorer(scoring))
+    return kept[1]

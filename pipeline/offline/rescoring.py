@@ -1,15 +1,15 @@
-"""Reading stored responses under other weights: how far a checkpoint has moved from what sampled them.
+"""Logprobs of stored responses under other weights: how far a checkpoint is from the policies that sampled them.
 
-Workers load the model once and answer with a few sums a trajectory; the logprobs themselves travel only if a branch is
-to keep them, and then wait in a file, not in memory.
+Workers load the model once and return a few sums per trajectory. They return the logprobs themselves only to be stored
+on a branch; these are then collected in a file, not in memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,32 +18,34 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import loading
 from pipeline.config.model_facts import inspect_model
 from pipeline.config.schema import RunConfig
-from pipeline.offline.pool import Pool, store_at
+from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
+from pipeline.runtime.run_folder import load_job
 from stores import branches
 from stores.errors import ConfigError
 from stores.selection import Selection
 from stores.trajectory import Ended
 from stores.versioned import Damaged, VersionedStore
+from tasks.knobs import values
 
 MODEL_ROWS = 64
-"""Trajectories a task reads: a forward pass costs more than its bookkeeping."""
+"""Trajectories per task: enough that forward passes outweigh the task's overhead."""
 TOKEN_BUDGET = 16_384
-"""Padded tokens a forward pass."""
-SAFE = 300.0
-"""Largest log ratio that is exponentiated: its square still is a number."""
+"""Padded tokens per forward pass."""
+MAX_LOG_RATIO = 300.0
+"""Largest log ratio that is exponentiated: the square of the ratio is still finite."""
 SUMS = (
     "tokens", "log_ratio", "distance", "farthest", "kl", "ratio", "ratio_squared", "clipped",
 )  # fmt: skip
-"""What a worker tells of a trajectory: sums over its tokens, but `farthest`, a maximum."""
+"""What a worker returns per trajectory: sums over its tokens, except for `farthest`, a maximum."""
 _SUM = {name: i for i, name in enumerate(SUMS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What a worker reads with. clip_low, clip_high: the ratios [1 - low, 1 + high] that a loss would not clip."""
+class LogprobSettings:
+    """Settings for computing logprobs under a model. clip_low, clip_high: a loss would not clip ratios in [1 - low, 1 +
+    high]."""
 
     model: str
     dtype: str
@@ -55,12 +57,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtStaleness:
-    """How the model stands to the trajectories of one staleness. ratio = pi_model / pi_rollout of a token.
+    """Comparison of the model with the policies that sampled the trajectories of one staleness. ratio = pi_model /
+    pi_rollout of a token.
 
-    kl: KL(rollout || model), nats a token, by the k3 estimate mean(ratio - 1 - log ratio). ess_tokens: effective sample
-    size over tokens, (sum r)^2 / (n sum r^2), a share of 1. ess_sequences: the same over whole responses, whose weights
-    are the products of their tokens' ratios. clipped: share of tokens outside the job's clip range. distance, farthest:
-    mean and largest |log ratio|, nats."""
+    kl: KL(rollout || model), nats per token, by the k3 estimate mean(ratio - 1 - log ratio). ess_tokens: effective
+    sample size over tokens, (sum r)^2 / (n sum r^2), a share of 1. ess_sequences: the same over whole responses, whose
+    weights are the products of their tokens' ratios. clipped: share of tokens outside the job's clip range. distance,
+    farthest: mean and largest |log ratio|, nats.
+    """
 
     staleness: int
     trajectories: int
@@ -76,7 +80,8 @@ class AtStaleness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """What came of it; staleness -1 stands for what was never trained on. errors: of rows that cannot be read."""
+    """The result of rescoring; staleness -1: trajectories never trained on. errors: of unreadable rows, by
+    trajectory."""
 
     model: str
     rows: int
@@ -95,12 +100,12 @@ def rescore(
     where: str = "",
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Rescored:
-    """Read a run's responses under the model of a folder or hub name. branch: one to keep the logprobs on, for which
-    all responses are read. Raises ConfigError before anything is computed."""
-    config = loading.load(run_dir / "config.toml")
+    """Compute the logprobs of a run's responses under a model, a folder or hub name. branch: name of a new branch to
+    store them on, which requires all responses. Raises ConfigError before anything is computed."""
+    config = load_job(run_dir)
     if branch and where:
-        raise ConfigError("--branch keeps the logprobs of all trajectories; leave --where out")
-    reading = reading_of(config, model)
+        raise ConfigError("--branch stores the logprobs of all trajectories; omit --where")
+    settings = logprob_settings(config, model)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
     if branch:
@@ -111,10 +116,10 @@ def rescore(
     sums = np.zeros((count, len(SUMS)))
     errors: dict[int, str] = {}
     done = 0
-    with tempfile.TemporaryFile() as file:  # without a name: whatever happens, nothing is left
+    with tempfile.TemporaryFile() as file:  # unnamed, so that nothing is ever left behind
         kept = _mapped(file, store.array_lengths()["tokens/logprobs"]) if branch else None
         calls = (
-            (reading, str(path), store.snapshot, first, last, chosen[first:last], kept is not None)
+            (settings, str(path), store.snapshot, first, last, chosen[first:last], kept is not None)
             for first, last in pool.blocks(count, MODEL_ROWS)
             if chosen[first:last].any()
         )
@@ -126,9 +131,10 @@ def rescore(
                 kept[offset : offset + len(logprobs)] = logprobs
             done += part.read
             progress(done, int(chosen.sum()))
+        require_all(done, int(chosen.sum()))
         snapshot = ""
         if kept is not None:
-            lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": reading.temperature}
+            lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": settings.temperature}
             snapshot = branches.derive_logprobs(store, path, branch, kept, lineage)
     return Rescored(
         model=model,
@@ -140,18 +146,19 @@ def rescore(
     )
 
 
-def reading_of(config: RunConfig, model: str) -> Reading:
-    """How the responses of a job are read under a model. Raises ConfigError if it cannot be loaded."""
+def logprob_settings(config: RunConfig, model: str) -> LogprobSettings:
+    """Settings for computing logprobs of a job's responses under a model. Raises ConfigError if it cannot be loaded."""
     if config.emulated:
-        raise ConfigError(f"{config.run_dir}: an emulated run has no texts that a model could read")
+        raise ConfigError(f"{config.run_dir}: an emulated run has no texts to compute logprobs of")
     inspect_model(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)))
-    return Reading(
+    clipping = values(config.training.loss)
+    return LogprobSettings(
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,
         dtype=config.model.dtype,
         device=config.model.device,
         temperature=config.rollout.temperature,
-        clip_low=config.training.loss.clip_low,
-        clip_high=config.training.loss.clip_high,
+        clip_low=clipping["clip_low"],
+        clip_high=clipping["clip_high"],
     )
 
 
@@ -162,7 +169,7 @@ def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) ->
             continue
         total = dict(zip(SUMS, of.sum(axis=0).tolist(), strict=True))
         tokens = total["tokens"]
-        # Weights of whole responses span hundreds of orders of magnitude: only their proportion counts.
+        # Weights of whole responses span hundreds of orders of magnitude: normalize before exponentiating.
         weights = np.exp(of[:, _SUM["log_ratio"]] - of[:, _SUM["log_ratio"]].max())
         yield AtStaleness(
             staleness=int(lag),
@@ -179,13 +186,13 @@ def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) ->
 
 
 def _mapped(file: Any, count: int) -> npt.NDArray[np.float32]:
-    """[count] zeros in a file."""
+    """[count] zeros, memory-mapped in a file."""
     file.truncate(max(1, count) * 4)
     return np.memmap(file, np.float32, mode="r+", shape=(max(1, count),))[:count]
 
 
 def _digest(folder: Path) -> str:
-    """Of the weights' files, in the order of their names; empty for a model of the hub."""
+    """Hash of the weight files in name order; empty for a model of the hub."""
     digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     for path in files:
@@ -200,8 +207,8 @@ def _digest(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescoredRows:
-    """A block of rows, of which `read` were chosen. sums: [N, len(SUMS)]. logprobs: (place among the store's tokens,
-    [T]) of each response, if they are to be kept."""
+    """The results for a block of rows, of which `read` were chosen. sums: [N, len(SUMS)]. logprobs: (offset among the
+    store's tokens, [T]) of each response, if they are to be stored."""
 
     first: int
     read: int
@@ -211,38 +218,47 @@ class RescoredRows:
 
 
 def read_rows(
-    reading: Reading, path: str, snapshot: str, first: int, last: int, chosen: npt.NDArray[np.bool_], keep: bool
+    settings: LogprobSettings,
+    path: str,
+    snapshot: str,
+    first: int,
+    last: int,
+    chosen: npt.NDArray[np.bool_],
+    keep: bool,
 ) -> RescoredRows:
-    """Read the chosen of rows first <= row < last of a snapshot. A task; the model stays in its process."""
+    """Compute sums for the chosen ones of rows first <= row < last of a snapshot. A Dask task."""
     rows = list(store_at(path, snapshot).readable(first, last))
     errors = {int(r.trajectory): r.what for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, Damaged)}
     at = [i for i, (row, c) in enumerate(zip(rows, chosen, strict=True)) if c and not isinstance(row, Damaged)]
-    read = response_logprobs(reading, [row for i in at if isinstance(row := rows[i], Ended)])
+    read = response_logprobs(settings, [row for i in at if isinstance(row := rows[i], Ended)])
     sums = np.zeros((len(rows), len(SUMS)))
     logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
     table = store_at(path, snapshot).places(first, last) if keep else None
     for i, new in zip(at, read, strict=True):
         row = rows[i]
         assert isinstance(row, Ended)
-        sums[i] = _sums(row.trajectory.logprobs, new, reading)
+        sums[i] = _sums(row.trajectory.logprobs, new, settings)
         if table is not None:
             logprobs.append((int(table[i]), new))
     return RescoredRows(first=first, read=int(chosen.sum()), sums=sums, errors=errors, logprobs=logprobs)
 
 
-def response_logprobs(reading: Reading, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
-    """[T] logprobs of each response under the model, nats."""
+def response_logprobs(settings: LogprobSettings, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
+    """[T] logprobs of each response under the model, nats. Threads take turns."""
     from tasks.training.packing import Row
 
     packed = [Row.of(row) for row in rows]
-    found = _reader(reading).rows(packed, range(len(packed)))
+    with _model_lock:
+        found = _reader(settings).rows(packed, range(len(packed)))
     return [found[i] for i in range(len(packed))]
 
 
-def _sums(old: npt.NDArray[np.float32], new: npt.NDArray[np.float32], reading: Reading) -> npt.NDArray[np.float64]:
-    log_ratio = np.clip(new.astype(np.float64) - old, -SAFE, SAFE)
+def _sums(
+    old: npt.NDArray[np.float32], new: npt.NDArray[np.float32], settings: LogprobSettings
+) -> npt.NDArray[np.float64]:
+    log_ratio = np.clip(new.astype(np.float64) - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = np.exp(log_ratio)
-    clipped = (ratio < 1 - reading.clip_low) | (ratio > 1 + reading.clip_high)
+    clipped = (ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)
     distance = np.abs(log_ratio)
     values = {
         "tokens": len(ratio),
@@ -257,16 +273,20 @@ def _sums(old: npt.NDArray[np.float32], new: npt.NDArray[np.float32], reading: R
     return np.asarray([values[name] for name in SUMS], np.float64)
 
 
-@functools.lru_cache(maxsize=1)
-def _reader(reading: Reading) -> Any:
+_model_lock = threading.Lock()
+"""Held while a model is loaded and used: threads share one model, and the memory of one forward pass."""
+
+
+@once_a_process(1)
+def _reader(settings: LogprobSettings) -> Any:
     from tasks.engines.transformers import load_model, resolve_device
     from tasks.training.logprobs import Reader
 
-    device = resolve_device(reading.device)
+    device = resolve_device(settings.device)
     return Reader(
-        model=load_model(reading.model, "float32", device, attention="sdpa"),
+        model=load_model(settings.model, "float32", device, attention="sdpa"),
         device=device,
-        half=reading.dtype == "bfloat16",
-        temperature=reading.temperature,
+        half=settings.dtype == "bfloat16",
+        temperature=settings.temperature,
         token_budget=TOKEN_BUDGET,
     )

@@ -7,6 +7,6 @@ from tasks.texts import NumberTexts, Texts, tokenizer_texts
 
 
 def texts_of(config: RunConfig) -> Texts:
-    """Texts by the job's tokenizer, or the ids themselves of an emulated run. Raises ConfigError if the tokenizer is
+    """Text by the job's tokenizer, or the ids as text for an emulated run. Raises ConfigError if the tokenizer is
     gone."""
     return NumberTexts() if config.emulated else tokenizer_texts(config.model.path)

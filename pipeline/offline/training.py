@@ -1,10 +1,10 @@
 """Training on stored trajectories: the run's trainer and losses on its batches, in their order, without any rollout.
 
-Over everything a run consumed, with nothing changed, this gives the very weights that the run published, step by step,
-which the fingerprints in the store prove. With other rewards (a branch), a choice of rows or other settings it gives
-another policy; behaviour logprobs are always the stored ones, so the losses correct for the distance.
+On everything a run consumed, with nothing changed, it reproduces the weights that the run published, step by step, as
+the fingerprints in the store prove. Other rewards (a branch), a choice of rows or other settings give another policy;
+behaviour logprobs are always the stored ones, so the losses correct for the distance.
 
-The training is one task on a Dask worker. Killed, it goes on from its newest resume point when it is asked for again.
+The training is one task on a Dask worker. If it is killed, the same command resumes it from its newest resume point.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import actor_settings, fields, loading
+from pipeline.config import actor_settings, fields
 from pipeline.config.model_facts import inspect_model
 from pipeline.config.schema import RunConfig
-from pipeline.jobs.run_folder import only_here
-from pipeline.offline.pool import Pool, store_at
-from pipeline.runtime.evaluation import Evaluation
+from pipeline.offline.pool import Pool, making, store_at
+from pipeline.runtime import fingerprints
+from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
+from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores.errors import ConfigError, StoreError
 from stores.resume_points import ResumePoints
 from stores.selection import Selection
@@ -37,18 +38,19 @@ from stores.trajectory import Ended, InstanceId, PolicyVersion
 from stores.versioned import Damaged, VersionedStore
 
 MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
-"""What --set may change: how it learns, not what it learns from."""
+"""Keys that --set may change: how the policy learns, not what it learns from."""
 POINT_S = 30.0
-"""Seconds of work that a kill may lose."""
+"""Seconds of work after which a resume point is written."""
 LIMIT_S = 3600.0
-"""Longest an evaluation may take."""
+"""Time limit of an evaluation, seconds."""
 
 Report = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflinePlan:
-    """All that the outcome depends on. out: the folder to make. exact: nothing differs from what the run did."""
+    """Everything the outcome depends on. out: the folder to create. exact: whether nothing differs from the run's own
+    training. prompt_seed: the run's seed, which determines its prompts, whatever seed it is trained with now."""
 
     config: RunConfig
     path: str
@@ -58,18 +60,24 @@ class OfflinePlan:
     epochs: int
     out: str
     exact: bool
+    prompt_seed: int
+
+    @property
+    def run_job(self) -> RunConfig:
+        """The job with the run's seed, for prompts and rewards."""
+        return dataclasses.replace(self.config, seed=self.prompt_seed)
 
     @property
     def digest(self) -> str:
-        """Tells one plan from another."""
-        told = (fields.to_toml(self.config), self.snapshot, self.where, self.epochs)
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+        """A hash that identifies the plan."""
+        parts = (fields.to_toml(self.config), self.snapshot, self.where, self.epochs)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What came of it. same_steps: leading steps after which the weights were, bit for bit, those the run published;
-    None where they are not meant to be. errors: of rows that cannot be read; they are left out."""
+    """The result of offline training. same_steps: number of leading steps after which the weights equal the run's bit
+    for bit; None if they are not meant to. errors: of unreadable rows by trajectory; they are left out."""
 
     out: str
     checkpoint: str
@@ -92,8 +100,8 @@ def train_offline(
     epochs: int = 1,
     report: Report = lambda _: None,
 ) -> Trained:
-    """Train on what a run consumed, into the folder `out`, which appears when all is done. report: hears of every
-    step. Raises ConfigError before anything is trained."""
+    """Train on the trajectories a run consumed, into the folder `out`, which appears when training is complete. report:
+    called with every step's events. Raises ConfigError before anything is trained."""
     plan = planned(run_dir, out, overrides, branch, where, epochs)
     topic = f"staleflow-offline-{secrets.token_hex(4)}"
     pool.client.subscribe_topic(topic, lambda event: report(event[1]))
@@ -106,20 +114,19 @@ def train_offline(
 
 
 def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, where: str, epochs: int) -> OfflinePlan:
-    """Everything checked. Raises ConfigError."""
+    """Make a plan and check all of it. Raises ConfigError."""
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith(MAY_CHANGE):
-            raise ConfigError(f"--set {override}: offline these can change: {', '.join(MAY_CHANGE)}")
-    if out.exists():
-        raise ConfigError(f"{out} is there already; name another with --out, or remove it")
-    config = loading.load(run_dir / "config.toml", overrides)
+            raise ConfigError(f"--set {override}: cannot be changed offline; these can: {', '.join(MAY_CHANGE)}")
+    _refuse_taken(out)
+    config = load_job(run_dir, overrides)
     if config.emulated:
-        raise ConfigError(f"{run_dir}: an emulated run has nothing that a model could learn")
+        raise ConfigError(f"{run_dir}: an emulated run has nothing to train a model on")
     inspect_model(config)
     store = VersionedStore.open(run_dir / "store", branch=branch)
     if not chosen_rows(store, where):
-        raise ConfigError(f"{run_dir}: no trajectory that was trained on is left by --where {where!r}")
+        raise ConfigError(f"{run_dir}: no trajectory that was trained on matches --where {where!r}")
     same = [o for o in overrides if not o.startswith("task.eval_prompts")]
     return OfflinePlan(
         config=dataclasses.replace(
@@ -132,11 +139,12 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
         epochs=epochs,
         out=str(out.resolve()),
         exact=branch == "main" and not where and epochs == 1 and not same,
+        prompt_seed=load_job(run_dir).seed,
     )
 
 
 def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:
-    """By training step, in the order they came: the places of the rows it consumed that `where` chooses."""
+    """Positions of the consumed rows that `where` selects, by training step in order."""
     columns = store.columns()
     mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
     (at,) = np.nonzero(mask)
@@ -153,7 +161,7 @@ def _absolute(model: str) -> str:
 
 
 def _task(plan: bytes, topic: str) -> bytes:
-    """The training as a task. Values go as bytes: the scheduler has no use for what is in them."""
+    """Offline training as a Dask task. Values are passed as bytes, which the scheduler need not unpickle."""
     from distributed import get_worker
 
     worker = get_worker()
@@ -161,34 +169,48 @@ def _task(plan: bytes, topic: str) -> bytes:
 
 
 def train(plan: OfflinePlan, report: Report) -> Trained:
-    """Carry out a plan, in this process."""
+    """Carry out a plan in this process."""
     out = Path(plan.out)
     part = out.with_name(f".{out.name}.part")
     try:
         part.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{part}: cannot be made: {error}; choose another place with --out") from error
+        raise StoreError(f"{part}: cannot be created: {error}; choose another place with --out") from error
     with only_here(part):
+        try:
+            _refuse_taken(out)  # another training may have finished meanwhile
+        except ConfigError:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
         result = _trained(plan, out, part, report)
-        (part / ".running").unlink()
         part.rename(out)
+        (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
     return result
+
+
+def _refuse_taken(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out} already exists; choose another with --out, or remove it")
 
 
 def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Trained:
     _prepare(part, plan)
-    context = inspect_model(plan.config).context
-    before = _evaluated(plan.config, plan.config.model.path, 0, context, report)
+    with making:  # this imports transformers
+        context = inspect_model(plan.config).context
+        changes = fingerprints.changes(fingerprints.read(Path(plan.path).parent), fingerprints.taken(plan.run_job))
+    for line in changes:
+        report({"say": line})
+    before = _evaluated(plan, plan.config.model.path, 0, context, report)
     training = _Training(plan, part)
     steps = list(training.steps())
     report({"total": len(steps)})
     if training.version:
-        report({"say": f"going on after {training.version} of {len(steps)} steps"})
+        report({"say": f"resuming after {training.version} of {len(steps)} steps"})
     for number in range(training.version, len(steps)):
         report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
     checkpoint = part / "checkpoints" / f"step-{len(steps):06d}"
     training.policy.save(checkpoint)
-    after = _evaluated(plan.config, str(checkpoint), len(steps), context, report)
+    after = _evaluated(plan, str(checkpoint), len(steps), context, report)
     result = Trained(
         out=plan.out,
         checkpoint=str(out / "checkpoints" / checkpoint.name),
@@ -201,13 +223,13 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Traine
     )
     shutil.rmtree(part / "resume", ignore_errors=True)
     lineage = {"store": plan.path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
-    story = {**dataclasses.asdict(result), **lineage, "epochs": plan.epochs, "metrics": training.history}
-    (part / "offline.json").write_text(json.dumps(story, indent=2) + "\n")
+    record = {**dataclasses.asdict(result), **lineage, "epochs": plan.epochs, "metrics": training.history}
+    (part / "offline.json").write_text(json.dumps(record, indent=2) + "\n")
     return result
 
 
 def _prepare(part: Path, plan: OfflinePlan) -> None:
-    """The folder to work in, with what an earlier attempt at the same plan has left there. Raises StoreError."""
+    """Prepare the working folder, keeping the results of an earlier attempt at the same plan. Raises StoreError."""
     try:
         if not (part / "plan").is_file() or (part / "plan").read_text() != plan.digest:
             for old in (part / name for name in ("resume", "checkpoints", "history.jsonl")):
@@ -220,7 +242,7 @@ def _prepare(part: Path, plan: OfflinePlan) -> None:
 
 
 class _Training:
-    """The trainer, and how far it is."""
+    """The trainer and its progress."""
 
     def __init__(self, plan: OfflinePlan, part: Path) -> None:
         from tasks.training.policy_trainer import PolicyTrainer, TrainerSettings
@@ -246,28 +268,30 @@ class _Training:
             (part / "history.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
     def steps(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """(number for the learning rate's schedule, places of the rows), of all epochs."""
+        """(step number for the learning-rate schedule, positions of the rows), over all epochs."""
         chosen = chosen_rows(self._store, self._plan.where)
         for epoch in range(self._plan.epochs):
             for step, rows in chosen.items():
                 yield epoch * self._plan.config.steps + step, rows
 
     def step(self, number: int, schedule: int, places: npt.NDArray[np.int64]) -> dict[str, float]:
-        """Train step `number` on some rows; returns its metrics."""
+        """Train step `number` on the rows at `places`; returns its metrics. schedule: the step the learning rate is
+        of."""
         from stores import parameters
         from tasks.training.packing import Row
 
-        first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so near each other
+        first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so close together
         found = list(self._store.readable(first, last))
         picked = [found[i - first] for i in places.tolist()]
         self.errors |= {int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)}
         ended = [row for row in picked if isinstance(row, Ended)]
         rows = [Row.of(row) for row in ended]
+        rewards = [row.trajectory.reward for row in ended if row.loss_mask]
         begin = time.monotonic()
         metrics = self.policy.step(schedule, rows) if rows else {}
         metrics |= {
             "step": float(number),
-            "reward": float(np.mean([row.trajectory.reward for row in ended])) if ended else 0.0,
+            "reward": float(np.mean(rewards)) if rewards else 0.0,
             "rows": float(len(rows)),
             "train_s": time.monotonic() - begin,
         }
@@ -282,26 +306,42 @@ class _Training:
         return metrics
 
     def same_steps(self) -> int | None:
-        """See Trained."""
+        """The value of Trained.same_steps."""
         if not self._plan.exact:
             return None
         return next((i for i, same in enumerate(self._prints) if not same), len(self._prints))
 
 
-def _evaluated(config: RunConfig, model: str, version: int, context: int, report: Report) -> Evaluation | None:
-    """Mean reward on the job's held-out prompts under a model; None if the job has none."""
+def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
+    """Mean reward on the job's held-out prompts under a model, except those the plan trains on; None if none remain."""
     from tasks.engines.answering import answers
-    from tasks.scoring import Scorer
+    from tasks.scoring import ScoredResponse, Scorer
 
+    config = plan.config
     count = config.task.eval_prompts
     if not count:
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
-    prompts = actor_settings.prompt_settings(config, context, held_out=config.task.eval_prompts).build()
-    scorer = Scorer(actor_settings.scoring_settings(config))
+    store = store_at(plan.path, plan.snapshot)
+    # As the store's header has it: the job might draw other prompts for its groups now.
+    prompts = actor_settings.prompt_settings(plan.run_job, context, held_out=store.header.held_out).build()
+    scorer = Scorer(actor_settings.scoring_settings(plan.run_job))
     tasks = prompts.held_out(count)
-    count = len(tasks)
-    # The embedded engine, wherever the job sampled: it is there wherever the trainer is.
+    apart = store.header.held_out
+    if not version and (line := fewer_prompts(count, len(tasks), config.task.source)):
+        report({"say": line})
+    if apart is None or apart < count:
+        rows = np.concatenate(list(chosen_rows(store, plan.where).values()))
+        trained = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
+        kept = [task for task in tasks if task.prompt not in trained]
+        if not version and len(kept) < len(tasks):
+            report(
+                {"say": f"leaving out {len(tasks) - len(kept)} of {len(tasks)} held-out prompts: they were trained on"}
+            )
+        tasks = kept
+    if not tasks:
+        return None
+    # Always the transformers engine: it is available wherever the trainer is.
     sampling = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, path=model),
@@ -312,19 +352,20 @@ def _evaluated(config: RunConfig, model: str, version: int, context: int, report
     engine = actor_settings.engine_settings(sampling, 0, inspect_model(sampling).eos).build(
         InstanceId("evaluation"), config.cluster.threads
     )
-    means = {}
+    scores: dict[bool, list[ScoredResponse]] = {}
     try:
         encoded = [prompts.encode(t) for t in tasks]
         for greedy in (False, True):
             tokens = answers(
                 engine, encoded, max_new_tokens=config.rollout.max_new_tokens, greedy=greedy, deadline_s=LIMIT_S
             )
-            texts = [prompts.text(t) for t in tokens]
-            scores = scorer.score([(text, task.record) for text, task in zip(texts, tasks, strict=True)])
-            means[greedy] = sum(s.reward for s in scores) / count
+            answered = [(i, t) for i, t in enumerate(tokens) if t is not None]
+            scored = scorer.score([(prompts.text(t), tasks[i].record) for i, t in answered])
+            by_prompt = dict(zip((i for i, _ in answered), scored, strict=True))
+            scores[greedy] = [by_prompt.get(i, NO_RESPONSE) for i in range(len(tasks))]
     finally:
         scorer.close()
         engine.close()
-    found = Evaluation(version=version, num_prompts=count, sampled=means[False], greedy=means[True])
+    found = Evaluation.of(version, scores[False], scores[True], fingerprints.taken(plan.run_job).digests())
     report({"say": found.line})
     return found

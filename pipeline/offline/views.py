@@ -1,6 +1,6 @@
-"""A stored trajectory as people read it: its text, and for each token what sampled it and how likely it was.
+"""Stored trajectories for display: the text, and for each token the version that sampled it and its probability.
 
-Values only; the terminal and the page render them.
+Values only; the terminal and the HTML page render them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import loading
-from pipeline.offline.rescoring import reading_of, response_logprobs
+from pipeline.offline.rescoring import logprob_settings, response_logprobs
 from pipeline.offline.texts import texts_of
+from pipeline.runtime.run_folder import load_job
 from stores.errors import ConfigError
 from stores.selection import Selection
 from stores.trajectory import TrajectoryId
@@ -23,12 +23,12 @@ from stores.versioned import VersionedStore
 from tasks.texts import NumberTexts, Texts, pieces
 
 ORDERS = {"worst": ("reward", 1), "best": ("reward", -1), "longest": ("response_tokens", -1)}
-"""By which column, and in which direction."""
+"""The column and sort direction of each order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenView:
-    """A sampled token. ratio: pi_model / pi_rollout under the model one asked for, None if none was."""
+    """A sampled token. ratio: pi_model / pi_rollout; None without a model's logprobs."""
 
     id: int
     text: str
@@ -40,7 +40,7 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryView:
-    """A trajectory, with `facts` by name in the order to show them."""
+    """A trajectory for display. facts: by name, in display order."""
 
     id: int
     facts: dict[str, object]
@@ -53,8 +53,8 @@ class TrajectoryView:
 
 
 def ranked(store: VersionedStore, order: str, count: int, where: str) -> list[TrajectoryId]:
-    """The first `count` trajectories by an order of ORDERS that `where` chooses; of equals one of each group first.
-    Those that were never scored are neither best nor worst. Raises ConfigError."""
+    """The first `count` trajectories that `where` selects, by an order of ORDERS; ties list one of each group first.
+    Orders by reward leave out trajectories never scored. Raises ConfigError."""
     columns = store.columns()
     chosen = Selection(where).mask(columns)
     name, sign = ORDERS[order]
@@ -62,7 +62,7 @@ def ranked(store: VersionedStore, order: str, count: int, where: str) -> list[Tr
         chosen &= (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
     (at,) = np.nonzero(chosen)
     at = at[np.argsort(columns["trajectory"][at])]
-    # Of equals one of each group first: siblings are too much alike to read one after another.
+    # Ties list one of each group first: siblings are too similar to read in a row.
     seen: Counter[int] = Counter()
     turns = np.zeros(len(at), np.int64)
     for i, group in enumerate(columns["group"][at].tolist()):
@@ -75,14 +75,15 @@ def ranked(store: VersionedStore, order: str, count: int, where: str) -> list[Tr
 def view(
     run_dir: Path, store: VersionedStore, trajectories: Sequence[TrajectoryId], model: str = ""
 ) -> list[TrajectoryView]:
-    """The trajectories with these ids. model: a folder or hub name to take importance ratios under; without one those a
-    branch keeps, if it does. Raises ConfigError for an unknown id, StoreError for a damaged one."""
-    config = loading.load(run_dir / "config.toml")
+    """Views of the trajectories with these ids. model: a folder or hub name to compute importance ratios under; without
+    one, the logprobs stored on the branch are used, if any. Raises ConfigError for an unknown id, StoreError for a
+    damaged one."""
+    config = load_job(run_dir)
     texts: Texts
     try:
         texts = texts_of(config)
     except ConfigError:
-        texts = NumberTexts()  # the tokens are there, whatever became of the tokenizer
+        texts = NumberTexts()  # the tokens can be shown even without the tokenizer
     rows = []
     for id in trajectories:
         row = store.get(id)
@@ -91,7 +92,7 @@ def view(
         rows.append(row)
     read: list[npt.NDArray[np.float32] | None]
     if model:
-        read = [*response_logprobs(reading_of(config, model), rows)]
+        read = [*response_logprobs(logprob_settings(config, model), rows)]
     else:
         read = [store.rescored(row.trajectory.id) for row in rows]
     views = []

@@ -1,1 +1,1 @@
-"""Measuring an engine and fitting the cost model to it."""
+"""Measurement of an engine, and the fit of the cost model to it."""

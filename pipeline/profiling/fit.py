@@ -1,9 +1,9 @@
-"""Fitting the cost model to measured decode steps: robust, non-negative, judged on points it has not seen. Pure.
+"""Fit of the cost model to measured decode steps: robust, non-negative, validated on held-out points. Pure.
 
-step_seconds = k1 kv + max(A, B + k3 n), where A = k2 + k4 and B = b + k4: a measurement cannot tell k4 from what both
-branches have in common, so k4 is by convention the smaller of A and B. For a given border between the branches the
+step_seconds = k1 kv + max(A, B + k3 n), where A = k2 + k4 and B = b + k4. Measurements cannot separate k4 from the
+common part of both branches, so k4 is by convention the smaller of A and B. For a given border between the branches the
 model is linear in k1, k3, A and B; every border between measured n is tried. Residuals are relative, and Huber weights
-keep a step that was interrupted by something else from bending the line.
+limit the influence of steps that were disturbed by something else.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tasks.engines.cost_model import CostModel
 Array = npt.NDArray[np.float64]
 
 HUBER = 0.05
-"""Relative residual beyond which a point loses weight: a decode step repeats itself to a few percent."""
+"""Relative residual beyond which a point loses weight: decode steps repeat to within a few percent."""
 ROUNDS = 8
-"""Reweightings; the weights have settled by then."""
+"""Number of reweightings; the weights have converged by then."""
 HELD_OUT = 4
-"""Every fourth point is kept from the fit and judges it."""
+"""Every fourth point is held out of the fit to validate it."""
 FEWEST = 8
-"""Points below which nothing is fitted: four coefficients and as many to judge them."""
+"""Least number of points: four for the coefficients and as many to validate them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPoint:
-    """A measured decode step: running trajectories, KV tokens they held, seconds."""
+    """A measured decode step: running trajectories, the KV tokens they held, and seconds."""
 
     running: int
     kv_tokens: float
@@ -41,19 +41,19 @@ class StepPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """error_*: |predicted - measured| / measured on the held-out points."""
+    """A fitted model and its accuracy. error_*: |predicted - measured| / measured on the held-out points."""
 
     model: CostModel
     num_points: int
     error_median: float
     error_p90: float
     running: tuple[int, int]
-    """Smallest and largest that were measured; beyond them the model is a guess."""
+    """Smallest and largest measured values; beyond them the model extrapolates."""
     kv_tokens: tuple[float, float]
 
 
 def fit_steps(points: Sequence[StepPoint], prefill: float = 0.0) -> Fit:
-    """The model that fits the points best. Raises ValueError if there are too few of them."""
+    """Fit the model to the points. Raises ValueError if there are too few of them."""
     if len(points) < FEWEST:
         raise ValueError(f"{len(points)} measured steps; at least {FEWEST} are needed")
     ordered = sorted(points, key=lambda p: (p.running, p.kv_tokens))
@@ -72,8 +72,8 @@ def fit_steps(points: Sequence[StepPoint], prefill: float = 0.0) -> Fit:
 
 
 def fit_prefill(tokens: Sequence[float], seconds: Sequence[float]) -> float:
-    """Seconds a token, from times to the first token at several prompt lengths: the median of the slopes between all
-    pairs (Theil-Sen), which one slow measurement cannot move. Never negative."""
+    """Seconds per prompt token, from times to the first token at several prompt lengths: the median of the slopes
+    between all pairs (Theil-Sen), which a single slow measurement cannot shift. Never negative."""
     slopes = [
         (s2 - s1) / (n2 - n1)
         for (n1, s1), (n2, s2) in itertools.combinations(zip(tokens, seconds, strict=True), 2)
@@ -108,7 +108,7 @@ def _best_model(points: Sequence[StepPoint], prefill: float) -> CostModel:
 
 
 def _robust(design: Array, seconds: Array) -> tuple[float, float, float, float]:
-    """Non-negative least squares on relative residuals, reweighted."""
+    """Iteratively reweighted non-negative least squares on relative residuals."""
     weights = np.ones(len(seconds))
     solution = np.zeros(design.shape[1])
     for _ in range(ROUNDS):
@@ -121,13 +121,13 @@ def _robust(design: Array, seconds: Array) -> tuple[float, float, float, float]:
 
 
 def _non_negative(design: Array, target: Array) -> Array:
-    """Least squares with coefficients >= 0: four of them, so every choice of which are zero can be tried."""
+    """Least squares with coefficients >= 0; they are four, so every subset of nonzero ones is tried."""
     count = design.shape[1]
     best, best_loss = np.zeros(count), float(target @ target)
     for size in range(1, count + 1):
         for chosen in itertools.combinations(range(count), size):
             part = design[:, chosen]
-            # Columns differ by orders of magnitude: KV tokens beside ones.
+            # Columns differ by orders of magnitude: KV tokens next to ones.
             scale = np.linalg.norm(part, axis=0)
             if not scale.all():
                 continue
@@ -149,15 +149,15 @@ def _huber_loss(residual: Array) -> Array:
 
 
 class CostWatch:
-    """Compares a running job's decode steps with the model in use, and says when they no longer agree."""
+    """Compares a running job's decode steps with the model in use and detects when they no longer agree."""
 
     WINDOW = 512
-    """Latest steps that are remembered."""
+    """Number of latest steps kept."""
     ENOUGH = 30
-    """Steps below which nothing is said."""
+    """Number of steps below which no comparison is made."""
 
     def __init__(self, model: CostModel, tolerance: float) -> None:
-        """tolerance: relative difference of the median step that counts as agreement."""
+        """tolerance: largest relative difference of the median step that counts as agreement."""
         self._model = model
         self._tolerance = tolerance
         self._points: deque[StepPoint] = deque(maxlen=self.WINDOW)
@@ -167,7 +167,7 @@ class CostWatch:
 
     @property
     def ratio(self) -> float | None:
-        """Median of measured over predicted step time; None before enough was seen."""
+        """Median of measured over predicted step time; None until there are enough steps."""
         if len(self._points) < self.ENOUGH:
             return None
         return float(np.median([p.step_s / self._model.step_s(p.running, p.kv_tokens) for p in self._points]))
@@ -178,8 +178,8 @@ class CostWatch:
         return ratio is not None and not 1 - self._tolerance <= ratio <= 1 + self._tolerance
 
     def refit(self) -> Fit | None:
-        """The model that the latest steps ask for; None before enough was seen. Prefill is in its steps: a running
-        engine's statistics do not tell them apart."""
+        """Fit a model to the latest steps; None until there are enough. Their times include prefill, which a running
+        engine's statistics do not separate."""
         if len(self._points) < self.ENOUGH:
             return None
         return fit_steps(tuple(self._points), prefill=0.0)

@@ -1,4 +1,4 @@
-"""Seconds of everything that is not decoding, read off a recorded run's journal. Pure."""
+"""Latencies of everything but decoding, from the journal of a recorded run. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pipeline.coordination.journal import JournalEntry
 
 
 def latencies(entries: Iterable[JournalEntry]) -> dict[str, float]:
-    """Median seconds between a command and its outcome, by the knob that [simulation] has for it; those that the run
-    did not have are left out."""
+    """Median seconds between a command and its outcome, by the name of its setting in [simulation]; latencies that
+    did not occur in the run are absent."""
     asked: dict[Hashable, float] = {}
     took: dict[str, list[float]] = {}
     for entry in entries:
@@ -37,7 +37,7 @@ def _asked(commands: Iterable[Command]) -> Iterator[Hashable]:
 
 
 def _answered(event: Event) -> tuple[str, Hashable]:
-    """The knob, and what was asked for."""
+    """Setting that an event gives a latency of, and the key of the command it answers."""
     match event:
         case TrajectoryScored():
             return "reward_s", ("score", event.trajectory)

@@ -1,5 +1,5 @@
-"""For `staleflow profile`: times a real engine's decode steps and prefill, here and without a cluster; or takes both
-from what a finished run has measured."""
+"""Measurements for `staleflow profile`: decode steps and prefill of a real engine, timed in this process without a
+cluster, or taken from a finished run."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from tasks.engines.base import Engine, Failed, Request
 from tasks.engines.cost_model import CostModel
 
 WARM_TOKENS = 3
-"""Tokens every request has sampled before its steps are counted: by then all of the batch decodes."""
+"""Tokens that every request samples before steps are counted: by then the whole batch is decoding."""
 PATIENCE_S = 120.0
-"""Longest that one measured batch may take."""
+"""Longest time one measured batch may take, seconds."""
 POLL_S = 0.002
 FIRST_WORD, NUM_WORDS = 4, 10
-"""Token ids that prompts are made of: in every vocabulary, and unlike from one prompt to the next, so that no engine
-finds a prompt's beginning in its cache."""
+"""Token ids that prompts are made of. They exist in every vocabulary; prompts differ from each other, so that no engine
+finds a prompt's prefix in its cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """running counts and context lengths that are measured, each with each as far as the cache holds them."""
+    """Numbers of running requests and context lengths to measure: all combinations that fit into the cache."""
 
     running: tuple[int, ...]
     contexts: tuple[int, ...]
     steps: int
-    """Decode steps a batch is watched for."""
+    """Decode steps measured per batch."""
 
 
 def make_grid(max_running: int, longest_context: int, steps: int) -> Grid:
-    """Counts by doubling up to max_running; contexts by quadrupling up to the longest."""
+    """Make a grid: counts by doubling up to max_running; contexts by quadrupling up to the longest."""
     counts = [1]
     while counts[-1] * 2 <= max_running:
         counts.append(counts[-1] * 2)
@@ -50,7 +50,7 @@ def make_grid(max_running: int, longest_context: int, steps: int) -> Grid:
 
 
 def measure_steps(engine: Engine, grid: Grid, kv_tokens: int, progress: Callable[[str], None]) -> list[StepPoint]:
-    """Decode steps over the grid; several points a batch, since its cache grows while it is watched."""
+    """Measure decode steps over the grid; several points per batch, since its cache grows during the measurement."""
     points: list[StepPoint] = []
     number = 0
     for context in grid.contexts:
@@ -65,7 +65,7 @@ def measure_steps(engine: Engine, grid: Grid, kv_tokens: int, progress: Callable
 
 
 def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tuple[list[float], list[float]]:
-    """(prompt tokens, seconds to the first token) of single requests, each length three times."""
+    """Measure (prompt tokens, seconds to the first token) of single requests, three for each length."""
     tokens: list[float] = []
     seconds: list[float] = []
     for i, context in enumerate(c for c in contexts for _ in range(3)):
@@ -84,7 +84,7 @@ def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tupl
 
 
 def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) -> list[StepPoint]:
-    """Run one batch and time quarters of its steps while all of it decodes."""
+    """Run one batch and time each quarter of its steps while all requests decode."""
     engine.submit([_request(t, context, steps + WARM_TOKENS + 8) for t in ids])
     begin = time.monotonic()
     marks: list[tuple[float, float]] = []  # (seconds, mean tokens sampled)
@@ -94,7 +94,7 @@ def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) ->
         now = time.monotonic()
         sampled = [n for _, n in load.progress]
         if _ended(engine):
-            break  # what follows is another batch
+            break  # from here on the batch is smaller
         if len(sampled) == len(ids) and min(sampled) >= WARM_TOKENS:
             mean = sum(sampled) / len(sampled)
             if not marks or mean > marks[-1][1]:
@@ -119,7 +119,7 @@ def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) ->
 
 
 def _ended(engine: Engine) -> bool:
-    """Whether a request has ended. Raises ActorLost if one cannot go on: its batch is not what was asked for."""
+    """Whether a request has ended. Raises ActorLost if one failed: the batch is then not the one to measure."""
     ended = engine.events(0.0)
     failed = next((e for e in ended if isinstance(e, Failed)), None)
     if failed is not None:
@@ -140,8 +140,8 @@ def _check(begin: float, engine: Engine) -> None:
 def profile_engine(
     engine: Engine, grid: Grid, kv_tokens: int, progress: Callable[[str], None]
 ) -> tuple[Fit, list[StepPoint]]:
-    """Measure and fit. Raises ConfigError if the grid leaves too little to fit."""
-    measure_prefill(engine, grid.contexts[:1], 10**6)  # the first forward passes are not like the others
+    """Measure and fit. Raises ConfigError if the grid gives too few points to fit."""
+    measure_prefill(engine, grid.contexts[:1], 10**6)  # warm-up: the first forward passes are slower
     tokens, seconds = measure_prefill(engine, grid.contexts, 2 * 10**6)
     points = measure_steps(engine, grid, kv_tokens, progress)
     try:
@@ -152,8 +152,8 @@ def profile_engine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What `profile = FILE` in a job takes its numbers from. latencies: seconds by knob of [simulation], known of a run
-    only. points: the measured steps, known of an engine only."""
+    """Contents of the file that `profile = FILE` in a job reads. latencies: seconds by setting of [simulation], only
+    from a run. points: the measured steps, only from an engine."""
 
     source: str
     fit: Fit
@@ -162,7 +162,7 @@ class Profile:
     latencies: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """As it is stored: coefficients, ranges, residuals on held-out steps, and where they come from."""
+        """Stored form: coefficients, ranges, residuals on held-out steps, and their source."""
         fit = self.fit
         return {
             "source": self.source,
@@ -177,22 +177,24 @@ class Profile:
 
 
 def profile_run(run_dir: Path) -> Profile:
-    """What a finished run measured while its roles shared their machines: the cost model its decode steps ask for, and
-    the latencies of everything else. Raises ConfigError if it has not ended, or saw too little."""
+    """Profile from a finished run, whose roles shared their machines: the cost model fitted to its decode steps, and
+    the latencies of everything else. Raises ConfigError if the run has not ended or had too few decode steps."""
     try:
         refit = json.loads((run_dir / "summary.json").read_text())["cost_model"]["refit"]
     except OSError as error:
         raise ConfigError(f"{run_dir}: no finished run: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{run_dir}: summary.json is not of this version: {error!r}") from error
+        raise ConfigError(
+            f"{run_dir}: summary.json is of another version: {error!r}; profile a run of this version"
+        ) from error
     if refit is None:
-        raise ConfigError(f"{run_dir}: the run saw too few decode steps to fit a cost model; make it longer")
+        raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
     fit = Fit(**{**refit, "model": CostModel(**refit["model"])})
     return Profile(source=str(run_dir), fit=fit, latencies=latencies(journal.read(run_dir / "events.jsonl")))
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Raises StoreError if it cannot be written."""
+    """Write a profile as JSON. Raises StoreError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(profile.as_dict(), indent=1) + "\n")
@@ -201,7 +203,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def hardware() -> dict[str, Any]:
-    """What the numbers hold for."""
+    """Hardware that the measured numbers are valid for."""
     import os
 
     from tasks.engines.transformers import resolve_device

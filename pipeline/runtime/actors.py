@@ -24,6 +24,7 @@ from pipeline.config.model_facts import ModelFacts
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Command
 from pipeline.runtime.base import Placed, Workers
+from pipeline.runtime.clock import now_s
 from pipeline.runtime.resumption import Resumption
 from stores.errors import ActorLost, ProtocolViolation, StoreError
 from stores.parameters import FOLDER_PREFIX
@@ -42,6 +43,8 @@ REPLACEMENTS = 3
 """How often one instance or reward worker is replaced before the run stops: more losses are no accident."""
 PROBE_PROMPTS, PROBE_TOKENS = 8, 64
 """Held-out prompts that the probe is made of, and its tokens at most: one small prefill after each pull."""
+SLOW_PULL_S = 5.0
+"""Seconds beyond which a pull is worth a line of the log."""
 CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
 Deadline = Literal["start_s", "call_s", "train_s"]
@@ -83,6 +86,7 @@ class Actors:
         self._facts = facts
         self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._num_lost: dict[str, int] = {}
+        self._life = 0
         self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
         self.instances: dict[InstanceId, InstanceHandle] = {}
@@ -116,6 +120,7 @@ class Actors:
         begin_s: the present moment on the run's clock."""
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
+        self._life = 0 if resumption is None else resumption.life
         stored = resumption is not None and (self._run_dir / "store").is_dir()
         settings = actor_settings.server_settings(config, self._run_dir / "store", self._facts.context, resumed=stored)
         await _all(
@@ -164,7 +169,7 @@ class Actors:
             name,
             "rollout",
             RolloutInstance,
-            actor_settings.engine_settings(config, index + 100 * attempt, self._facts.eos),
+            actor_settings.engine_settings(config, index, self._facts.eos, attempt=attempt, life=self._life),
             InstanceId(name),
             config.cluster.threads,
             config.rollout.max_new_tokens,
@@ -172,6 +177,7 @@ class Actors:
         )
         instance = InstanceHandle(placed=placed, index=index)
         self.instances[instance.id] = instance
+        logger.info("%s %s on %s", name, "takes a lost one's place" if attempt else "joins", placed.address)
         if self._published and max(self._published) > 0:
             await self.pull(instance, max(self._published))
         return instance
@@ -197,10 +203,14 @@ class Actors:
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         """Load a version on an instance, and check that it then holds what was published. Raises ProtocolViolation if
         it holds something else."""
+        begin = now_s()
         await self._place_parameters(instance.placed)  # the host's own may be gone with another instance's process
         source = self.actor(f"parameters-{self._workers.placed['trainer'].host}")
         path = await self.ask(f"parameters-{instance.placed.host}", "ensure", version, source)
         loaded: Loaded = await self.ask(instance.placed.name, "pull", version, path, self._probe)
+        elapsed_s = now_s() - begin
+        level = logging.INFO if elapsed_s > SLOW_PULL_S else logging.DEBUG
+        logger.log(level, "%s pulled version %d in %.1f s", instance.id, version, elapsed_s)
         published = self._published[version]
         expected = published.fingerprint
         if loaded.fingerprint and loaded.fingerprint != expected:
@@ -236,6 +246,7 @@ class Actors:
         folder = self._run_dir / "checkpoints"
         folder.mkdir(exist_ok=True)
         await self.ask("trainer", "save_checkpoint", str(folder / name), deadline="train_s")
+        logger.info("checkpoint written to %s", folder / name)
 
     # -- losing --------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,13 @@ from pipeline.coordination.snapshot import Snapshot
 from pipeline.profiling.fit import CostWatch
 from pipeline.runtime.actors import Actors, InstanceHandle
 from pipeline.runtime.clock import now_s
-from pipeline.runtime.evaluation import evaluate, read_evaluations, write_evaluations
+from pipeline.runtime.evaluation import (
+    evaluate,
+    fewer_prompts,
+    not_comparable,
+    read_evaluations,
+    write_evaluations,
+)
 from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.instance_link import InstanceLink
 from pipeline.runtime.measurements import Measurements
@@ -51,6 +57,7 @@ from pipeline.runtime.resumption import Resumption
 from stores import errors
 from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
+from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
 from tasks.actors.trainer import StepResult
 
@@ -98,6 +105,7 @@ class Driver:
         self._task: asyncio.Task[Any] | None = None
         self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
         self._drift_said = False
+        self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = Outcomes(losses=actors.losses, alarms=actors.alarms)  # their lists: shown while the run lasts
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -110,7 +118,7 @@ class Driver:
         self._say("starting actors")
         await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
         resumed = await self._resume()
-        self._note(await self._actors.ask("server", "kept_apart"))
+        self._note(await self._actors.ask("server", "held_out_notice"))
         if resumed is None or resumed.step == 0:
             await self._evaluate(PolicyVersion(0))
         self._measurements.start()
@@ -133,8 +141,9 @@ class Driver:
             version = self._coordinator.ledger.version
             await self._actors.pull_all(version)
             await self._evaluate(version)
-        self._note(await self._actors.ask("server", "kept_apart"))
+        self._note(await self._actors.ask("server", "held_out_notice"))
         await self._actors.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
+        self._log_resume_points()
         return self.outcomes
 
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
@@ -160,6 +169,7 @@ class Driver:
         if self._task is not None and (self._stop_requested or not self._stepping):
             self._task.cancel()
         self.outcomes.stopped = self._stop_requested = self._stop_requested or why
+        logger.info("stopping: %s", why)
 
     async def close(self) -> None:
         """Stop all tasks, close all actors; never raises."""
@@ -280,8 +290,16 @@ class Driver:
                 metrics = await self._actors.ask("server", "commit", item)
                 if item.kind == "step":
                     self.outcomes.steps.append({"step": float(item.step), **item.metrics, **metrics})
+                    self._log_resume_points()
                     self._say("")
             self._commits.task_done()
+
+    def _log_resume_points(self) -> None:
+        """Log the resume points that have come since the last time; the trainer writes them in its own process."""
+        for version in ResumePoints(self._run_dir / "resume").versions():
+            if version > self._last_point:
+                self._last_point = version
+                logger.info("resume point of version %d written", version)
 
     async def _finish_commits(self) -> None:
         """Wait until everything is stored, or raise what kept it from being stored."""
@@ -378,9 +396,14 @@ class Driver:
         for instance in self._actors.instances.values():
             for task in instance.tasks:
                 task.cancel()  # they would take the evaluation's answers for the run's
-        self.outcomes.evaluations.append(await evaluate(self._actors, self._config, version))
+        evaluation = await evaluate(self._actors, self._config, version, self._prints, self._changed)
+        asked = self._config.task
+        self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.source))
+        self.outcomes.evaluations.append(evaluation)
         write_evaluations(self._run_dir, self.outcomes.evaluations)
         self._say("")
+        for line in not_comparable(self.outcomes.evaluations):
+            self._note(line)
 
     # -- summing up ----------------------------------------------------------------------------------------------
 

@@ -1,56 +1,171 @@
-"""Mean reward on held-out prompts, by the run's own instances and reward worker, while nothing else runs on them."""
+"""Mean reward on held-out prompts, computed by the run's instances and reward worker while nothing else uses them.
+
+Each number comes with its basis: the number of distinct prompts, the responses that could not be scored (left out of
+the mean, as in a batch's), the standard error, and fingerprints of the reward, data and template.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.config.schema import RunConfig
 from pipeline.runtime.actors import Actors
+from stores.errors import StoreError
+from tasks.scoring import ScoredResponse
+
+NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Mean reward on held-out prompts at one policy version."""
+    """Mean reward on held-out prompts at one policy version, over the responses that could be scored."""
 
     version: int
     num_prompts: int
-    sampled: float
-    """At the rollout temperature."""
-    greedy: float
+    """Distinct prompts, each answered once at the rollout temperature and once greedily."""
+    sampled: float | None
+    """Mean at the rollout temperature; None if no response could be scored."""
+    greedy: float | None
+    sampled_stderr: float | None = None
+    """Standard error of the mean, over prompts; None for fewer than two."""
+    greedy_stderr: float | None = None
+    sampled_failed: int | None = None
+    """Responses that could not be scored. None in records of earlier versions, where they count as 0 in the mean and
+    num_prompts may include duplicates."""
+    greedy_failed: int | None = None
+    failure: str = ""
+    """Error of the first response that could not be scored."""
+    reward: str = ""
+    """Fingerprints of the reward, data and template; empty if unknown. See pipeline/runtime/fingerprints.py."""
+    data: str = ""
+    template: str = ""
+    changed: tuple[str, ...] = ()
+    """Changes to them since the run began, one line each."""
+
+    @classmethod
+    def of(
+        cls,
+        version: int,
+        sampled: Sequence[ScoredResponse],
+        greedy: Sequence[ScoredResponse],
+        prints: Mapping[str, str],
+        changed: Sequence[str] = (),
+    ) -> Evaluation:
+        """Summarize one sampled and one greedy score per prompt. prints: fingerprints of reward, data and template."""
+        failures = [s.error for s in (*sampled, *greedy) if s.error]
+        one, two = _mean(sampled), _mean(greedy)
+        return cls(
+            version=version,
+            num_prompts=len(sampled),
+            sampled=one[0],
+            greedy=two[0],
+            sampled_stderr=one[1],
+            greedy_stderr=two[1],
+            sampled_failed=sum(bool(s.error) for s in sampled),
+            greedy_failed=sum(bool(s.error) for s in greedy),
+            failure=next((line for f in failures for line in f.splitlines() if line.strip()), ""),
+            changed=tuple(changed),
+            **prints,
+        )
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Evaluation:
+        """The inverse of `asdict`; also reads records of earlier versions."""
+        return cls(**{**value, "changed": tuple(value.get("changed", ()))})
 
     @property
     def line(self) -> str:
-        """For people."""
+        """A one-line summary for display."""
         return (
-            f"held-out reward at version {self.version}: {self.sampled:.3f} at temperature, {self.greedy:.3f} greedy "
-            f"({self.num_prompts} prompts)"
+            f"held-out reward at version {self.version}: {shown(self.sampled, self.sampled_stderr)} at temperature, "
+            f"{shown(self.greedy, self.greedy_stderr)} greedy ({self.basis})"
         )
+
+    @property
+    def basis(self) -> str:
+        """What the means are based on, for display."""
+        one, two = self.sampled_failed, self.greedy_failed
+        if one is None or two is None:
+            return f"{self.num_prompts} prompts, counting duplicates, and failed rewards as 0"
+        failed = f", {one} not scored" if one else ""
+        if one != two:
+            failed = f", not scored: {one} at temperature, {two} greedy"
+        return f"{self.num_prompts} prompts{failed}" + (f"; first: {self.failure}" if self.failure else "")
+
+
+def shown(mean: float | None, stderr: float | None) -> str:
+    """Format a mean and its standard error for display.
+
+    >>> shown(0.4713, 0.0249)
+    '0.471 ± 0.025'
+    """
+    if mean is None:
+        return "none scored"
+    return f"{mean:.3f}" if stderr is None else f"{mean:.3f} ± {stderr:.3f}"
+
+
+def not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Reasons why consecutive evaluations cannot be compared, one line per pair; empty if all can."""
+    lines = []
+    for one, two in itertools.pairwise(evaluations):
+        pairs = (
+            (one.reward, two.reward, "reward functions"), (one.data, two.data, "data"),
+            (one.template, two.template, "templates"),
+        )  # fmt: skip
+        reasons = [f"different {what}" for a, b, what in pairs if a and b and a != b]
+        if one.num_prompts != two.num_prompts:
+            reasons.append(f"{one.num_prompts} and {two.num_prompts} prompts")
+        if (one.sampled_failed is None) != (two.sampled_failed is None):
+            reasons.append("different counting: an earlier version counted duplicates, and failed rewards as 0")
+        if reasons:
+            lines.append(
+                f"held-out rewards at versions {one.version} and {two.version} cannot be compared: "
+                + ", ".join(reasons)
+            )
+    return lines
+
+
+def fewer_prompts(asked: int, found: int, source: str) -> str:
+    """A warning that the source has fewer held-out prompts than requested; empty if it has enough."""
+    if found >= asked:
+        return ""
+    return f"task.eval_prompts = {asked}: {source} has only {found} distinct held-out prompts; each is evaluated once"
 
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Keep them in the run's folder: a resumed run has those of the time before."""
+    """Write evaluations to the run's folder, where a resumed run finds them. Raises OSError."""
     part = run_dir / ".evaluations.part"
     part.write_text(json.dumps([asdict(e) for e in evaluations]) + "\n")
-    part.rename(run_dir / "evaluations.json")  # whole or not at all: whoever resumes reads it
+    part.rename(run_dir / "evaluations.json")  # atomic: a resumed run reads it
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """What was kept; none if there is nothing yet."""
+    """Read a run's evaluations; empty if there are none yet. Raises StoreError."""
     path = run_dir / "evaluations.json"
-    return [Evaluation(**e) for e in json.loads(path.read_text())] if path.is_file() else []
+    try:
+        return [Evaluation.from_json(e) for e in json.loads(path.read_text())] if path.is_file() else []
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}; remove it to resume without earlier evaluations") from error
 
 
-async def evaluate(actors: Actors, config: RunConfig, version: int) -> Evaluation:
-    """One sampled and one greedy response to each held-out prompt, spread over the instances."""
+async def evaluate(
+    actors: Actors, config: RunConfig, version: int, prints: Mapping[str, str], changed: Sequence[str] = ()
+) -> Evaluation:
+    """Evaluate a sampled and a greedy response to each held-out prompt, spread over the instances. prints, changed: as
+    in `Evaluation.of`."""
     limit_s = config.deadlines.train_s
     prompts = await actors.ask("server", "held_out", config.task.eval_prompts, within_s=limit_s)
     names = list(actors.instances)
     shares = [prompts[i :: len(names)] for i in range(len(names))]
-    means = {}
+    scores: dict[bool, list[ScoredResponse]] = {}
     for greedy in (False, True):
         answers = await asyncio.gather(
             *(
@@ -59,9 +174,20 @@ async def evaluate(actors: Actors, config: RunConfig, version: int) -> Evaluatio
             )
         )
         tokens = [a.tokens for share in answers for a in share]
-        texts = await actors.ask("server", "decode", tokens, within_s=limit_s)
+        answered = [i for i, t in enumerate(tokens) if t is not None]
+        texts = await actors.ask("server", "decode", [tokens[i] for i in answered], within_s=limit_s)
         records = [p.record for share in shares for p in share]
-        items = list(zip(texts, records, strict=True))
-        scores = await actors.ask("reward-0", "score_texts", items, within_s=limit_s)
-        means[greedy] = sum(s.reward for s in scores) / len(prompts)
-    return Evaluation(version=version, num_prompts=len(prompts), sampled=means[False], greedy=means[True])
+        items = [(text, records[i]) for i, text in zip(answered, texts, strict=True)]
+        scored = await actors.ask("reward-0", "score_texts", items, within_s=limit_s)
+        found = dict(zip(answered, scored, strict=True))
+        scores[greedy] = [found.get(i, NO_RESPONSE) for i in range(len(tokens))]
+    return Evaluation.of(version, scores[False], scores[True], prints, changed)
+
+
+def _mean(scores: Sequence[ScoredResponse]) -> tuple[float | None, float | None]:
+    """(mean, its standard error) of the scores without error."""
+    rewards = [s.reward for s in scores if not s.error]
+    if not rewards:
+        return None, None
+    error = statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None
+    return statistics.fmean(rewards), error

@@ -1,7 +1,7 @@
-"""What a run's rewards and prompts come from, in fingerprints kept in its folder: so that going on with another reward,
-other data or another template is noticed, and named.
+"""Fingerprints of a run's reward, data and prompt template, kept in its folder: resuming with others is detected and
+reported.
 
-Not the model, whose weights have fingerprints of their own. Of a user's code the file that is named counts, not what it
+The model is not included, since weights have their own fingerprints. For user code only the named file counts, not its
 imports.
 """
 
@@ -20,27 +20,27 @@ from stores.errors import StoreError
 
 FILE = "fingerprints.json"
 DIGITS = 12
-"""Hex digits of a SHA-256 that are kept: 48 bits, for a handful of values."""
+"""Hex digits kept of a SHA-256: 48 bits are enough for a handful of values."""
 Facts = dict[str, str]
-"""What something is made of: by name, a value or the hash of one."""
+"""Inputs by name: each a value, or the hash of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprints:
-    """Of one start of a run. Empty where there is nothing to tell, as in an emulated run."""
+    """Fingerprints of one start of a run; empty for an emulated run."""
 
     reward: Facts
     data: Facts
     template: Facts
 
     def digests(self) -> dict[str, str]:
-        """One short hash for each: what an evaluation carries."""
+        """One short hash per field, as recorded in an evaluation."""
         return {part: _hash(json.dumps(facts, sort_keys=True).encode()) for part, facts in asdict(self).items()}
 
 
 def taken(config: RunConfig) -> Fingerprints:
-    """Of a job, as its files and packages are now. A file that cannot be read is one without content: who needs it says
-    what is wrong."""
+    """Fingerprints of a job's files and packages as they are now. An unreadable file counts as empty: the code that
+    needs it reports the error."""
     if config.emulated:
         return Fingerprints(reward={}, data={}, template={})
     task = config.task
@@ -60,7 +60,7 @@ def taken(config: RunConfig) -> Fingerprints:
 
 
 def write(run_dir: Path, fingerprints: Fingerprints) -> None:
-    """Keep them in the run's folder, whole or not at all. Raises StoreError."""
+    """Write fingerprints to the run's folder atomically. Raises StoreError."""
     part = run_dir / f".{FILE}.part"
     try:
         part.write_text(json.dumps(asdict(fingerprints), indent=2) + "\n")
@@ -70,24 +70,24 @@ def write(run_dir: Path, fingerprints: Fingerprints) -> None:
 
 
 def read(run_dir: Path) -> Fingerprints | None:
-    """Those of the run's start; None in folders of earlier versions. Raises StoreError."""
+    """Read the fingerprints of the run's start; None in folders of earlier versions. Raises StoreError."""
     path = run_dir / FILE
     try:
         return Fingerprints(**json.loads(path.read_text())) if path.is_file() else None
     except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}; remove it to go on without comparing") from error
+        raise StoreError(f"{path}: cannot be read: {error}; remove it to resume without comparing") from error
 
 
 def changes(then: Fingerprints | None, now: Fingerprints) -> list[str]:
-    """What differs, a line each; none if nothing is known of the start."""
+    """The differences, one line each; empty if nothing is known about the start."""
     if then is None:
         return []
     lines = []
     for part, facts in asdict(now).items():
         before: Mapping[str, str] = getattr(then, part)
         lines += [
-            f"{part} changed since the run began: {key} was {before.get(key, 'not there')!r}, is "
-            f"{facts.get(key, 'not there')!r}"
+            f"{part} changed since the run began: {key} was {before.get(key, 'absent')!r}, is "
+            f"{facts.get(key, 'absent')!r}"
             for key in sorted({*before, *facts})
             if before.get(key) != facts.get(key)
         ]
@@ -105,13 +105,13 @@ def _source(task: TaskConfig, seed: int) -> Facts:
 
 
 def _name(named: str) -> str:
-    """Of what is in a file, without the file's place: a submitted job has its code elsewhere."""
+    """A function's name without its file's path: a submitted job has its code elsewhere."""
     where, _, name = named.rpartition(":")
     return name if where.endswith(".py") else named
 
 
 def _code(named: str) -> str:
-    """Hash of the file that a user's function is in; empty if it cannot be found."""
+    """Hash of the file that defines a user's function; empty if it cannot be found."""
     where = named.rpartition(":")[0]
     if where.endswith(".py"):
         return _hash_of(Path(where))
@@ -136,7 +136,7 @@ def _version(package: str) -> str:
 
 
 def _hash_of(path: Path) -> str:
-    """Of a file's bytes; empty if it cannot be read."""
+    """Hash of a file's bytes; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.profiling.fit import Fit
-from pipeline.runtime.evaluation import Evaluation
+from pipeline.runtime.evaluation import (
+    Evaluation,
+)
 
 
 @dataclass(slots=True)

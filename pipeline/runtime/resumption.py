@@ -1,7 +1,7 @@
-"""Going on with a stored run: from which version, and what has to be made ready in its folder.
+"""Resuming a stored run: the version to continue from, and the preparation of its folder.
 
-A run is resumed from its newest resume point that the store has reached. Steps that were committed after it are undone
-(they stay readable on a branch), and what was in flight is lost; everything else is as it was.
+A run is resumed from its newest resume point that the store has reached. Steps committed after it are undone (they stay
+readable on a branch), and what was in flight is lost; everything else is kept.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import fields, loading
+from pipeline.config import actor_settings
 from pipeline.config.schema import RunConfig
+from pipeline.runtime.run_folder import load_job, write_job
+from stores.base import RunHeader
 from stores.errors import ConfigError, StoreError
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
@@ -24,43 +26,46 @@ MAY_CHANGE = (
     "training.checkpoint_every",
     "training.resume_every",
 )
-"""What `staleflow resume --set` may change: where and how long it runs, not what it is."""
+"""Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """Where a run goes on. fingerprint: of the weights of `version`, as its step recorded it; empty for the base
-    model. steps: metrics of the steps before. elapsed_s: seconds the run took up to there."""
+    """The point a run resumes from. fingerprint: of the weights of `version`, as recorded by its step; empty for the
+    base model. steps: metrics of the steps before. elapsed_s: seconds the run had taken up to there. life: number of
+    earlier starts that left recorded events."""
 
     version: PolicyVersion
     fingerprint: str = ""
     steps: tuple[dict[str, float], ...] = ()
     elapsed_s: float = 0.0
+    life: int = 0
 
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """The job that a run folder holds, with overrides that do not change what it is. Raises ConfigError."""
+    """Load the job of a run to resume; overrides may change only keys in MAY_CHANGE. Raises ConfigError."""
     if not (run_dir / "config.toml").is_file():
-        raise ConfigError(f"{run_dir}: no run here; `staleflow store ls` lists the runs there are")
+        raise ConfigError(f"{run_dir}: no run here; `staleflow store ls` lists the runs")
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith(MAY_CHANGE):
-            raise ConfigError(
-                f"--set {override}: a run keeps what it was started with; these can change: {', '.join(MAY_CHANGE)}"
-            )
-    return loading.load(run_dir / "config.toml", overrides)
+            raise ConfigError(f"--set {override}: cannot be changed when resuming; these can: {', '.join(MAY_CHANGE)}")
+    if run_dir.resolve().name.startswith("."):
+        raise ConfigError(f"{run_dir}: the name of a run's folder must not begin with a dot; rename it")
+    return load_job(run_dir, overrides)
 
 
 def reached(config: RunConfig) -> PolicyVersion:
-    """The version a run can go on from: of its newest whole resume point that the store has reached, 0 for one that has
-    stored nothing. Raises ConfigError if there is none, or nothing left to do: a run that was killed after its last
-    step still has its evaluation before it."""
+    """The version a run can resume from: that of its newest complete resume point the store has reached, or 0 if
+    nothing is stored. Raises ConfigError if there is none, if the store belongs to another job, or if nothing is left
+    to do: a run killed after its last step still has its final evaluation to do."""
     from stores.versioned import VersionedStore
 
     run_dir = config.run_dir
     if not (run_dir / "store").is_dir():
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
+    refuse_unfit(config, store.header)
     records = store.steps()
     trained = sum(r.kind == "step" for r in records)
     if trained > config.steps or (trained == config.steps and records[-1].kind == "end"):
@@ -68,39 +73,63 @@ def reached(config: RunConfig) -> PolicyVersion:
     points = [v for v in ResumePoints(run_dir / "resume").whole() if v <= trained]
     if trained and not points:
         raise ConfigError(
-            f"{run_dir}: {trained} steps are stored and no whole resume point; training.resume_every was "
+            f"{run_dir}: {trained} steps are stored but there is no complete resume point; training.resume_every was "
             f"{config.training.resume_every}"
         )
     return points[-1] if points else PolicyVersion(0)
 
 
+def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
+    """Raise ConfigError if the store was made with another staleness bound or other batch sizes than the job's."""
+    job = actor_settings.run_header(config)
+    if config.staleness.admission == "backlog" and job.eta > header.eta:
+        raise ConfigError(
+            f"{config.run_dir}: steps = {config.steps} in the job, {header.eta} in the store: with staleness.admission "
+            f"= backlog this is the staleness bound, which is fixed; use --set steps={header.eta} or fewer"
+        )
+    sizes = (
+        ("batch.groups_per_step", job.groups_per_step, header.groups_per_step),
+        ("batch.group_size", job.group_size, header.group_size),
+        ("batch.group_size + batch.extra_members", job.members_started, header.members_started),
+    )
+    bound = (("staleness.eta", job.eta, header.eta),) if config.staleness.admission != "backlog" else ()
+    for key, asked, stored in (*bound, *sizes):
+        if asked != stored:
+            raise ConfigError(
+                f"{config.run_dir}: {key} = {asked} in config.toml, {stored} in the store, which another job created; "
+                "restore that job's config.toml"
+            )
+
+
 def prepare(config: RunConfig) -> Resumption:
-    """Make a run's folder ready to be gone on with, and say where. Undoes steps that no resume point has reached. Only
-    while nothing else runs there. Raises as `reached` does."""
+    """Prepare a run's folder for resuming; returns where to resume. Undoes steps after the resume point. Requires the
+    folder's lock. Raises as `reached` does."""
     from stores.versioned import VersionedStore
 
     run_dir, version = config.run_dir, reached(config)
     if not (run_dir / "store").is_dir():
-        return Resumption(version=version)
+        write_job(config)
+        return Resumption(version=version, life=_last_number(run_dir))
     try:
         VersionedStore.rewind(run_dir / "store", version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
         _set_aside(run_dir)
-        part = run_dir / ".config.part"
-        part.write_text(fields.to_toml(config))
-        part.rename(run_dir / "config.toml")  # a kill in between must not leave half a job
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(f"{run_dir}: cannot be written: {error}") from error
+    write_job(config)
     return Resumption(
         version=version,
         fingerprint=records[-1].weight_fingerprint if records else "",
         steps=tuple({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records),
         elapsed_s=records[-1].metrics.get("elapsed_s", 0.0) if records else 0.0,
+        life=_last_number(run_dir),
     )
 
 
 def parts(run_dir: Path) -> list[tuple[Path, Path]]:
-    """(job file, recorded events) of each time the run was started, oldest first."""
+    """(job file, recorded events) of each start of the run, oldest first."""
     numbered = [(run_dir / f"config.{number}.toml", run_dir / f"events.{number}.jsonl") for number in _numbers(run_dir)]
     return [*numbered, (run_dir / "config.toml", run_dir / "events.jsonl")]
 
@@ -109,9 +138,14 @@ def _numbers(run_dir: Path) -> list[int]:
     return sorted(int(p.name.split(".")[1]) for p in run_dir.glob("events.*.jsonl"))
 
 
+def _last_number(run_dir: Path) -> int:
+    """The number of the latest earlier start; 0 if there is none."""
+    return max(_numbers(run_dir), default=0)
+
+
 def _set_aside(run_dir: Path) -> None:
-    """Keep the job file and the events of the time before: each part is replayed with its own."""
+    """Rename the events of the previous start, and copy its job file: each start is replayed with its own."""
     if (run_dir / "events.jsonl").is_file():
-        number = max(_numbers(run_dir), default=0) + 1
+        number = _last_number(run_dir) + 1
         shutil.copyfile(run_dir / "config.toml", run_dir / f"config.{number}.toml")
         (run_dir / "events.jsonl").rename(run_dir / f"events.{number}.jsonl")

@@ -2,9 +2,10 @@
 
 Dask's resources only filter placement and are released when a constructor returns, so exclusivity is kept here, in a
 slot table: a rollout instance or a trainer has its worker process to itself, because all plain work in a process
-shares one interpreter. Light actors (server, reward) share a worker only when there are too few. On a cluster that
-other runs use too, a worker belongs to one run at a time; the board on the scheduler (pipeline/scheduler/board.py)
-records which.
+shares one interpreter. Light actors (server, reward) share one with each other where workers are scarce: when the
+heavy ones need the free ones that are left, or when other runs may want them and no worker declares roles; parameter
+servers always live beside another actor. On a cluster that other runs use too, a worker belongs to one run at a time;
+the board on the scheduler (pipeline/scheduler/board.py) records which.
 """
 
 from __future__ import annotations
@@ -252,6 +253,8 @@ async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
                 dashboard_address="127.0.0.1:8787" if cluster.dashboard else None,
                 asynchronous=True,
             )
+        if not cluster.dashboard:
+            _serve_nothing(local)
         client = await Client(local, asynchronous=True, direct_to_workers=True)
         try:
             await ensure(client)
@@ -272,6 +275,12 @@ async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
         shared=local is None,
         num_heavy=config.rollout.instances + 1,
     )
+
+
+def _serve_nothing(local: LocalCluster) -> None:
+    """Close the HTTP server of a local cluster's scheduler: Dask starts one even without a dashboard, on port 8787."""
+    local.scheduler.services.pop("dashboard").stop()
+    local.scheduler_info["services"].pop("dashboard", None)  # what clients make the dashboard's address from
 
 
 async def _result(future: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The coordinator's body in virtual time. Pure."""
+"""Simulation of a job in virtual time, with the real coordinator. Pure."""

@@ -1,7 +1,7 @@
-"""The coordinator's body in virtual time: carries its commands out on simulated instances and feeds the outcomes back.
+"""Simulation of a job in virtual time: executes the coordinator's commands on simulated instances, reports the events.
 
 Discrete events on one heap; everything random is drawn from the job's seed, so the same job gives the same trace. The
-coordinator is the one that runs on a cluster, built by the same function from the same file. It decides nothing itself.
+coordinator is the one that runs on a cluster, built by the same function from the same file; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-
-import numpy as np
 
 from pipeline.config import deciding
 from pipeline.config.schema import RunConfig
@@ -39,15 +37,16 @@ from stores.errors import RunStuck
 from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.cost_model import CostModel
 from tasks.engines.decoding import DecodingInstance
+from tasks.seeds import Stream, generator
 from tasks.workload import Workload
 
 STUCK_TICKS = 100
-"""Ticks with nothing under way after which nothing will ever happen again: some decisions take a few ticks."""
+"""Ticks without pending work after which the run counts as stuck; some decisions take a few ticks."""
 
 
 @dataclass(slots=True)
 class Simulated:
-    """An instance as the body works with it. wake: the heap entry that is still valid."""
+    """A simulated instance. wake: number of its heap entry that is still valid."""
 
     id: InstanceId
     index: int
@@ -60,7 +59,7 @@ class Simulated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """One trained response; see TrainedStep for the words. alone_s: on an instance of its own."""
+    """One trained response; fields as in TrainedStep. alone_s: seconds it takes on an instance of its own."""
 
     sampled: int
     prefilled: int
@@ -69,7 +68,7 @@ class Response:
 
 
 class SimulatedRun:
-    """One job in virtual time. `observe` hears every event with the commands it led to."""
+    """One job in virtual time. `observe` is called with every event and the commands that followed."""
 
     def __init__(
         self,
@@ -86,10 +85,10 @@ class SimulatedRun:
         self._observe = observe
         self._members = config.members_started
         self.coordinator: Coordinator = deciding.make_coordinator(config, validate_each=validate_each)
-        self._faults = np.random.default_rng([config.seed, 3])
+        self._faults = generator(config.seed, Stream.FAULTS)
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
-        self._under_way = 0  # entries of the heap that something else led to
+        self._under_way = 0  # entries of the heap that are neither ticks nor faults
         self._order = 0
         self._instances: dict[InstanceId, Simulated] = {}
         self._touched: dict[InstanceId, Simulated] = {}
@@ -99,7 +98,7 @@ class SimulatedRun:
         self.trace = Trace()
 
     def run(self) -> Trace:
-        """Run all steps. Raises RunStuck with what it waits for if nothing can happen any more."""
+        """Run all steps. Raises RunStuck, with what the job waits for, if nothing more can happen."""
         for index in range(num_instances(self._config)):
             self._join(index, attempt=0)
         self._at(self._simulation.report_s, self._tick, by_itself=True)
@@ -118,7 +117,7 @@ class SimulatedRun:
     # -- time ----------------------------------------------------------------------------------------------------
 
     def _at(self, seconds: float, action: Callable[[], None], *, by_itself: bool = False) -> None:
-        """by_itself: a tick or a fault, which comes whether or not anything is under way."""
+        """Schedule an action. by_itself: it is a tick or a fault, which occurs whether or not work is pending."""
         self._order += 1
         self._under_way += not by_itself
         heapq.heappush(self._heap, (seconds, self._order, action, by_itself))
@@ -139,7 +138,7 @@ class SimulatedRun:
     def _tick(self) -> None:
         self._quiet_ticks = 0 if self._under_way else self._quiet_ticks + 1
         if self._quiet_ticks > STUCK_TICKS:
-            raise RunStuck(f"nothing can happen any more: {self.coordinator.waiting_for()}")
+            raise RunStuck(f"nothing more can happen: {self.coordinator.waiting_for()}")
         for one in list(self._instances.values()):
             if one.engine.num_requests:
                 progress = tuple((TrajectoryId(t), n) for t, n in one.engine.progress(self._now))
@@ -156,7 +155,7 @@ class SimulatedRun:
         )
         self._at(self._now + self._simulation.report_s, self._tick, by_itself=True)
 
-    # -- carrying out --------------------------------------------------------------------------------------------
+    # -- commands --------------------------------------------------------------------------------------------
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -183,7 +182,7 @@ class SimulatedRun:
 
     def _on_instance(self, command: Route | Abort | Interrupt | Pull) -> None:
         one = self._instances.get(command.instance)
-        if one is None:  # its loss is already known
+        if one is None:  # lost, and the coordinator knows it already
             return
         self._advance(one)
         self._touched[one.id] = one
@@ -243,7 +242,7 @@ class SimulatedRun:
         self._after(seconds, VersionPublished(version=PolicyVersion(command.step + 1)))
 
     def _response(self, trajectory: TrajectoryId, tokens: int) -> Response:
-        """What a response of `tokens` (tools' answers counted) has cost at least."""
+        """Least cost of a response of `tokens`, tool answers included."""
         group, member = divmod(trajectory, self._members)
         context = prompt = self._workload.prompt_tokens(group)
         sampled = tools = 0
@@ -286,7 +285,7 @@ class SimulatedRun:
             self._retire_instance(one)
             self.trace.losses += 1
             attempt = self.trace.losses
-            self._tell(InstanceLost(instance=one.id, why="drawn by lot"))
+            self._tell(InstanceLost(instance=one.id, why="drawn at random"))
             self._at(self._now + self._simulation.replace_s, lambda: self._join(one.index, attempt))
         self._at(self._now + self._faults.exponential(self._simulation.lost_every_s), self._lose_one, by_itself=True)
 
@@ -298,7 +297,7 @@ class SimulatedRun:
         one.trace.work = one.engine.work
 
     def _advance(self, one: Simulated) -> None:
-        """Let an instance catch up; what ends is heard of one at a time, later at this moment."""
+        """Advance an instance to the current time; each finished response becomes a separate event."""
         for ended in one.engine.advance(self._now):
             self._tokens[TrajectoryId(ended.trajectory)] = ended.tokens
             self._after(
@@ -312,7 +311,7 @@ class SimulatedRun:
             self._touched[one.id] = one
 
     def _reschedule(self) -> None:
-        """Whatever an instance now expects to happen replaces what it expected before."""
+        """Replace the next scheduled event of every changed instance."""
         for one in self._touched.values():
             one.wake += 1
             at = one.engine.next_s()
@@ -328,14 +327,14 @@ class SimulatedRun:
 
 
 def num_instances(config: RunConfig) -> int:
-    """Rollout instances; colocated, the trainer's GPUs hold some too."""
+    """Number of rollout instances; colocated, those on the trainer's GPUs are included."""
     simulation = config.simulation
     extra = simulation.trainer_gpus // simulation.gpus_per_instance if simulation.colocated else 0
     return config.rollout.instances + extra
 
 
 def train_seconds(config: RunConfig, tokens: int) -> float:
-    """Seconds of a training step over `tokens`, prompts counted; colocated, on all GPUs and with two switches."""
+    """Seconds of a training step over `tokens`, prompts included; colocated, on all GPUs, with two switches."""
     simulation = config.simulation
     seconds = simulation.train_s + simulation.train_s_per_token * tokens
     if not simulation.colocated:
@@ -345,7 +344,7 @@ def train_seconds(config: RunConfig, tokens: int) -> float:
 
 
 def slowed(cost: CostModel, factor: float) -> CostModel:
-    """The cost model of an instance that is slower by a factor."""
+    """Cost model of an instance that is slower by `factor`."""
     return replace(
         cost,
         k1=cost.k1 * factor,

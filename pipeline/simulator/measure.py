@@ -1,8 +1,8 @@
-"""What a simulated run achieved, and what physics would have allowed. Pure.
+"""Throughput of a simulated run, and its physical bound. Pure.
 
-The bound of a step is the largest of three times: training it; the decode and prefill work of its batch, spread over
-all instances at the rate they have when they are as full as cache, concurrency and staleness bound let them be; and,
-when nothing is dropped, its longest response on an instance of its own, over the eta + 1 intervals it may take.
+The bound of a step is the largest of three times: its training; the decode and prefill work of its batch, spread over
+all instances at their rate when as full as cache, concurrency and staleness bound allow; and, when nothing is dropped,
+its longest response on an instance of its own, divided by the eta + 1 intervals it may take.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.simulator.trace import Trace, TrainedStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Seconds a step takes at least, by cause. running: trajectories an instance, where work_s is taken."""
+    """Least seconds of a step, by cause. running: trajectories per instance for which work_s is computed."""
 
     train_s: float
     work_s: float
@@ -37,13 +37,13 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """One row of the table. Shares are of all instances' time, in the measured steps or (rollout) the whole run."""
+    """One row of the table. The trainer's share is of the measured steps, others of all instances' time in the run."""
 
     steps_measured: int
     step_s: float
     """Mean seconds between training steps."""
     tokens_per_s: float
-    """Sampled tokens that were trained on."""
+    """Sampled tokens that were trained on, per second."""
     bound: Bound
     trainer_idle: float
     rollout_idle: float
@@ -65,7 +65,7 @@ class Measures:
 
     @property
     def of_bound(self) -> float:
-        """1 would be the bound itself."""
+        """Share of the bound that is reached; 1 is the bound itself."""
         return self.bound.step_s / self.step_s if self.step_s else 0.0
 
     @property
@@ -74,8 +74,8 @@ class Measures:
 
 
 def measure(config: RunConfig, trace: Trace) -> Measures:
-    """The steady part is measured: without the first eta + 2 steps, and the last eta + 1, which no new work follows; of
-    what is left a multiple of eta + 1 steps: waits for the longest response come in cycles of that length."""
+    """Measure the steady part of a run: without the first eta + 2 steps and the last eta + 1, in which no new work
+    starts. It is cut to a multiple of eta + 1 steps, the period in which waits for the longest response recur."""
     cycle = config.staleness.eta + 1
     first, last = cycle, len(trace.steps) - cycle - 1
     last -= (last - first) % cycle
@@ -115,7 +115,7 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
 
 
 def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
-    """The physical bound of these steps, on average."""
+    """Mean physical bound of the given steps."""
     cost, engine, count = deciding.cost_model(config), config.rollout.engine, len(steps)
     instances = num_instances(config)
     tokens = sum(s.tokens for s in steps)
@@ -135,25 +135,25 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
 
 
 def explanation(config: RunConfig, m: Measures) -> list[str]:
-    """Where a step's time went, in lines for people."""
+    """Readable lines that say where the time of a step went."""
     b = m.bound
     lines = [
-        f"a step takes {m.step_s:.1f} s; physics allows {b.step_s:.1f} s ({m.of_bound:.0%} of the bound is reached)",
+        f"a step takes {m.step_s:.1f} s; the physical bound is {b.step_s:.1f} s ({m.of_bound:.0%} of it is reached)",
         f"  {b.train_s:8.1f} s  training" + _mark(b, b.train_s),
-        f"  {b.work_s:8.1f} s  decode and prefill work of a batch, {b.running} trajectories an instance"
+        f"  {b.work_s:8.1f} s  decode and prefill work of a batch, {b.running} trajectories per instance"
         + _mark(b, b.work_s),
-        f"  {b.longest_s:8.1f} s  longest response alone on an instance, over eta + 1 = {config.bound + 1}"
-        + (_mark(b, b.longest_s) if b.longest_s else "  (does not bind: long ones may be dropped)"),
-        "an instance's time went",
+        f"  {b.longest_s:8.1f} s  longest response alone on an instance, divided by eta + 1 = {config.bound + 1}"
+        + (_mark(b, b.longest_s) if b.longest_s else "  (does not apply: long responses need not finish in time)"),
+        "time of an instance:",
     ]
     decode = 1 - m.rollout_idle - m.prefill_share - m.pull_share
     again = m.reprefilled_tokens / max(1, m.reprefilled_tokens + m.sampled_tokens)
     lines += [
         f"  {decode:8.1%}  decoding",
         f"  {m.prefill_share:8.1%}  prefill ({m.reprefilled_tokens / 1e6:.1f} M tokens were computed a second time, "
-        f"{again:.0%} as many as sampled)",
+        f"{again:.0%} of these and the sampled tokens)",
         f"  {m.pull_share:8.1%}  loading weights",
-        f"  {m.rollout_idle:8.1%}  with nothing to do",
+        f"  {m.rollout_idle:8.1%}  idle",
         f"the trainer waited {m.trainer_idle:.1%} of the time",
     ]
     if m.wasted_tokens:

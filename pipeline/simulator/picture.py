@@ -1,4 +1,4 @@
-"""Simulated runs as pictures: who did what when, and how full the staleness buffers were."""
+"""Pictures of simulated runs: activity of trainer and instances, and fill of the staleness buffers, over time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from pipeline.simulator.trace import Trace
 
 MOST_LANES = 32
-"""Instances drawn at most, evenly picked: more lanes than that are thinner than a line."""
+"""Largest number of instances drawn, evenly picked: lanes of more would be thinner than a line."""
 
 
 def draw_run(trace: Trace, title: str, path: Path, *, span_s: float | None = None) -> None:
-    """A Gantt of trainer and instances above the buffers over time, for the middle `span_s` seconds (all if None)."""
+    """Draw a Gantt chart of trainer and instances above the buffers, for the middle `span_s` seconds (all if None)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -55,7 +55,7 @@ def _gantt(axes: Any, trace: Trace, lanes: list[Any]) -> None:
 
 
 def _buffers(axes: Any, trace: Trace) -> None:
-    """Stacked from the next step's buffer up: finished groups, then reserved ones."""
+    """Stack the buffers from the next step's upwards: finished groups, then reserved ones."""
     times = [t for t, _, _ in trace.buffers]
     if not times:
         return

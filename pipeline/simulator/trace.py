@@ -1,4 +1,4 @@
-"""What a simulated run leaves behind: seconds and counts, as they happened. Pure."""
+"""Record of a simulated run: times and counts. Pure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class TrainedStep:
     tokens: int
     """Sampled tokens of its batch."""
     prefilled: int
-    """Tokens its batch had to prefill at least: prompts and tools' answers."""
+    """Least number of tokens its batch had to prefill: prompts and tool answers."""
     context_tokens: float
-    """Sum over its sampled tokens of the KV tokens each was sampled with."""
+    """Sum over its sampled tokens of the KV tokens in context when each was sampled."""
     longest_tokens: int
     longest_s: float
-    """Seconds its longest response takes on an instance of its own, tools counted."""
+    """Seconds its longest response takes on an instance of its own, tool calls included."""
     staleness: dict[int, int]
-    """Trajectories by v_train - v_traj."""
+    """Number of trajectories by v_train - v_traj."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class InstanceTrace:
 
 @dataclass(slots=True)
 class Trace:
-    """One simulated run. commands: how many of each kind. buffers: (seconds, groups reserved and finished, by step)."""
+    """One simulated run. commands: counts by kind. buffers: (seconds, groups reserved and finished, by step)."""
 
     steps: list[TrainedStep] = field(default_factory=list)
     instances: list[InstanceTrace] = field(default_factory=list)
@@ -49,9 +49,9 @@ class Trace:
     commands: dict[str, int] = field(default_factory=dict)
     num_events: int = 0
     ended: dict[str, int] = field(default_factory=dict)
-    """Trajectories by fate and reason, over the whole run."""
+    """Number of trajectories by fate and reason, over the whole run."""
     wasted_tokens: int = 0
-    """Sampled and never trained on."""
+    """Tokens sampled but never trained on."""
     refusals: dict[str, int] = field(default_factory=dict)
     losses: int = 0
     finished_s: float = 0.0

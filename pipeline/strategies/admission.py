@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from stores.errors import ConfigError
 from stores.staleness import StalenessLedger
 from stores.trajectory import PolicyVersion
+from tasks.knobs import knob
+from tasks.registry import Registry
 
 
 class Late(Enum):
@@ -42,6 +46,11 @@ class Admission(Protocol):
         ...
 
 
+ADMISSION: Registry[Admission] = Registry("admission rule", "staleness.admission", contract=Admission)
+"""A rule may ask for `eta`, the bound."""
+
+
+@ADMISSION.register("staleflow")
 class Reservations:
     """StaleFlow: as much as can be promised a place."""
 
@@ -54,7 +63,7 @@ class Reservations:
         return ledger.refusal(version)
 
 
-class _Capped(ABC):
+class _CappedAdmission(ABC):
     """At most so many groups in play."""
 
     late = Late.WAIT
@@ -73,7 +82,8 @@ class _Capped(ABC):
         return ledger.refusal(version)
 
 
-class Synchronous(_Capped):
+@ADMISSION.register("synchronous")
+class Synchronous(_CappedAdmission):
     """One batch at a time, all of it from the version that will train on it: rollout and training take turns."""
 
     def cap(self, ledger: StalenessLedger) -> int:
@@ -85,57 +95,48 @@ class Synchronous(_Capped):
         return super().refusal(ledger, version)
 
 
-class OneStep(_Capped):
+@ADMISSION.register("one_step")
+class OneStep(_CappedAdmission):
     """One batch ahead: the next batch is sampled while one is trained, never a second."""
 
     def cap(self, ledger: StalenessLedger) -> int:
         return ledger.groups_started
 
 
-class Credits(_Capped):
+@ADMISSION.register("credits")
+@dataclass(frozen=True, slots=True)
+class Credits(_CappedAdmission):
     """ROLL Flash: B + ceil(alpha B) credits to start with, B more a step; what is too old for a step is dropped.
 
-    alpha bounds the version gap by ceil(alpha), which must not be more than the ledger's eta; a fractional alpha holds
-    fewer groups of the oldest version.
+    alpha bounds the version gap by ceil(alpha), which must not be more than eta; a fractional alpha holds fewer groups
+    of the oldest version.
     """
+
+    eta: int
+    alpha: float = knob(1.0, "credits: batches in play beyond one; versions a batch may lag, rounded up", low=0)
 
     late = Late.DROP
 
-    def __init__(self, alpha: float) -> None:
-        self._alpha = alpha
+    def __post_init__(self) -> None:
+        if math.ceil(self.alpha) > self.eta:
+            raise ConfigError(
+                f"staleness.alpha = {self.alpha:g} lets trajectories lag {math.ceil(self.alpha)} versions, "
+                f"staleness.eta allows {self.eta}; lower alpha or raise eta"
+            )
 
     def cap(self, ledger: StalenessLedger) -> int:
-        return ledger.groups_started + math.ceil(self._alpha * ledger.groups_started)
+        return ledger.groups_started + math.ceil(self.alpha * ledger.groups_started)
 
 
-class Backlog(_Capped):
+@ADMISSION.register("backlog")
+@dataclass(frozen=True, slots=True)
+class Backlog(_CappedAdmission):
     """AReaL: (eta + version + 1) B less what was accepted and what runs. Bounds how far ahead work is started, not how
     old it is when it is trained."""
 
+    eta: int
+
     late = Late.TRAIN
 
-    def __init__(self, eta: int) -> None:
-        self._eta = eta
-
     def cap(self, ledger: StalenessLedger) -> int:
-        return (self._eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started
-
-
-ADMISSION_NAMES = ("staleflow", "synchronous", "one_step", "credits", "backlog")
-
-
-def make_admission(name: str, eta: int, alpha: float) -> Admission:
-    """The admission rule called `name`. alpha: of `credits`."""
-    match name:
-        case "staleflow":
-            return Reservations()
-        case "synchronous":
-            return Synchronous()
-        case "one_step":
-            return OneStep()
-        case "credits":
-            return Credits(alpha)
-        case "backlog":
-            return Backlog(eta)
-        case _:
-            raise ValueError(f"no admission rule {name!r}; there are {', '.join(ADMISSION_NAMES)}")
+        return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started

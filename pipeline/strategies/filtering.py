@@ -8,6 +8,8 @@ from enum import Enum
 from typing import Protocol
 
 from stores.trajectory import AbortReason
+from tasks.knobs import knob
+from tasks.registry import Registry
 
 
 class Filtering(Protocol):
@@ -17,11 +19,16 @@ class Filtering(Protocol):
         ...
 
 
+FILTERING: Registry[Filtering] = Registry("filter", "batch.filtering", contract=Filtering)
+
+
+@FILTERING.register("keep_all")
 class KeepAll:
     def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
         return None
 
 
+@FILTERING.register("no_signal")
 class NoSignal:
     """DAPO (arXiv 2503.14476): equal rewards give zero advantage everywhere, so the group is dropped and replaced."""
 
@@ -35,37 +42,47 @@ class Straggling(Enum):
 
     WAIT = "wait"
     RETRY = "retry"
-    """Continued on the least loaded instance."""
     TRUNCATE = "truncate"
-    """Ended with the tokens they have, and scored."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+STRAGGLERS: Registry[Stragglers] = Registry("straggler rule", "batch.stragglers")
+
+
+@STRAGGLERS.register("wait")
 class Stragglers:
-    """When a step that waits is stuck, and what is done about the few it waits for."""
+    """When a step that waits is stuck, and what is done about the few it waits for. This one waits for ever."""
 
-    action: Straggling = Straggling.WAIT
-    patience: float = 1.0
-    """Intervals between steps that the trainer waits first."""
-    share: float = 0.1
-    """Of the groups of a step, at most this many are stragglers; if more are missing, it is not them."""
+    action = Straggling.WAIT
 
     def stuck(self, *, waited_s: float, interval_s: float, missing: int, groups_per_step: int) -> bool:
         """Whether a step that has waited so long for so few groups is stuck. interval_s: 0 while it is not known."""
-        if self.action is Straggling.WAIT or not interval_s or not missing:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Impatient(Stragglers):
+    """A step is stuck that has waited for long and for few."""
+
+    straggler_patience: float = knob(1.0, "intervals between steps the trainer waits before it is stuck", above=0)
+    straggler_share: float = knob(0.1, "share of groups_per_step that may count as stragglers", low=0, high=1)
+
+    def stuck(self, *, waited_s: float, interval_s: float, missing: int, groups_per_step: int) -> bool:
+        if not interval_s or not missing:
             return False
-        return waited_s > self.patience * interval_s and missing <= max(1, self.share * groups_per_step)
+        return waited_s > self.straggler_patience * interval_s and missing <= max(
+            1, self.straggler_share * groups_per_step
+        )
 
 
-FILTERING_NAMES = ("keep_all", "no_signal")
+@STRAGGLERS.register("retry")
+class Retry(_Impatient):
+    """Continued on the instance whose decode step is fastest."""
+
+    action = Straggling.RETRY
 
 
-def make_filtering(name: str) -> Filtering:
-    """The filter called `name`."""
-    match name:
-        case "keep_all":
-            return KeepAll()
-        case "no_signal":
-            return NoSignal()
-        case _:
-            raise ValueError(f"no filter {name!r}; there are {', '.join(FILTERING_NAMES)}")
+@STRAGGLERS.register("truncate")
+class Truncate(_Impatient):
+    """Ended with the tokens they have, and scored."""
+
+    action = Straggling.TRUNCATE

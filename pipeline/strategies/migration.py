@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tasks.engines.cost_model import CostModel
+from tasks.knobs import knob
+from tasks.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,11 @@ class Migration(Protocol):
         ...
 
 
+MIGRATION: Registry[Migration] = Registry("migration rule", "rollout.migration", contract=Migration)
+"""A rule may ask for `cost`, the cost model."""
+
+
+@MIGRATION.register("none")
 class Stay:
     """Never."""
 
@@ -51,15 +58,16 @@ class Stay:
         return []
 
 
+@MIGRATION.register("largest_gain")
+@dataclass(frozen=True, slots=True)
 class LargestGain:
     """The ones whose move gains most, for as long as it gains: seconds saved over what the trajectory has left to
     sample, less the seconds its prefill takes from everyone on the target."""
 
-    active = True
+    cost: CostModel
+    migration_gain: float = knob(0.2, "largest_gain: share by which a decode step must be faster there", low=0, high=1)
 
-    def __init__(self, cost: CostModel, least_gain: float) -> None:
-        self._cost = cost
-        self._least_gain = least_gain
+    active = True
 
     def worthwhile(self, source: Load, target: Load) -> bool:
         return self._faster(source, Load(running=target.running + 1, kv_tokens=target.kv_tokens))
@@ -81,7 +89,7 @@ class LargestGain:
         return moved
 
     def _gains(self, here: Load, there: Load, one: Movable) -> bool:
-        cost = self._cost
+        cost = self.cost
         after = Load(running=there.running + 1, kv_tokens=there.kv_tokens + one.kv_tokens)
         if not self._faster(here, after):
             return False
@@ -90,19 +98,5 @@ class LargestGain:
 
     def _faster(self, here: Load, after: Load) -> bool:
         """Whether a step on the target, once moved, is faster than here by the least gain."""
-        here_s = self._cost.step_s(here.running, here.kv_tokens)
-        return self._cost.step_s(after.running, after.kv_tokens) < (1 - self._least_gain) * here_s
-
-
-MIGRATION_NAMES = ("none", "largest_gain")
-
-
-def make_migration(name: str, cost: CostModel, least_gain: float) -> Migration:
-    """The migration rule called `name`. least_gain: share by which a step must be faster on the target."""
-    match name:
-        case "none":
-            return Stay()
-        case "largest_gain":
-            return LargestGain(cost, least_gain)
-        case _:
-            raise ValueError(f"no migration rule {name!r}; there are {', '.join(MIGRATION_NAMES)}")
+        here_s = self.cost.step_s(here.running, here.kv_tokens)
+        return self.cost.step_s(after.running, after.kv_tokens) < (1 - self.migration_gain) * here_s

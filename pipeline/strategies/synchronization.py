@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tasks.engines.cost_model import CostModel
+from tasks.knobs import knob
+from tasks.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,13 @@ class Synchronization(Protocol):
     def should_pull(self, instance: LaggingInstance) -> bool: ...
 
 
+SYNCHRONIZATION: Registry[Synchronization] = Registry(
+    "synchronization rule", "rollout.synchronization", contract=Synchronization
+)
+"""A rule may ask for `cost`, the cost model; without prefill if a pull interrupts nothing."""
+
+
+@SYNCHRONIZATION.register("greedy")
 class Greedy:
     """As soon as it lags."""
 
@@ -48,18 +57,21 @@ class Greedy:
         return True
 
 
+@SYNCHRONIZATION.register("status")
+@dataclass(frozen=True, slots=True)
 class Status:
     """When it can no longer be fed at its version and its load has drained below a share of its capacity."""
 
+    load_threshold: float = knob(0.5, "status: share of max_running below which an instance may pull", low=0, high=1)
+
     weighs = False
 
-    def __init__(self, load_threshold: float) -> None:
-        self._load_threshold = load_threshold
-
     def should_pull(self, instance: LaggingInstance) -> bool:
-        return not instance.fed and instance.num_running <= self._load_threshold * instance.max_running
+        return not instance.fed and instance.num_running <= self.load_threshold * instance.max_running
 
 
+@SYNCHRONIZATION.register("hypothesis")
+@dataclass(frozen=True, slots=True)
 class Hypothesis:
     """Suppose it had the new version: pull when what it would be fed then is worth the interruption.
 
@@ -68,36 +80,19 @@ class Hypothesis:
     has to be prefilled and more is gained.
     """
 
-    weighs = True
+    cost: CostModel
 
-    def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
+    weighs = True
 
     def should_pull(self, instance: LaggingInstance) -> bool:
         if not instance.num_running:
             return True  # nothing is interrupted
         now = self._rate(instance, instance.fed)
         then = self._rate(instance, instance.fed_if_pulled)
-        stalled_s = instance.pull_s + self._cost.prefill * instance.kv_tokens
+        stalled_s = instance.pull_s + self.cost.prefill * instance.kv_tokens
         return then > now and (then - now) * instance.interval_s >= now * stalled_s
 
     def _rate(self, instance: LaggingInstance, fed: int) -> float:
         """Tokens per second with `fed` more trajectories."""
         kv_tokens = instance.kv_tokens + fed * instance.added_kv_tokens
-        return self._cost.throughput(instance.num_running + fed, kv_tokens)
-
-
-SYNCHRONIZATION_NAMES = ("greedy", "status", "hypothesis")
-
-
-def make_synchronization(name: str, load_threshold: float, cost: CostModel) -> Synchronization:
-    """The synchronization rule called `name`."""
-    match name:
-        case "greedy":
-            return Greedy()
-        case "status":
-            return Status(load_threshold)
-        case "hypothesis":
-            return Hypothesis(cost)
-        case _:
-            raise ValueError(f"no synchronization rule {name!r}; there are {', '.join(SYNCHRONIZATION_NAMES)}")
+        return self.cost.throughput(instance.num_running + fed, kv_tokens)

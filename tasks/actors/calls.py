@@ -1,7 +1,7 @@
-"""Calling an actor: every call has a deadline, and an actor that is gone is one kind of error.
+"""Calls to actors: each has a deadline, and an actor that is gone always raises ActorLost.
 
-A call to a dead actor can hang for ever, or fail with OSError, RuntimeError or CancelledError, depending on who calls
-and when, even before the call leaves; a stopped process only ever shows as silence. Callers see ActorLost for all.
+Without this, a call to a dead actor can hang forever, or fail with OSError, RuntimeError or CancelledError, depending
+on the caller and the moment, even before the call is sent; a stopped process just never answers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from stores.errors import ActorLost, StaleflowError
 
 
 async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, limit: str = "") -> Any:
-    """Call `actor.method(*args)` and return its answer. Raises ActorLost if `who` does not answer in time or is gone;
-    a StaleflowError that the method raised passes through. limit: the knob that sets within_s, for the message."""
+    """Return the result of `actor.method(*args)`. Raises ActorLost if the actor, `who` in messages, is gone or does not
+    answer within `within_s` seconds; a StaleflowError of the method itself is passed on. limit: the knob that sets
+    within_s, for the message."""
 
     async def answer() -> Any:
         return await getattr(actor, method)(*args)

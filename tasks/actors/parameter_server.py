@@ -1,7 +1,7 @@
-"""The parameter server: one actor a host, which makes a published version available to all instances of that host.
+"""The parameter server: one actor per host that makes published versions available to the host's instances.
 
-On the trainer's host the file is there already. Elsewhere it is fetched once, in pieces, from the server of a host that
-has it, and appears by rename; instances of the host that ask meanwhile wait for the same fetch.
+On the trainer's host the file already exists. On other hosts it is fetched once, in chunks, from the server of a host
+that has it, and appears by rename; instances that ask meanwhile wait for the same fetch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from stores.trajectory import PolicyVersion
 from tasks.actors.calls import call
 
 CHUNK_BYTES = 64 * 2**20
-"""One piece of a transfer: large enough that the network is the limit, small enough to hold twice in memory."""
+"""Chunk size of a transfer: large enough that the network is the limit, small enough to hold twice in memory."""
 
 
 class ParameterServer:
-    """The Dask actor. `ensure` is idempotent."""
+    """The parameter server's Dask actor. `ensure` is idempotent."""
 
     def __init__(self, folder: str, call_s: float) -> None:
         self._folder = ParameterFolder(Path(folder))
@@ -27,7 +27,7 @@ class ParameterServer:
         self._fetching = asyncio.Lock()
 
     async def ensure(self, version: PolicyVersion, source: Any) -> str:
-        """Path of `version` on this host, fetched from the parameter server `source` if it is not here yet."""
+        """The path of `version` on this host, fetched from the parameter server `source` if it is missing."""
         async with self._fetching:
             path = self._folder.path(version)
             if not path.exists():
@@ -46,13 +46,13 @@ class ParameterServer:
             return str(path)
 
     async def read_chunk(self, version: PolicyVersion, offset: int, size: int) -> bytes:
-        """Bytes of a published file; empty at its end."""
+        """Read bytes of a published file; empty at its end."""
         return await asyncio.to_thread(self._folder.read_chunk, version, offset, size)
 
     async def prune(self, used: tuple[PolicyVersion, ...]) -> None:
-        """Remove the versions that no instance of this host uses."""
+        """Remove all versions except those in `used` and the newest."""
         self._folder.prune(used)
 
     async def close(self) -> None:
-        """Give the shared memory back."""
+        """Free the shared memory."""
         self._folder.remove()

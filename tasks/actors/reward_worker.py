@@ -1,4 +1,4 @@
-"""The reward actor: fetches finished responses, scores them in its scoring process, hands the scores to the server."""
+"""The reward actor: fetches finished responses, scores them in its scoring process, sends scores to the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasks.scoring import ScoredResponse, Scorer, ScoringSettings
 
 
 class RewardWorker:
-    """One of several; each owns one scoring process. Idempotent: scoring twice stores the same score."""
+    """One of several reward actors, each with a scoring process. Idempotent: scoring again stores the same score."""
 
     def __init__(self, settings: ScoringSettings, call_s: float) -> None:
         self._scorer = Scorer(settings)
@@ -24,7 +24,8 @@ class RewardWorker:
         await asyncio.get_running_loop().run_in_executor(self._executor, self._scorer.check)
 
     async def score(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, float, str]]:
-        """(trajectory, reward, error) for each that is still alive; scores and their parts go to the server."""
+        """Score the trajectories that are still live; the server gets the scores and their parts. Returns (trajectory,
+        reward, error) for each."""
         items = await call(server, "scoring_items", trajectories, within_s=self._call_s, who="trajectory server")
         scores = await self.score_texts([(response, record) for _, response, record in items])
         scored = [(item[0], score) for item, score in zip(items, scores, strict=True)]
@@ -32,7 +33,7 @@ class RewardWorker:
         return [(trajectory, score.reward, score.error) for trajectory, score in scored]
 
     async def score_texts(self, items: list[tuple[str, Any]]) -> list[ScoredResponse]:
-        """Scores of (response, record) pairs that are no trajectories, such as an evaluation's."""
+        """Score (response, record) pairs that belong to no trajectory, such as an evaluation's."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._scorer.score, items)
 
     async def close(self) -> None:

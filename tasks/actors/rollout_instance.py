@@ -1,8 +1,8 @@
-"""The rollout instance: one engine in one worker process, behind methods that only hand over and take.
+"""The rollout instance: an actor around one engine in one worker process.
 
-Invariants: a trajectory's tokens are with the trajectory server before the driver hears that it was sampled; a response
-that has ended is never continued, even if its instance was lost before the driver heard of the end; a request is never
-sampled under a version older than its Route names (checked here, and not only decided elsewhere).
+Invariants: a trajectory's tokens are with the trajectory server before the driver learns that it was sampled; a
+response that has ended is never continued, even if its instance was lost before the driver learned of the end; a
+request is never sampled under a version older than its Route command names (checked here, not only decided elsewhere).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from stores.errors import ProtocolViolation
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import call
 from tasks.engines.answering import answers
-from tasks.engines.base import Engine, EngineLoad, EngineSettings, Failed, Loaded, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.settings import EngineSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteItem:
-    """A Route command as it travels."""
+    """A Route command as sent to an instance."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -32,7 +33,7 @@ class RouteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the driver hears of a request: ids and lengths. error empty: it was sampled."""
+    """The result of a request as reported to the driver: ids and lengths. error: empty if it was sampled."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -42,13 +43,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """One evaluated prompt: sampled token ids."""
+    """The response to one evaluation prompt: token ids, None if the engine failed on it."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] | None
 
 
 class RolloutInstance:
-    """The Dask actor. All slow work runs in two threads of its own: one for commands, in order, one for waiting."""
+    """The rollout instance's Dask actor. Slow work runs in two threads, one for commands in order, one for waiting."""
 
     def __init__(
         self, engine_settings: EngineSettings, instance: InstanceId, threads: int, max_new_tokens: int, call_s: float
@@ -64,8 +65,8 @@ class RolloutInstance:
         """Routed here, and found to have ended already."""
 
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
-        """Start sampling these, from the tokens the server holds. Trajectories that are no longer alive are left out;
-        responses that are whole already are answered as sampled."""
+        """Start sampling trajectories from the tokens the server holds for them. Skips those that have ended; a
+        response that is whole already is answered as sampled."""
         routed = tuple((i.trajectory, i.epoch) for i in items)
         payloads = await call(server, "payloads", routed, within_s=self._call_s, who="trajectory server")
 
@@ -99,16 +100,16 @@ class RolloutInstance:
         await self._command(submit)
 
     async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[Outcome]:
-        """Stop these, hand what they have to the server."""
+        """Stop sampling trajectories and send the tokens they have to the server."""
         stopped: list[Sampled] = await self._command(self._engine.interrupt, trajectories)
         return await self._deliver(server, stopped)
 
     async def abort(self, trajectories: tuple[TrajectoryId, ...]) -> None:
-        """Stop these and forget them."""
+        """Stop sampling trajectories and discard their tokens."""
         await self._command(self._engine.abort, trajectories)
 
     async def pull(self, version: PolicyVersion, path: str, probe: tuple[int, ...]) -> Loaded:
-        """Load published weights, and say what they make of the probe's tokens; idempotent."""
+        """Load published weights and compute the probe tokens' logprobs under them. Idempotent."""
 
         def load() -> Loaded:
             loaded = self._engine.load(version, Path(path))
@@ -118,7 +119,7 @@ class RolloutInstance:
         return loaded
 
     async def next_events(self, server: Any, timeout_s: float) -> list[Outcome]:
-        """Long poll: what ended, as soon as something did; its tokens are with the server by then."""
+        """Wait up to `timeout_s` for requests to end; returns their outcomes, with tokens already at the server."""
         if not self._undelivered and not self._whole:
             loop = asyncio.get_running_loop()
             self._undelivered = await loop.run_in_executor(self._waiting, self._engine.events, timeout_s)
@@ -129,11 +130,11 @@ class RolloutInstance:
         return outcomes
 
     async def report(self) -> EngineLoad:
-        """What the engine is doing."""
+        """The engine's current load."""
         return self._engine.load_statistics()
 
     async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
-        """Sample one response to each prompt with the present weights. Only while nothing else runs here."""
+        """Sample one response to each prompt with the current weights. Only while the instance is otherwise idle."""
 
         def run() -> list[Evaluated]:
             found = answers(

@@ -1,4 +1,4 @@
-"""The trainer's Dask actor."""
+"""The trainer: an actor that runs training steps and publishes each version's weights."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tasks.training.policy_trainer import Policy, PolicySettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step did: metrics by name (see stores/metrics.py), and the published weights."""
+    """The result of a training step: metrics by name (see stores/metrics.py), and the published weights."""
 
     version: PolicyVersion
     metrics: dict[str, float]
     fingerprint: str
     path: str
     probe: tuple[float, ...] = ()
-    """What these weights make of the probe's tokens; see Engine.logprobs."""
+    """Logprobs of the probe's tokens under these weights; see Engine.logprobs."""
 
 
 class Trainer:
-    """The Dask actor: fetches batches from the trajectory server, trains in a thread of its own, publishes weights."""
+    """The trainer's Dask actor: fetches batches from the trajectory server, trains in a thread, publishes weights."""
 
     def __init__(
         self, settings: PolicySettings, folder: str, threads: int, call_s: float, points: str, point_every: int
@@ -51,7 +51,7 @@ class Trainer:
 
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion) -> StepResult:
         """Publish the base model as version 0, or a later version from its resume point. probe: tokens whose logprobs
-        go out with every version."""
+        are published with every version."""
         self._probe = probe
         if version:
             await self._in_thread(self._policy.load_state, self._points.path(version))
@@ -61,8 +61,8 @@ class Trainer:
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> StepResult:
-        """Run training step `step` on these trajectories, of these v_traj, and publish version step + 1. Its resume
-        point is written afterwards, before the next step."""
+        """Run training step `step` on these trajectories and publish version step + 1. versions: the trajectories'
+        v_traj. The resume point is written afterwards, before the next step."""
         if self._saving is not None and self._saving.done():
             self._saving.result()
         begin = time.monotonic()
@@ -76,7 +76,7 @@ class Trainer:
         return result
 
     async def save_checkpoint(self, folder: str) -> None:
-        """Save the present weights where `from_pretrained` finds them."""
+        """Save the current weights in the format of `from_pretrained`."""
         await self._in_thread(self._policy.save, Path(folder))
 
     async def close(self) -> None:

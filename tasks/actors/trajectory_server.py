@@ -1,6 +1,6 @@
 """The trajectory server: an actor that holds the payloads of live trajectories and is the store's only committer.
 
-Tokens and texts travel between it and the other actors, worker to worker; the driver and the coordinator see ids,
+Tokens and texts go directly from worker to worker; the driver and the coordinator see ids,
 lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits run in a
 thread.
 """
@@ -41,8 +41,8 @@ from tasks.training.packing import PackedRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """See BatchConfig and RewardConfig. store: the store's folder. reward: its name, for messages. resumed: whether the
-    store is there already, and is gone on with."""
+    """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder. reward: name of
+    the reward function, for messages. resumed: whether to continue an existing store."""
 
     prompts: PromptSettings
     reward: str
@@ -57,7 +57,7 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnGroup:
-    """A prompt by its group's id and its length in tokens."""
+    """A drawn prompt: its group's id and its length in tokens."""
 
     group: GroupId
     prompt_tokens: int
@@ -73,7 +73,7 @@ class Payload(NamedTuple):
 
 
 class TrajectoryServer:
-    """The Dask actor. Idempotent where it is asked twice: draws are numbered, deliveries carry whole segments."""
+    """The trajectory server's Dask actor. Safe to ask twice: draws are numbered, deliveries carry whole segments."""
 
     stores: ClassVar[type[VersionedStore]] = VersionedStore
     """What opens and creates the store."""
@@ -102,8 +102,8 @@ class TrajectoryServer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
     async def resume(self) -> LedgerState:
-        """Restore the counts of a stored run. What was in flight at its last commit is lost, and is committed as given
-        up. Returns the ledger's state after that. Must be the first call; idempotent."""
+        """Continue a stored run: commit what was in flight at its last commit, which is lost, as aborted. Returns the
+        ledger state after that. Idempotent."""
         records = self._store.steps()
         if not records:
             return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
@@ -117,7 +117,7 @@ class TrajectoryServer:
         num_ended = {**state.num_ended, key: state.num_ended.get(key, 0) + len(lost)}
         state = replace(state, live=(), num_ended=num_ended)
 
-        def give_up() -> None:
+        def commit_lost() -> None:
             prompts = {g: self._prompts.encode(self._prompts.task(g)) for g in {i // members for i in lost}}
             ended = [
                 Ended(
@@ -135,11 +135,11 @@ class TrajectoryServer:
             ]
             self._store.commit(StepRecord(kind="resume", step=state.next_step, ledger=state), ended)
 
-        await asyncio.get_running_loop().run_in_executor(self._thread, give_up)
+        await asyncio.get_running_loop().run_in_executor(self._thread, commit_lost)
         return state
 
     async def draw(self, num_groups: int) -> list[DrawnGroup]:
-        """The next groups of the task source, by id and length."""
+        """Draw the next groups from the task source; returns their ids and lengths."""
         first = self._num_drawn
         self._num_drawn += num_groups
         tasks = await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, first, num_groups)
@@ -155,24 +155,24 @@ class TrajectoryServer:
         return [DrawnGroup(group=GroupId(g), prompt_tokens=len(t[1])) for g, t in enumerate(tasks, first)]
 
     async def held_out(self, count: int) -> list[HeldOut]:
-        """The first `count` held-out prompts, each once: fewer if some are equal or there are not so many."""
+        """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
 
         def encode() -> list[HeldOut]:
             return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in self._prompts.held_out(count)]
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
 
-    async def kept_apart(self) -> str:
-        """What keeping held-out prompts out of the training has taken up to now, in one line; empty if nothing."""
-        return self._prompts.told
+    async def held_out_notice(self) -> str:
+        """One line on training prompts found to be held out so far; empty if there were none."""
+        return self._prompts.held_out_notice
 
     async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
-        """Texts of token ids."""
+        """Decode token ids to texts."""
         return [self._prompts.text(r) for r in responses]
 
     async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
-        """The payloads of those still alive, for (trajectory, epoch) of routings; deliveries of earlier epochs are
-        dropped from now on."""
+        """The payloads of trajectories that are still live. routed: (trajectory, epoch) of each routing; what instances
+        of earlier epochs deliver is ignored from now on."""
         now = self._now()
         found = {}
         for member, epoch in routed:
@@ -184,8 +184,8 @@ class TrajectoryServer:
         return found
 
     async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
-        """Take what an instance sampled; returns each trajectory's tokens in all. What belongs to ended trajectories is
-        dropped, and what comes from an instance that was given up after it was routed anew."""
+        """Add segments that an instance sampled; returns each trajectory's total tokens. Ignores ended trajectories
+        and what an instance delivers after its trajectory was routed anew."""
         now = self._now()
         totals = {}
         for item in sampled:
@@ -200,12 +200,12 @@ class TrajectoryServer:
         return totals
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, str, Record]]:
-        """(id, response text, record) of those still alive."""
+        """(id, response text, record) of each trajectory that is still live."""
         alive = [t for i in trajectories if (t := self._live.get(i)) is not None]
         return [(t.id, self._prompts.text(t.response_tokens.tolist()), self._records[t.group]) for t in alive]
 
     async def rewarded(self, scored: list[tuple[TrajectoryId, ScoredResponse]]) -> None:
-        """Note the rewards of those still alive."""
+        """Record the rewards of trajectories that are still live."""
         now = self._now()
         for member, score in scored:
             t = self._live.get(member)
@@ -221,16 +221,17 @@ class TrajectoryServer:
     async def batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> PackedRows:
-        """The rows of training step `step`, groups side by side; they count as consumed from here on.
+        """The rows of training step `step`, group by group; from now on they count as consumed.
 
-        versions: each trajectory's v_traj, as the ledger decided it."""
+        versions: each trajectory's v_traj, as decided by the ledger.
+        """
         if step not in self._consumed:
             placed = zip(trajectories, versions, strict=True)
             self._consume(step, [replace(self._live[t], v_traj=v) for t, v in placed])
         return _packed(self._consumed[step])
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
-        """These ended without being trained on; the next commit stores them with their v_traj."""
+        """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
         for ending, version in zip(endings, versions, strict=True):
             t = replace(self._live.pop(ending.trajectory), v_traj=version)
             self._epochs.pop(ending.trajectory, None)
@@ -239,13 +240,14 @@ class TrajectoryServer:
             )
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
-        """Store a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
+        """Commit a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
 
-        `record.ledger.live` is filled in here: what was started by then and is neither stored nor in this commit."""
+        Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit.
+        """
         begin = time.monotonic()
         consumed = self._consumed.pop(record.step, []) if record.kind == "step" else []
         ended, self._ended = [*consumed, *self._ended], []
-        # Drawn groups that the ledger has not heard of yet are not started for it.
+        # Groups that are drawn but not yet in the ledger have not been started there.
         started = record.ledger.num_started
         training = {e.trajectory.id for rows in self._consumed.values() for e in rows}
         live = id_ranges(i for i in (*self._live, *training) if i < started)
@@ -300,7 +302,7 @@ class TrajectoryServer:
             del self._live[t.id]
             self._epochs.pop(t.id, None)
         self._consumed[step] = consumed
-        # Not before the batch leaves: the trainer waits for it.
+        # In the background: the trainer is waiting for the batch.
         self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(
             self._thread, batch_fingerprint, [(e.trajectory, e.advantage) for e in consumed]
         )
@@ -325,7 +327,7 @@ def _batch_metrics(
 ) -> dict[str, float]:
     lengths = np.asarray([e.trajectory.num_tokens for e in consumed])
     staleness = np.asarray([e.staleness for e in consumed])
-    queued = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
+    sampling_s = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
     return {
         "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
         "reward_errors": float((~valid).sum()),
@@ -336,6 +338,6 @@ def _batch_metrics(
         "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in consumed])),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
-        "sampling_s": float(queued.mean()),
+        "sampling_s": float(sampling_s.mean()),
         "mixed_versions": float(np.mean([len({s.version for s in e.trajectory.segments}) > 1 for e in consumed])),
     }

@@ -11,19 +11,20 @@ from tasks.engines.base import Engine, Request, Sampled
 
 def answers(
     engine: Engine, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, greedy: bool, deadline_s: float
-) -> list[tuple[int, ...]]:
-    """Token ids of the responses, in the order of the prompts; none where the engine failed. Raises TimeoutError."""
+) -> list[tuple[int, ...] | None]:
+    """Token ids of the responses, in the order of the prompts; None where the engine failed. Raises TimeoutError."""
     requests = [
         Request(trajectory=TrajectoryId(-1 - i), epoch=0, tokens=prompt, max_new_tokens=max_new_tokens, greedy=greedy)
         for i, prompt in enumerate(prompts)
     ]
     engine.submit(requests)
-    done: dict[int, tuple[int, ...]] = {}
+    done: dict[int, tuple[int, ...] | None] = {}
     deadline = time.monotonic() + deadline_s
     while len(done) < len(requests):
         if time.monotonic() > deadline:
             raise TimeoutError(f"evaluation: {len(done)} of {len(requests)} responses after {deadline_s:g} s")
         for event in engine.events(0.5):
-            segments = event.segments if isinstance(event, Sampled) else ()
-            done[-1 - event.trajectory] = tuple(int(t) for s in segments for t in s.tokens)
+            done[-1 - event.trajectory] = (
+                tuple(int(t) for s in event.segments for t in s.tokens) if isinstance(event, Sampled) else None
+            )
     return [done[i] for i in range(len(requests))]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from stores.trajectory import FinishReason, PolicyVersion, Segment, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,29 +72,6 @@ class Loaded:
     elapsed_s: float
     stalled_s: float
     probe: tuple[float, ...] = ()
-
-
-class EngineSettings(Protocol):
-    """What a worker builds its engine from. Picklable."""
-
-    def build(self, instance: InstanceId, threads: int) -> Engine: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """What engines that sample from a model have in common. model: folder or hub name. kv_tokens: size of the paged
-    cache. eos: ids that end a response."""
-
-    model: str
-    dtype: str
-    device: str
-    temperature: float
-    max_running: int
-    kv_tokens: int
-    page_tokens: int
-    max_batch_tokens: int
-    eos: tuple[int, ...]
-    seed: int
 
 
 class Engine(Protocol):

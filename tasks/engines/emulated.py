@@ -22,10 +22,10 @@ import numpy as np
 from stores.errors import ActorLost
 from stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, PolicyVersion, Segment, TrajectoryId
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
-from tasks.engines.cost_model import CostModel
 from tasks.engines.decoding import DecodingInstance, Finished
+from tasks.engines.settings import EmulatedSettings
 from tasks.names import REWARD_TOKEN
-from tasks.workload import Turn, Workload
+from tasks.workload import Turn
 
 if TYPE_CHECKING:
     import torch
@@ -36,22 +36,12 @@ FIRST_WORD, NUM_WORDS = 4, 90
 WEIGHTS = "emulated"
 """Name of the one tensor that published weights hold, the version as a number."""
 
+LONGEST_WAIT_S = 86_400.0
+"""Beyond this the thread looks again: a platform's timeouts are not infinite."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedSettings:
-    """See EngineConfig and SimulationConfig. members: trajectories a group. pull_s: in the cost model's seconds."""
 
-    cost: CostModel
-    workload: Workload
-    members: int
-    kv_tokens: int
-    max_running: int
-    pull_s: float
-    keep: bool
-    time_scale: float
-
-    def build(self, instance: InstanceId, threads: int) -> Engine:
-        return EmulatedEngine(self, instance)
+def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Engine:
+    return EmulatedEngine(settings, instance)
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -87,10 +77,22 @@ class _Running:
     marks: list[tuple[PolicyVersion, int]] = field(default_factory=list)
 
 
+class Clock:
+    """The time that an emulated engine lives in: this machine's."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        """Wait so long, or until `changed`, which is held, is notified."""
+        changed.wait(min(max(seconds, 0.0), LONGEST_WAIT_S))
+
+
 class EmulatedEngine:
     """A thread waits for the next moment at which something ends."""
 
-    def __init__(self, settings: EmulatedSettings, instance: InstanceId) -> None:
+    def __init__(self, settings: EmulatedSettings, instance: InstanceId, clock: Clock | None = None) -> None:
         from stores import parameters  # takes seconds to load: now, and not within the first pull
 
         self._parameters = parameters
@@ -101,7 +103,8 @@ class EmulatedEngine:
         self._running: dict[TrajectoryId, _Running] = {}
         self._ended: list[Sampled | Failed] = []
         self._changed = threading.Condition()
-        self._begin = time.monotonic()
+        self._clock = clock or Clock()
+        self._begin = self._clock.now()
         self._stopping = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"emulated-{instance}", daemon=True)
@@ -148,7 +151,7 @@ class EmulatedEngine:
             self._ended = [e for e in self._ended if e.trajectory not in gone]
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
-        begin = time.monotonic()
+        begin = self._clock.now()
         loaded = self._parameters.read(weights)
         self._parameters.check_shapes(self._parameters.shapes(_held()), self._parameters.shapes(loaded), weights)
         settings = self._settings
@@ -159,8 +162,8 @@ class EmulatedEngine:
                 self._running[TrajectoryId(trajectory)].marks.append((version, tokens))
             self._version = version
             self._changed.notify_all()
-        time.sleep(max(0.0, done_s / settings.time_scale - (time.monotonic() - self._begin)))
-        fingerprint, elapsed_s = self._parameters.fingerprint(loaded), time.monotonic() - begin
+        time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._begin)))
+        fingerprint, elapsed_s = self._parameters.fingerprint(loaded), self._clock.now() - begin
         return Loaded(version=version, fingerprint=fingerprint, elapsed_s=elapsed_s, stalled_s=elapsed_s)
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
@@ -204,8 +207,7 @@ class EmulatedEngine:
                 while not self._stopping:
                     now = self._catch_up()
                     wait_s = (self._batch.next_s() - now) / self._settings.time_scale
-                    # No wait longer than a day: the platform's limit on timeouts is not infinite.
-                    self._changed.wait(min(max(wait_s, 0.0), 86_400.0))
+                    self._clock.wait(self._changed, wait_s)
         except Exception as error:  # noqa: BLE001  told to whoever waits in events
             self._failure = error
             with self._changed:
@@ -222,7 +224,7 @@ class EmulatedEngine:
 
     def _catch_up(self) -> float:
         """Let happen what has happened by now; returns now in the cost model's seconds."""
-        now = (time.monotonic() - self._begin) * self._settings.time_scale
+        now = (self._clock.now() - self._begin) * self._settings.time_scale
         self._finish(self._batch.advance(now))
         return now
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,21 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from stores import parameters
 from stores.errors import ActorLost
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, ModelSettings, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.requests import RunningRequest, RunningRequests
+from tasks.engines.settings import TransformersSettings
+
+_loading = threading.Lock()
+"""Held while a model is loaded. `from_pretrained` replaces functions of torch and transformers, and torch's default
+dtype, for the whole process meanwhile: of two threads one would put back what the other had put there, for good."""
 
 POLL_S = 0.003
 """How often outputs are collected: well under a decode step of any model worth training."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersSettings(ModelSettings):
-    """Nothing more than others have."""
-
-    def build(self, instance: InstanceId, threads: int) -> Engine:
-        torch.set_num_threads(threads)
-        return TransformersEngine(self, instance)
+def build(settings: TransformersSettings, instance: InstanceId, threads: int) -> Engine:
+    torch.set_num_threads(threads)
+    return TransformersEngine(settings, instance)
 
 
 class TransformersEngine:
@@ -249,6 +249,7 @@ def forward_logprobs(model: Any, tokens: Sequence[int]) -> tuple[float, ...]:
 
 
 def load_model(path: str, dtype: str, device: str, attention: str) -> Any:
-    """A causal LM from a folder or the hub, in eval mode."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+    """A causal LM from a folder or the hub, in eval mode. Threads load one after another."""
+    with _loading:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
     return model.to(device).eval()

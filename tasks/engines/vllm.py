@@ -13,15 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stores import parameters
 from stores.errors import ActorLost, ConfigError
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, ModelSettings, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.requests import RunningRequest, RunningRequests
+from tasks.engines.settings import VllmSettings
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -36,18 +36,9 @@ SHUTDOWN_S = 10.0
 """Longest that close() waits for the step at hand."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings(ModelSettings):
-    """keep: a weight update leaves running requests their old cache. options: further arguments of vLLM's EngineArgs,
-    by its names."""
-
-    keep: bool = False
-    tensor_parallel: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def build(self, instance: InstanceId, threads: int) -> Engine:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        return VllmEngine(self, instance)
+def build(settings: VllmSettings, instance: InstanceId, threads: int) -> Engine:
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return VllmEngine(settings, instance)
 
 
 class VllmEngine:
@@ -354,7 +345,7 @@ def make_engine(settings: VllmSettings) -> Any:
     arguments: dict[str, Any] = {
         "model": settings.model,
         "dtype": settings.dtype,
-        "seed": settings.seed,
+        "seed": settings.seed % 2**32,  # it seeds numpy too, which takes no more
         "skip_tokenizer_init": True,
         "max_model_len": longest_sequence(settings),
         "max_num_seqs": settings.max_running + 1,  # and the probe

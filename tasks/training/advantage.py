@@ -1,47 +1,91 @@
-"""Advantages from the rewards of a step's groups. Numpy, pure."""
+"""Advantages from the rewards of a step's groups. Numpy, pure.
+
+An estimate is a function of (rewards, valid), both [G, N], a row a group, to [G, N]: one advantage a trajectory,
+constant over its tokens. An invalid member (its reward could not be computed) does not count in its group's
+statistics; what an estimate gives it is not used.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from tasks.names import ADVANTAGE_NAMES
+from stores.errors import ConfigError
+from tasks.registry import Registry
+from tasks.user_code import said
 
 EPS = 1e-6
 """Keeps a group of equal rewards at advantage 0 instead of dividing by 0."""
 
 Rewards = npt.NDArray[np.float64]
+Valid = npt.NDArray[np.bool_]
+
+ADVANTAGES: Registry[Rewards] = Registry("advantage", "training.advantage", own=True)
+NEED_NO_GROUP = ("reinforce_plus_plus",)
+"""Estimates that a job may ask for with groups of one."""
 
 
-def advantages(name: str, rewards: Rewards, valid: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
-    """One advantage a trajectory, constant over its tokens.
-
-    rewards, valid: [G, N], a row a group. An invalid member (its reward could not be computed) gets 0 and does not
-    count in its group's statistics. Returns [G, N] float32. Sources: GRPO 2402.03300, DAPO 2503.14476 (the same
-    estimate; its other parts are clip_high, token_mean and the no_signal filter), Dr. GRPO 2503.20783, RLOO 2402.14740,
-    REINFORCE++ with the group mean as baseline 2501.03262.
+def advantages(name: str, rewards: Rewards, valid: Valid) -> npt.NDArray[np.float32]:
+    """One advantage a trajectory, 0 for an invalid one. Returns [G, N] float32. Raises ConfigError for an estimate of
+    the user's own that cannot be loaded or used.
 
     >>> advantages("rloo", np.array([[1.0, 0.0, 0.0]]), np.ones((1, 3), bool)).tolist()
     [[1.0, -0.5, -0.5]]
     """
-    if name not in ADVANTAGE_NAMES:
-        raise ValueError(f"no advantage {name!r}; there are {', '.join(ADVANTAGE_NAMES)}")
+    estimate = ADVANTAGES.load(name)
+    if name in ADVANTAGES:
+        return np.where(valid, estimate(rewards, valid), 0.0).astype(np.float32)
+    try:
+        own = np.asarray(estimate(rewards.copy(), valid.copy()), np.float64)
+    except Exception as error:  # a user's code
+        raise ConfigError(f"{ADVANTAGES.key} = {name!r}: raised {type(error).__name__}: {said(error)}") from error
+    if own.shape != rewards.shape or not np.isfinite(own[valid]).all():
+        found = f"shape {own.shape}" if own.shape != rewards.shape else "a number that is not finite"
+        raise ConfigError(f"{ADVANTAGES.key} = {name!r}: gave {found}; it must give {rewards.shape} finite numbers")
+    return np.where(valid, own, 0.0).astype(np.float32)
+
+
+@ADVANTAGES.register("grpo")
+def grpo(rewards: Rewards, valid: Valid) -> Rewards:
+    """GRPO (2402.03300)."""
+    centred, count = _centred(rewards, valid)
+    # Sample deviation, as the published implementations have it.
+    std = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
+    result: Rewards = centred / (std + EPS)
+    return result
+
+
+@ADVANTAGES.register("dapo")
+def dapo(rewards: Rewards, valid: Valid) -> Rewards:
+    """DAPO (2503.14476): the same estimate; its other parts are clip_high, token_mean and the no_signal filter."""
+    return grpo(rewards, valid)
+
+
+@ADVANTAGES.register("dr_grpo")
+def dr_grpo(rewards: Rewards, valid: Valid) -> Rewards:
+    """Dr. GRPO (2503.20783)."""
+    return _centred(rewards, valid)[0]
+
+
+@ADVANTAGES.register("rloo")
+def rloo(rewards: Rewards, valid: Valid) -> Rewards:
+    """RLOO (2402.14740): R - mean of the others = (R - mean) n / (n - 1); a group of one has no others."""
+    centred, count = _centred(rewards, valid)
+    result: Rewards = centred * count / np.maximum(count - 1, 1)
+    return result
+
+
+@ADVANTAGES.register("reinforce_plus_plus")
+def reinforce_plus_plus(rewards: Rewards, valid: Valid) -> Rewards:
+    """REINFORCE++ (2501.03262) with the group mean as baseline."""
+    centred, _ = _centred(rewards, valid)
+    spread = np.sqrt((centred**2).sum() / max(int(valid.sum()), 1))
+    result: Rewards = centred / (spread + EPS)
+    return result
+
+
+def _centred(rewards: Rewards, valid: Valid) -> tuple[Rewards, npt.NDArray[np.int64]]:
+    """[G, N] rewards less the mean of their group, 0 where invalid; [G, 1] how many are valid."""
     count = valid.sum(axis=1, keepdims=True)
-    counted = np.where(valid, rewards, 0.0)
-    mean = counted.sum(axis=1, keepdims=True) / np.maximum(count, 1)
-    centred = np.where(valid, rewards - mean, 0.0)
-    match name:
-        case "grpo" | "dapo":
-            # Sample deviation, as the published implementations have it.
-            std = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
-            result = centred / (std + EPS)
-        case "dr_grpo":
-            result = centred
-        case "rloo":
-            # R - mean of the others = (R - mean) n / (n - 1); a group of one has no others.
-            result = centred * count / np.maximum(count - 1, 1)
-        case _:
-            num_valid = max(int(valid.sum()), 1)
-            spread = np.sqrt((centred**2).sum() / num_valid)
-            result = centred / (spread + EPS)
-    return np.where(valid, result, 0.0).astype(np.float32)
+    mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(count, 1)
+    return np.where(valid, rewards - mean, 0.0), count

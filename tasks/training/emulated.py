@@ -1,4 +1,4 @@
-"""A trainer without a model: a step takes the time the job says, and publishes a version of one number."""
+"""A trainer without a model: a step takes the time the job sets, and publishes a version of one number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedTraining:
-    """train_s: seconds a step; s_per_token: and for each token of its batch, prompts counted. See SimulationConfig."""
+    """Settings of emulated training; see SimulationConfig. A step takes train_s seconds, and s_per_token for each token
+    of its batch, prompts included; time_scale divides both."""
 
     train_s: float
     s_per_token: float
@@ -30,14 +31,14 @@ class EmulatedTraining:
 
 
 class EmulatedPolicy:
-    """What the Trainer actor asks of a policy."""
+    """The policy of an emulated run, for the Trainer actor."""
 
     def __init__(self, settings: EmulatedTraining) -> None:
         self._settings = settings
         self._version = 0
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
-        """Let a training step's time pass."""
+        """Sleep for the time of a training step."""
         settings = self._settings
         tokens = sum(len(r.prompt) + len(r.response) for r in rows)
         time.sleep((settings.train_s + settings.s_per_token * tokens) / settings.time_scale)
@@ -53,7 +54,7 @@ class EmulatedPolicy:
         return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
 
     def save(self, folder: Path) -> None:
-        """There is nothing to save."""
+        """Do nothing: there are no weights to save."""
 
     def save_state(self, path: Path) -> None:
         path.write_text(str(self._version))

@@ -1,6 +1,7 @@
-"""What a causal LM makes of given responses: the log-probability of each token, at the sampling temperature.
+"""Log-probabilities of given responses' tokens under a causal LM, at the sampling temperature.
 
-The trainer compares with it before a step and differentiates through it in one; offline, any checkpoint is read so.
+The trainer compares with them before a step and differentiates them in it; offline, they are computed for any
+checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tasks.training.packing import MicroBatch, Row, microbatches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """A model, and how it is read. half: forward under bfloat16 autocast. token_budget: padded tokens a forward."""
+    """A model and the settings for computing logprobs under it. half: forward under bfloat16 autocast. token_budget:
+    padded tokens per forward pass."""
 
     model: Any
     device: str
@@ -27,7 +29,7 @@ class Reader:
     token_budget: int
 
     def batch(self, batch: MicroBatch) -> torch.Tensor:
-        """[N, T] log-probabilities of the targets, nats, float32; with gradient where torch keeps one."""
+        """[N, T] log-probabilities of the targets, nats, float32; with gradient unless torch has it disabled."""
         ids = torch.from_numpy(batch.input_ids).to(self.device)
         attention = torch.from_numpy(batch.attention_mask).to(self.device)
         keep = torch.arange(batch.start, ids.shape[1] - 1, device=self.device)
@@ -39,7 +41,7 @@ class Reader:
         return -flat.view(targets.shape)
 
     def rows(self, rows: Sequence[Row], chosen: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
-        """Of each chosen row: [T] log-probabilities of its response, nats. Without gradient."""
+        """[T] log-probabilities of each chosen row's response, nats, by row index. Without gradient."""
         found: dict[int, npt.NDArray[np.float32]] = {}
         ones = np.ones(len(chosen), np.float32)
         with torch.no_grad():

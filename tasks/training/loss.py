@@ -1,32 +1,22 @@
-"""Token losses with off-policy corrections. Torch, pure; docs/losses.md explains the choice between them.
+"""Token losses with off-policy corrections; docs/losses.md explains the choice between them.
 
 r = exp(log pi - log pi_ref). Behaviour logprobs are always the stored ones, token by token, so a trajectory that mixes
 versions is corrected exactly. Importance weights are detached; a mask never shrinks the denominator.
+
+Formulas are methods of torch's tensors: a job file is read, and its loss chosen, without loading torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from stores.errors import ConfigError
+from tasks.knobs import knob
+from tasks.registry import Registry
 
-from tasks.names import LOSS_NAMES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSettings:
-    """name: ppo_clip, decoupled_ppo, cispo or tis. The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-
-    name: str
-    clip_low: float
-    clip_high: float
-    weight_cap: float
-
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether it wants the trainer's own logprobs from before the step: one more forward pass."""
-        return self.name == "decoupled_ppo"
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,31 +27,123 @@ class TokenLoss:
     clipped: Tensor
 
 
-def token_loss(
-    settings: LossSettings, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor
-) -> TokenLoss:
-    """The loss of each token.
+class Loss(Protocol):
+    """What a training step minimises."""
 
-    logprobs: [N, T] under the policy being trained, with gradient. proximal: [N, T] under it before the step.
-    behaviour: [N, T] under the policy that sampled. advantage: [N, 1].
-    ppo_clip (1707.06347) and cispo (2506.13585) take the ratio to the behaviour policy; decoupled_ppo (2505.24298)
-    clips around the proximal policy and weighs with min(pi_proximal / pi_behaviour, weight_cap); tis is ROLL Flash's
-    truncated importance sampling (2510.11345), min(r, weight_cap).
-    """
-    if settings.name not in LOSS_NAMES:
-        raise ValueError(f"no loss {settings.name!r}; there are {', '.join(LOSS_NAMES)}")
-    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
-    reference = proximal if settings.needs_proximal else behaviour
-    ratio = torch.exp(logprobs - reference)
-    if settings.name in ("ppo_clip", "decoupled_ppo"):
-        clipped_ratio = ratio.clamp(low, high)
-        surrogate = torch.minimum(ratio * advantage, clipped_ratio * advantage)
-        clipped = (ratio * advantage > clipped_ratio * advantage).detach()
-        if settings.needs_proximal:
-            weight = torch.exp(proximal - behaviour).clamp(max=settings.weight_cap).detach()
-            surrogate = weight * surrogate
-        return TokenLoss(loss=-surrogate, clipped=clipped)
-    top = high if settings.name == "cispo" else settings.weight_cap
-    bottom = low if settings.name == "cispo" else 0.0
-    weight = ratio.clamp(bottom, top).detach()
-    return TokenLoss(loss=-weight * advantage * logprobs, clipped=(ratio.detach() != weight))
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether it wants the trainer's own logprobs from before the step: one more forward pass."""
+        ...
+
+    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
+        """The loss of each token, proportional to the advantage.
+
+        logprobs: [N, T] under the policy being trained, with gradient. proximal: [N, T] under it before the step;
+        arbitrary unless needs_proximal. behaviour: [N, T] under the policy that sampled. advantage: [N, 1].
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLoss:
+    """A loss from a user's file. A result of another shape would be broadcast to a wrong number in silence."""
+
+    loss: Loss
+    name: str
+
+    @property
+    def needs_proximal(self) -> bool:
+        return bool(self.loss.needs_proximal)
+
+    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
+        result = self.loss.token_loss(logprobs, proximal, behaviour, advantage)
+        for part in ("loss", "clipped"):
+            given = getattr(result, part, None)
+            if getattr(given, "shape", None) != logprobs.shape:
+                raise ConfigError(
+                    f"{LOSSES.key} = {self.name!r}: token_loss gave {part} of shape "
+                    f"{tuple(getattr(given, 'shape', ()))}; it must be {tuple(logprobs.shape)}, a number a token"
+                )
+        return result
+
+
+LOSSES: Registry[Loss] = Registry(
+    "loss", "training.loss.name", contract=Loss, own=True, options="options", guarded=OwnLoss
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Clipped:
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+
+    clip_low: float = knob(0.2, "the ratio is clipped at 1 - clip_low", low=0, high=1)
+    clip_high: float = knob(0.28, "and at 1 + clip_high", low=0)
+
+    def surrogate(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """PPO's: the smaller of the ratio and the clipped ratio, times the advantage."""
+        return (ratio * advantage).minimum(self.clip(ratio) * advantage)
+
+    def cut(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """Where the surrogate has no gradient."""
+        return (ratio * advantage > self.clip(ratio) * advantage).detach()
+
+    def clip(self, ratio: Tensor) -> Tensor:
+        return ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Capped:
+    weight_cap: float = knob(5.0, "cap of pi_old / pi_rollout (decoupled_ppo), of the ratio (tis)", above=0)
+
+
+@LOSSES.register("ppo_clip")
+@dataclass(frozen=True, kw_only=True)
+class PpoClip(_Clipped):
+    """Clips the ratio to the behaviour policy (1707.06347)."""
+
+    needs_proximal = False
+
+    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
+        ratio = (logprobs - behaviour).exp()
+        return TokenLoss(loss=-self.surrogate(ratio, advantage), clipped=self.cut(ratio, advantage))
+
+
+@LOSSES.register("decoupled_ppo")
+@dataclass(frozen=True, kw_only=True)
+class DecoupledPpo(_Capped, _Clipped):
+    """Clips around the proximal policy and weighs with min(pi_proximal / pi_behaviour, weight_cap) (2505.24298)."""
+
+    needs_proximal = True
+
+    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
+        ratio = (logprobs - proximal).exp()
+        weight = (proximal - behaviour).exp().clamp(max=self.weight_cap).detach()
+        return TokenLoss(loss=-(weight * self.surrogate(ratio, advantage)), clipped=self.cut(ratio, advantage))
+
+
+@LOSSES.register("cispo")
+@dataclass(frozen=True, kw_only=True)
+class Cispo(_Clipped):
+    """The clipped ratio to the behaviour policy as a weight, so that every token keeps a gradient (2506.13585)."""
+
+    needs_proximal = False
+
+    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
+        ratio = (logprobs - behaviour).exp().detach()
+        return _weighted(ratio, self.clip(ratio), logprobs, advantage)
+
+
+@LOSSES.register("tis")
+@dataclass(frozen=True, kw_only=True)
+class Tis(_Capped):
+    """ROLL Flash's truncated importance sampling, min(r, weight_cap) (2510.11345)."""
+
+    needs_proximal = False
+
+    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
+        ratio = (logprobs - behaviour).exp().detach()
+        return _weighted(ratio, ratio.clamp(max=self.weight_cap), logprobs, advantage)
+
+
+def _weighted(ratio: Tensor, weight: Tensor, logprobs: Tensor, advantage: Tensor) -> TokenLoss:
+    return TokenLoss(loss=-weight * advantage * logprobs, clipped=(ratio != weight))

@@ -1,7 +1,7 @@
-"""Cutting a step's trajectories into minibatches and micro-batches. Numpy, pure.
+"""Splits a step's trajectories into minibatches and micro-batches. Numpy, pure.
 
 A micro-batch is bounded by padded tokens, not by rows: lengths vary by orders of magnitude, memory must not. Token
-weights are fixed over the whole minibatch first, so cutting it differently cannot change its loss.
+weights are fixed over the whole minibatch first, so how it is split cannot change its loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Row:
 
     @classmethod
     def of(cls, row: Ended) -> Row:
-        """A stored trajectory's."""
+        """The row of a stored trajectory."""
         return cls(
             prompt=row.trajectory.prompt_tokens,
             response=row.trajectory.response_tokens,
@@ -42,13 +42,13 @@ class Row:
 
     @property
     def has_gradient(self) -> bool:
-        """Every loss is proportional to the advantage: without one there is nothing to compute."""
+        """Whether the row has a gradient. Every loss is proportional to the advantage, so none at an advantage of 0."""
         return self.trained and self.advantage != 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Rows as they travel: seven arrays instead of three a row, because each array of a message costs on its own."""
+    """Rows packed for transfer: seven arrays instead of three per row, because each array of a message costs."""
 
     prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
     response_tokens: npt.NDArray[np.int32]  # [sum of T]
@@ -86,7 +86,7 @@ class MicroBatch:
     targets: npt.NDArray[np.int64]  # [N, L - 1 - start], the token after each position
     mask: npt.NDArray[np.float32]  # same shape, 1 where the target is a response token
     behaviour: npt.NDArray[np.float32]  # same shape
-    weight: npt.NDArray[np.float32]  # [N, 1] each token's share in the minibatch loss
+    weight: npt.NDArray[np.float32]  # [N, 1] weight of each of the row's tokens in the minibatch loss
     advantage: npt.NDArray[np.float32]  # [N, 1]
 
 
@@ -97,7 +97,7 @@ def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> 
     tokens / (N x max_length) (Dr. GRPO).
     """
     if aggregation not in AGGREGATION_NAMES:
-        raise ValueError(f"no aggregation {aggregation!r}; there are {', '.join(AGGREGATION_NAMES)}")
+        raise ValueError(f"unknown aggregation {aggregation!r}; choose one of {', '.join(AGGREGATION_NAMES)}")
     n = np.maximum(np.asarray(lengths, np.float64), 1.0)
     if aggregation == "token_mean":
         weights = np.full(len(n), 1.0 / n.sum())
@@ -116,7 +116,7 @@ def minibatches(num_rows: int, count: int, rng: np.random.Generator) -> list[npt
 def microbatches(
     rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], token_budget: int
 ) -> list[MicroBatch]:
-    """The chosen rows, shortest first, cut so that rows x longest <= token_budget; one row is always allowed.
+    """The chosen rows, shortest first, split so that rows x longest <= token_budget; a single row always fits.
 
     weights: [len(chosen)], from `token_weights`.
     """

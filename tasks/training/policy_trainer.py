@@ -19,29 +19,23 @@ import torch
 from stores import parameters
 from stores.errors import StoreError
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
+from tasks.seeds import Stream, generator
 from tasks.training.logprobs import Reader
-from tasks.training.loss import LossSettings, token_loss
+from tasks.training.loss import LOSSES, Loss
 from tasks.training.packing import MicroBatch, Row, microbatches, minibatches, token_weights
+from tasks.training.settings import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """See ModelConfig and TrainingConfig. num_steps: length of the cosine schedule. max_length: for constant_length."""
+    """See ModelConfig. training: the job's table. num_steps: length of the cosine schedule. max_length: for
+    constant_length."""
 
     model: str
     dtype: str
     device: str
-    learning_rate: float
-    schedule: str
-    warmup_steps: int
+    training: TrainingConfig
     num_steps: int
-    minibatches: int
-    microbatch_tokens: int
-    grad_clip: float
-    weight_decay: float
-    betas: tuple[float, float]
-    aggregation: str
-    loss: LossSettings
     temperature: float
     max_length: int
     seed: int
@@ -103,43 +97,47 @@ class PolicyTrainer:
 
     def __init__(self, settings: TrainerSettings) -> None:
         self.settings = settings
+        training = settings.training
+        self.loss: Loss = LOSSES.make(training.loss)
         self.device = resolve_device(settings.device)
         self.model: Any = load_model(settings.model, "float32", self.device, attention="sdpa")
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
+            lr=training.learning_rate,
+            betas=(training.beta1, training.beta2),
+            weight_decay=training.weight_decay,
         )
         self.reader = Reader(
             model=self.model,
             device=self.device,
             half=settings.dtype == "bfloat16",
             temperature=settings.temperature,
-            token_budget=settings.microbatch_tokens,
+            token_budget=training.microbatch_tokens,
         )
-        self._rng = np.random.default_rng(settings.seed)
+        self._rng = generator(settings.seed, Stream.MINIBATCHES)
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then constant or a cosine down to a tenth."""
-        s = self.settings
+        s = self.settings.training
         if step < s.warmup_steps:
             return s.learning_rate * (step + 1) / (s.warmup_steps + 1)
         if s.schedule == "constant":
             return s.learning_rate
-        progress = (step - s.warmup_steps) / max(1, s.num_steps - s.warmup_steps)
+        progress = (step - s.warmup_steps) / max(1, self.settings.num_steps - s.warmup_steps)
         return s.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         """One training step over all rows: `minibatches` optimizer updates. Mutates the model; returns metrics."""
-        s = self.settings
+        s = self.settings.training
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         proximal, mismatch = self._before(rows)
         sums = _Sums()
         for chosen in minibatches(len(rows), s.minibatches, self._rng):
-            weights = token_weights(s.aggregation, [len(rows[i].response) for i in chosen], s.max_length)
+            weights = token_weights(
+                s.loss.aggregation, [len(rows[i].response) for i in chosen], self.settings.max_length
+            )
             self.optimizer.zero_grad(set_to_none=True)
             taught = [k for k, i in enumerate(chosen) if rows[i].has_gradient]
             picked = [int(chosen[k]) for k in taught]
@@ -202,7 +200,7 @@ class PolicyTrainer:
     def _before(self, rows: Sequence[Row]) -> tuple[list[np.ndarray[Any, Any]], Mismatch]:
         """Each row's response logprobs before the step: the proximal policy, and a check of the stored ones. Losses
         that do not need the proximal policy only check the fresh rows, which are the ones that must agree."""
-        everything = self.settings.loss.needs_proximal
+        everything = self.loss.needs_proximal
         chosen = [i for i, r in enumerate(rows) if r.staleness == 0 or (everything and r.has_gradient)]
         proximal: list[np.ndarray[Any, Any]] = [r.behaviour for r in rows]
         for i, logprobs in self.reader.rows(rows, chosen).items():
@@ -231,9 +229,7 @@ class PolicyTrainer:
         behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device)
         old_t = torch.from_numpy(old).to(device)
         logprobs = self.reader.batch(batch)
-        result = token_loss(
-            self.settings.loss, logprobs, old_t, behaviour, torch.from_numpy(batch.advantage).to(device)
-        )
+        result = self.loss.token_loss(logprobs, old_t, behaviour, torch.from_numpy(batch.advantage).to(device))
         loss = (result.loss * mask * torch.from_numpy(batch.weight).to(device)).sum()
         loss.backward()
         with torch.no_grad():

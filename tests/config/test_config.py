@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from cli.config import command as config_command
 from pipeline.config import fields, loading, schema
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
@@ -112,3 +114,34 @@ def test_what_a_job_means_is_told_as_json_and_only_what_it_sets_is_marked() -> N
 @pytest.mark.parametrize("path", sorted(Path("examples").glob("*.toml")), ids=lambda p: p.name)
 def test_the_examples_are_valid(path: Path) -> None:
     loading.load(path)
+
+
+EXAMPLES = sorted(Path("examples").glob("*.toml"))
+WRITTEN = Path(__file__).parent / "golden"
+"""What `config explain` printed, and the config.toml a run of the example left, when each key was declared by hand."""
+
+
+def without_meaning(text: str) -> list[tuple[str, str]]:
+    """Each row's key and value, and its limits; what a key means may be said in better words."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [(" ".join(line.split()[:2]), line[line.rfind("[") :] if line.endswith("]") else "") for line in lines]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_explain_prints_each_key_in_the_order_it_always_had(path: Path) -> None:
+    result = CliRunner().invoke(config_command, ["explain", str(path)])
+    assert without_meaning(result.output) == without_meaning((WRITTEN / f"{path.stem}.txt").read_text())
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_the_config_of_an_earlier_run_reads_as_the_same_job(path: Path) -> None:
+    earlier = WRITTEN / f"{path.stem}.config.toml"
+    assert loading.load(earlier) == loading.load(path)
+    assert fields.to_toml(loading.load(path)) == earlier.read_text()
+
+
+def test_explain_as_json_has_every_row_and_marks_no_table_that_is_not_set() -> None:
+    result = CliRunner().invoke(config_command, ["explain", "examples/dryrun.toml", "--json"])
+    rows = {row["key"]: row for row in json.loads(result.output)}
+    assert rows["task.options"]["value"] == rows["task.options"]["default"] == {}
+    assert rows["staleness.eta"]["value"] == 2

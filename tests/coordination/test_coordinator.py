@@ -1,4 +1,4 @@
-"""Events in, commands out: the brain's decisions as tables, without sleep or mock."""
+"""Events in, commands out: the coordinator's decisions as tables, without sleep or mock."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.config.schema import BatchConfig, RolloutConfig, StalenessConfig
 from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
 from pipeline.coordination.coordinator import Coordinator, Strategies
 from pipeline.coordination.events import (
@@ -28,11 +29,11 @@ from pipeline.coordination.events import (
 )
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.pacing import Pacing
-from pipeline.strategies.admission import make_admission
-from pipeline.strategies.filtering import Stragglers, Straggling, make_filtering
-from pipeline.strategies.migration import make_migration
-from pipeline.strategies.routing import make_routing
-from pipeline.strategies.synchronization import make_synchronization
+from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.filtering import FILTERING, STRAGGLERS
+from pipeline.strategies.migration import MIGRATION
+from pipeline.strategies.routing import ROUTING
+from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.errors import ProtocolViolation
 from stores.staleness import StalenessLedger
 from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
@@ -61,13 +62,16 @@ class Bench:
     ) -> None:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
         cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002)
+        given = {"cost": cost, "eta": eta, "rng": np.random.default_rng(0)}
+        rollout = RolloutConfig(routing=routing, synchronization=synchronization, migration=migration)
+        batch = BatchConfig(filtering=filtering, stragglers=stragglers)
         strategies = Strategies(
-            admission=make_admission(admission, eta, alpha=eta),
-            routing=make_routing(routing, cost, 0.1, np.random.default_rng(0)),
-            synchronization=make_synchronization(synchronization, 0.5, cost),
-            filtering=make_filtering(filtering),
-            migration=make_migration(migration, cost, 0.2),
-            stragglers=Stragglers(action=Straggling(stragglers)),
+            admission=ADMISSION.make(StalenessConfig(admission=admission, alpha=eta), given),
+            routing=ROUTING.make(rollout, given),
+            synchronization=SYNCHRONIZATION.make(rollout, given),
+            filtering=FILTERING.make(batch, given),
+            migration=MIGRATION.make(rollout, given),
+            stragglers=STRAGGLERS.make(batch, given),
             max_attempts=max_attempts,
         )
         forecast = LengthForecast(100, rare=0.01)
@@ -356,6 +360,55 @@ def test_a_move_to_an_instance_that_filled_up_meanwhile_ends_elsewhere() -> None
     assert route.instance == A
 
 
+def test_a_move_to_an_instance_that_restarts_meanwhile_is_still_counted() -> None:
+    bench = Bench(eta=0, groups=150, migration="largest_gain")
+    bench.join(A, max_running=200)
+    bench.arrive(*range(150))
+    bench.join(B, max_running=200)
+    moved = {i.trajectory for i in only(bench.tell(Tick()), Interrupt)}
+    bench.join(B, max_running=200)  # validated: it expects what is on its way to it
+    for t in sorted(moved):
+        (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=t, epoch=1, tokens=3)), Route)
+        assert route.instance == B
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_straggler_that_fails_before_it_is_cut_off_is_cut_off_in_its_next_attempt(lost: bool) -> None:
+    bench = Bench(eta=0, groups=2, stragglers="truncate", max_attempts=3)
+    bench.join(A)
+    bench.arrive(0, 1)
+    bench.finish(0, 1)
+    bench.publish(1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.join(B, version=1)
+    bench.arrive(2, 3)
+    bench.finish(2)
+    for attempt in (1, 2):
+        place = next(i.instance for i in bench.coordinator.snapshot().instances if i.num_running)
+        bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
+        orders = [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]
+        assert [(o.trajectory, o.epoch) for o in orders] == [(3, attempt)]
+        if attempt == 1 and lost:
+            bench.tell(InstanceLost(instance=place, why="killed"))
+        elif attempt == 1:
+            bench.tell(TrajectoryFailed(trajectory=TrajectoryId(3), epoch=1, error="x"))
+    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), epoch=2, tokens=4))
+    assert [c.trajectory for c in only(commands, Score)] == [3]
+
+
+def test_a_step_no_longer_waits_for_due_work_that_was_given_up() -> None:
+    bench = Bench(eta=1, max_attempts=0)
+    bench.join()
+    bench.arrive(0, 1)
+    bench.finish(0)
+    bench.publish(1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.arrive(2)
+    assert only(bench.finish(2), Train) == []  # group 1 is due by step 1, group 2 only by step 2
+    commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), epoch=1, error="out of memory"))
+    assert [t.trajectories for t in only(commands, Train)] == [(2,)]
+
+
 @pytest.mark.parametrize("action", ["truncate", "retry"])
 def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> None:
     bench = Bench(eta=0, groups=2, stragglers=action)
@@ -380,6 +433,8 @@ def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> Non
     else:
         (route,) = only(commands, Route)
         assert route.instance != place
+        bench.tell(InstanceReported(instance=route.instance, progress=((TrajectoryId(3), 6),)))
+        assert not [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]  # once a version
 
 
 def test_new_work_waits_rather_than_slow_down_what_is_urgent() -> None:

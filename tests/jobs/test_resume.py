@@ -47,7 +47,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert held.returncode == 2
-    assert f"is running now, in process {process.pid}" in held.stderr
+    assert f"in use by process {process.pid}" in held.stderr
     deadline = time.monotonic() + 20
     while list(Path("/dev/shm").glob("staleflow-job-*")) and time.monotonic() < deadline:
         time.sleep(0.1)  # the workers' nannies end a moment later
@@ -56,9 +56,11 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
     assert trained >= 3
     assert len(ResumePoints(folder / "resume").versions()) <= KEPT
 
-    resumed = staleflow("resume", folder, "--set", f"steps={trained + 3}")
+    resumed = staleflow("resume", folder, "--set", f"steps={trained + 3}", "-v")
     assert resumed.returncode == 0, resumed.stderr
     assert "going on from version" in resumed.stderr
+    for logged in ("rollout-0 joins", f"step {trained + 2}/", "resume point of version", "checkpoint written"):
+        assert resumed.stderr.count(logged) >= 1, resumed.stderr
     store = check(folder, trained + 3)
     assert [r.kind for r in store.steps()].count("resume") <= 1
     lost = [e for e in store.ended() if e.reason is AbortReason.RUN_ENDED]
@@ -95,7 +97,10 @@ def test_a_stopped_run_loses_nothing_and_one_without_its_latest_points_undoes_st
 
 
 def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(job: Path) -> None:
-    end = run(job, "steps=2")
+    """With another reward by then: its evaluations before and after are told apart."""
+    reward = job.parent / "mine.py"
+    reward.write_text("def even(answer, record):\n    assert len(answer) % 3\n    return float(len(answer) % 2)\n")
+    end = run(job, "steps=2", f"reward.function={reward}:even", "reward.max_error_share=1")
     repository = repository_at(end.run_dir / "store")
     (last_step,) = (
         s.id for s in repository.ancestry(branch="main") if s.metadata == {**s.metadata, "kind": "step", "step": 1}
@@ -103,12 +108,23 @@ def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(jo
     repository.reset_branch("main", last_step)
     (end.run_dir / "summary.json").unlink()
     (end.run_dir / "evaluations.json").write_text(json.dumps(end.summary["evaluations"][:1]))  # type: ignore[index]
+    reward.write_text("def even(answer, record):\n    return float(len(answer) % 2)\n")
     resumed = staleflow("resume", end.run_dir)
     assert resumed.returncode == 0, resumed.stderr
     check(end.run_dir, 2)
     assert VersionedStore.open(end.run_dir / "store").steps()[-1].kind == "end"
     summary = json.loads((end.run_dir / "summary.json").read_text())
-    assert [e["version"] for e in summary["evaluations"]] == [0, 2]
+    before, after = summary["evaluations"]
+    assert (before["version"], after["version"]) == (0, 2)
+    assert before["reward"] != after["reward"]
+    assert before["data"] == after["data"] != ""
+    assert after["sampled_failed"] == after["greedy_failed"] == 0
+    (changed,) = after["changed"]
+    assert changed.startswith("reward changed since the run began: code was ")
+    assert changed in resumed.stderr
+    compared = "held-out rewards at versions 0 and 2 cannot be compared: different reward functions"
+    assert compared in resumed.stderr
+    assert {changed, compared} <= set(summary["notes"])
 
 
 def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: Path) -> None:
@@ -120,7 +136,10 @@ def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: P
     newest = points.path(PolicyVersion(3))
     newest.write_bytes(newest.read_bytes()[:-1000])
     assert resumption.reached(config) == 2
-    assert resumption.prepare(config).version == 2
+    undone = resumption.prepare(config)
+    assert (undone.version, undone.life) == (2, 1)
+    (folder / "events.jsonl").write_text("")  # as of a run that went on from there
+    assert resumption.prepare(config).life == 2
     assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
 
 
@@ -128,8 +147,8 @@ def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -
     end = run(job, "task.eval_prompts=0", "steps=2", "training.resume_every=0")
     for overrides, message in (
         ((), "all 2 steps are trained"),
-        (("steps=4",), "2 steps are stored and no whole resume point; training.resume_every was 0"),
-        (("staleness.eta=3",), "a run keeps what it was started with"),
+        (("steps=4",), "2 steps are stored but there is no complete resume point; training.resume_every was 0"),
+        (("staleness.eta=3",), "cannot be changed when resuming"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             resumption.prepare(resumption.load(end.run_dir, overrides))

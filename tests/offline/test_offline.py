@@ -23,10 +23,11 @@ from pipeline.offline import pool as pools
 from pipeline.offline.pool import Pool, local_pool
 from stores import selection
 from stores.base import batch_fingerprint
-from stores.errors import ConfigError
+from stores.errors import ConfigError, ProtocolViolation
 from stores.selection import Selection
 from stores.trajectory import Ended, TrajectoryId
 from stores.versioned import VersionedStore
+from tasks.environments import ReasoningGym, distinct_held_out
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, staleflow
 from tests.stores.test_stores import change_a_logprob, corrupt_tokens, edit
@@ -49,6 +50,35 @@ def rows_of(run: Path, where: str = "", branch: str = "main") -> list[Ended]:
     store = VersionedStore.open(run / "store", branch=branch)
     mask = Selection(where).mask(store.columns())
     return [row for row, chosen in zip(store.ended(), mask, strict=True) if chosen]
+
+
+# -- the workers -------------------------------------------------------------------------------------------------------
+
+
+def test_every_call_is_made_once_however_many_there_are(pool: Pool) -> None:
+    for count in (1, 2, 3, 4, 5, 20):
+        assert sorted(pool.run(abs, [(i,) for i in range(count)])) == list(range(count))
+
+
+def test_a_row_that_nobody_answered_for_stores_nothing(
+    stored: Path, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.offline import reprocessing
+
+    run = Pool.run
+
+    def forgetful(self: Pool, function: Any, calls: Any, *, model: bool = False) -> Iterator[Any]:
+        return run(self, function, list(calls)[1:], model=model)
+
+    monkeypatch.setattr(Pool, "run", forgetful)
+    monkeypatch.setattr(pools, "LEAST_ROWS", 8)
+    with pytest.raises(ProtocolViolation, match=r"returned results for .* nothing was stored"):
+        reprocessing.reprocess(stored, "task", "forgotten", pool)
+    assert "forgotten" not in VersionedStore.open(stored / "store").branches()
+    monkeypatch.setattr(exporting, "PART_ROWS", 8)
+    with pytest.raises(ProtocolViolation):
+        exporting.export(stored, "parquet", tmp_path / "out", pool)
+    assert not (tmp_path / "out").exists()
 
 
 # -- looking -----------------------------------------------------------------------------------------------------------
@@ -170,7 +200,7 @@ def test_what_is_exported_is_what_is_stored(
     assert not list(tmp_path.glob(".*"))
     if to == "hf":
         assert "path: data/train-*.parquet" in (out / "README.md").read_text()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         exporting.export(stored, to, out, pool)
 
 
@@ -242,12 +272,22 @@ def test_training_on_what_is_stored_gives_the_runs_own_weights(stored: Path, tmp
 
     told: list[Mapping[str, Any]] = []
     out = tmp_path / "again"
-    result = training.train_offline(stored, out, pool, overrides=("task.eval_prompts=4",), report=told.append)
+    result = training.train_offline(stored, out, pool, overrides=("task.eval_prompts=48",), report=told.append)
     assert (result.steps, result.rows, result.same_steps) == (3, 48, 3)
     ours = load_file(Path(result.checkpoint) / "model.safetensors")
     theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
     assert all((ours[name] == theirs[name]).all() for name in theirs)
     assert result.before is not None and result.after is not None
+    # Of 48 held-out prompts, for which the run kept none apart: two are the same, and some it was trained on.
+    source = ReasoningGym("chain_sum", loading.load(stored / "config.toml").task.options, 3)
+    held_out = {task.prompt for task in distinct_held_out(source, 48)}
+    trained = {source.task(row.trajectory.group).prompt for row in rows_of(stored) if row.staleness >= 0}
+    assert held_out & trained
+    assert result.before.num_prompts == result.after.num_prompts == len(held_out - trained) < len(held_out) < 48
+    said = [event.get("say", "") for event in told]
+    assert any(line.startswith("task.eval_prompts = 48: ") for line in said)
+    assert f"leaving out {len(held_out & trained)} of {len(held_out)} held-out prompts: they were trained on" in said
+    assert result.before.reward == result.after.reward != ""
     assert json.loads((out / "offline.json").read_text())["snapshot"] == VersionedStore.open(stored / "store").snapshot
     assert not list(tmp_path.glob(".*"))
 
@@ -318,9 +358,9 @@ def test_wrong_input_is_one_line(stored: Path, tmp_path: Path) -> None:
         (["store", "export", stored, "--to", "jsonl", "--where", "reward >"], "cannot be read"),
         (["store", "export", stored, "--to", "jsonl", "--out", tmp_path / "o", *scheduler], "no scheduler at"),
         (["store", "rescore-logprobs", stored, "--model", "runs/none"], "no such folder"),
-        (["train-offline", stored, "--where", "reward > 99"], "no trajectory that was trained on is left"),
-        (["train-offline", stored, "--set", "rollout.instances=2"], "offline these can change"),
-        (["train-offline", stored, "--out", tmp_path], "is there already"),
+        (["train-offline", stored, "--where", "reward > 99"], "no trajectory that was trained on matches"),
+        (["train-offline", stored, "--set", "rollout.instances=2"], "cannot be changed offline"),
+        (["train-offline", stored, "--out", tmp_path], "already exists"),
         (["simulate"], "a job file, or --from RUN"),
         (["simulate", "--from", none], "no such run"),
     ):
@@ -350,3 +390,44 @@ def test_the_example_goes_through(stored: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "audit clean: True" in done.stdout
     assert (tmp_path / "run-offline-example" / "policy" / "checkpoints").is_dir()
+
+
+# -- two at once, and copies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["jsonl", "parquet"])
+def test_what_another_export_has_written_meanwhile_is_kept(
+    copy: Path, tmp_path: Path, pool: Pool, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / f"out.{to}"
+
+    def opened(path: Path, branch: str) -> VersionedStore:
+        out.write_text("the other's")  # which ended while this one read the store
+        return store_open(path, branch=branch)
+
+    store_open = VersionedStore.open
+    monkeypatch.setattr(VersionedStore, "open", opened)
+    with pytest.raises(ConfigError, match=r"out\.\w+ already exists"):
+        exporting.export(copy, to, out, pool)
+    assert out.read_text() == "the other's"
+    assert not list(tmp_path.glob(".out.*"))
+
+
+def test_what_another_training_has_written_meanwhile_is_kept(copy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trained"
+    plan = training.planned(copy, out, (), "main", "", 1)
+    out.mkdir()
+    with pytest.raises(ConfigError, match="trained already exists"):
+        training.train(plan, lambda _: pytest.fail("it has begun"))
+    assert not list(tmp_path.glob(".trained.*"))
+
+
+def test_a_copy_is_worked_on_with_the_code_that_is_in_it(copy: Path, stored: Path, tmp_path: Path) -> None:
+    """The job of a submitted run names its code in the folder that it was made in."""
+    job = (copy / "config.toml").read_text()
+    named = job.replace('function = "task"', f'function = "{stored}/code/reward_mine.py:score"')
+    assert named != job
+    (copy / "config.toml").write_text(named)
+    plan = training.planned(copy, tmp_path / "out", (), "main", "", 1)
+    assert plan.config.reward.function == f"{copy}/code/reward_mine.py:score"
+    assert plan.path == str(copy / "store")

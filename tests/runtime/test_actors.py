@@ -83,20 +83,20 @@ def test_a_call_has_a_deadline_and_names_its_knob(
     async def script(stage: Stage) -> None:
         begin = asyncio.get_running_loop().time()
         with pytest.raises(ActorLost) as caught:
-            await stage.actors.ask("server", "kept_apart", **limits)
+            await stage.actors.ask("server", "held_out_notice", **limits)
         assert str(caught.value) == message
         assert asyncio.get_running_loop().time() - begin == pytest.approx(seconds)
 
-    body.place(script, faults=[Fault(actor="server", method="kept_apart", silent="before")])
+    body.place(script, faults=[Fault(actor="server", method="held_out_notice", silent="before")])
 
 
 def test_a_call_to_who_is_gone_is_one_kind_of_error(body: Body) -> None:
     async def script(stage: Stage) -> None:
         stage.workers.kill("server")
         with pytest.raises(ActorLost, match="server is gone: the worker holding this actor was lost"):
-            await stage.actors.ask("server", "kept_apart")
+            await stage.actors.ask("server", "held_out_notice")
         with pytest.raises(ActorLost, match="nobody is gone"):
-            await stage.actors.ask("nobody", "kept_apart")
+            await stage.actors.ask("nobody", "held_out_notice")
 
     body.place(script)
 
@@ -106,10 +106,10 @@ def test_what_a_method_raises_on_purpose_comes_through(body: Body) -> None:
 
     async def script(stage: Stage) -> None:
         with pytest.raises(StoreError) as caught:
-            await stage.actors.ask("server", "kept_apart")
+            await stage.actors.ask("server", "held_out_notice")
         assert caught.value is full
 
-    body.place(script, faults=[Fault(actor="server", method="kept_apart", error=full)])
+    body.place(script, faults=[Fault(actor="server", method="held_out_notice", error=full)])
 
 
 # -- weights -------------------------------------------------------------------------------------------------------

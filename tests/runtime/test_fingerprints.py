@@ -81,5 +81,5 @@ def test_a_folder_without_them_says_nothing_and_a_broken_one_says_what_to_do(job
     assert [p.name for p in sources.iterdir() if "fingerprints" in p.name] == [fingerprints.FILE]
     assert set(json.loads((sources / fingerprints.FILE).read_text())) == {"reward", "data", "template"}
     (sources / fingerprints.FILE).write_text("{")
-    with pytest.raises(StoreError, match=r"fingerprints\.json: cannot be read: .*; remove it to go on"):
+    with pytest.raises(StoreError, match=r"fingerprints\.json: cannot be read: .*; remove it to resume"):
         told(job, sources)

@@ -21,10 +21,10 @@ from pipeline.config.deciding import make_coordinator
 from pipeline.config.model_facts import inspect_model
 from pipeline.coordination import journal
 from pipeline.jobs.execution import RunEnd, execute
-from pipeline.jobs.run_folder import prepare_run_dir
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.driver import Driver
 from pipeline.runtime.resumption import parts
+from pipeline.runtime.run_folder import prepare_run_dir
 from pipeline.runtime.workers import connect
 from stores import metrics
 from stores.audit import audit

@@ -7,13 +7,18 @@ import importlib.util
 import json
 import shutil
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import psutil
 import pytest
 from distributed import Client, LocalCluster
 
+from pipeline.config import loading
+from pipeline.config.schema import RunConfig
+from pipeline.runtime.workers import connect
 from pipeline.scheduler import board
 from pipeline.scheduler.plugin import ensure
 
@@ -35,6 +40,37 @@ STEP = {
     "train_s": 1.0, "publish_s": 0.0, "response_mean": 20.0, "response_max": 31.0, "staleness_in_flight": 0.5,
     "staleness_in_queue": 1.0,
 }  # fmt: skip
+
+
+def served_by(config: RunConfig) -> tuple[str, set[int]]:
+    """The dashboard's address on a job's embedded cluster, and the ports that its scheduler's process then listens on,
+    the scheduler's own left out."""
+
+    async def scenario() -> tuple[str, set[int]]:
+        before = listening()
+        cluster = await connect(config)
+        try:
+            own = int(cluster.client.scheduler.address.rpartition(":")[2])
+            nannies = {int(n.address.rpartition(":")[2]) for n in cluster.local.workers.values()}
+            return cluster.dashboard, listening() - before - nannies - {own}
+        finally:
+            await cluster.close()
+
+    return asyncio.run(scenario())
+
+
+def listening() -> set[int]:
+    """Ports that this process listens on."""
+    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def test_without_a_dashboard_nothing_is_served() -> None:
+    tree = {"reward": {"workers": 1}, "rollout": {"engine": {"name": "emulated"}}}
+    link, ports = served_by(loading.from_tree({**tree, "cluster": {"dashboard": False}}))
+    assert (link, ports) == ("", set())
+    link, ports = served_by(loading.from_tree(tree))
+    assert link.endswith("/staleflow")
+    assert ports == {urllib.parse.urlsplit(link).port}
 
 
 def with_two_jobs(look: Callable[[Any, str], Coroutine[Any, Any, None]]) -> None:

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.simulate import command
+from cli.simulate import command, swept
 from pipeline.config import actor_settings, deciding, fields, loading
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Command, Retire, Route, Train
@@ -25,9 +25,9 @@ from pipeline.coordination.events import Event
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import bound_of, explanation, measure
 from pipeline.simulator.trace import Trace
-from pipeline.strategies.admission import ADMISSION_NAMES
-from pipeline.strategies.routing import ROUTING_NAMES
-from pipeline.strategies.synchronization import SYNCHRONIZATION_NAMES
+from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.routing import ROUTING
+from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.errors import ActorLost, ConfigError, RunStuck
 from stores.trajectory import Fate
 from tasks.engines.cost_model import CostModel
@@ -291,7 +291,7 @@ class Witness:
 @st.composite
 def jobs(draw: st.DrawFn) -> RunConfig:
     """Any combination of strategies, redundancy and faults."""
-    admission = draw(st.sampled_from([a for a in ADMISSION_NAMES if a != "backlog"]))
+    admission = draw(st.sampled_from([a for a in ADMISSION.names if a != "backlog"]))
     eta = draw(st.integers(0, 3))
     return job(
         seed=draw(st.integers(0, 999)),
@@ -308,8 +308,8 @@ def jobs(draw: st.DrawFn) -> RunConfig:
         staleness__admission=admission,
         staleness__alpha=float(eta) * draw(st.sampled_from([0.5, 1.0])),
         rollout__instances=draw(st.integers(1, 4)),
-        rollout__routing=draw(st.sampled_from(ROUTING_NAMES)),
-        rollout__synchronization=draw(st.sampled_from(SYNCHRONIZATION_NAMES)),
+        rollout__routing=draw(st.sampled_from(ROUTING.names)),
+        rollout__synchronization=draw(st.sampled_from(SYNCHRONIZATION.names)),
         rollout__migration=draw(st.sampled_from(["none", "largest_gain"])),
         rollout__on_pull=draw(st.sampled_from(["interrupt", "keep"])),
         rollout__engine__max_running=draw(st.integers(1, 12)),
@@ -381,6 +381,11 @@ def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
     assert [r["row"] for r in rows][:2] == ["eta=0", "eta=2"]
     assert all(r["tokens_per_s"] > 0 for r in rows)
     assert len(list(out.glob("row-*.png"))) == len(rows) == 6
+
+
+def test_rows_of_a_sweep_are_named_by_their_whole_values() -> None:
+    rows = swept(("rollout.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule"))
+    assert [row.label for row in rows][1:3] == ["mu=0.1 routing=mine.py:Rule", "mu=0.25 routing=deadline"]
 
 
 def test_a_wrong_sweep_is_one_line(tmp_path: Path) -> None:

@@ -150,14 +150,14 @@ def test_a_filtered_groups_place_is_free_again() -> None:
 
 @pytest.mark.parametrize("bad", [{"eta": -1}, {"groups_per_step": 0}, {"groups_started": 0}, {"members_started": 0}])
 def test_nonsense_is_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"must be|starts at least"):
+    with pytest.raises(ValueError, match=r"must be"):
         StalenessLedger(**({"eta": 1, "groups_per_step": 1, "group_size": 1} | bad))
 
 
-def test_books_that_are_taken_up_go_on_where_they_were() -> None:
+def test_a_resumed_ledger_continues_from_the_restored_counts() -> None:
     ledger = make(eta=1)
-    consumed, given_up = (Fate.CONSUMED, AbortReason.NONE), (Fate.ABORTED, AbortReason.RUN_ENDED)
-    ledger.resume(3, {consumed: 3, given_up: 2})
+    consumed, lost = (Fate.CONSUMED, AbortReason.NONE), (Fate.ABORTED, AbortReason.RUN_ENDED)
+    ledger.resume(3, {consumed: 3, lost: 2})
     ledger.validate()
     assert (ledger.version, ledger.next_step, ledger.num_started, ledger.num_live) == (3, 3, 5, 0)
     route(ledger, 5, 3)
@@ -165,7 +165,7 @@ def test_books_that_are_taken_up_go_on_where_they_were() -> None:
     assert ledger.consume(3).groups == (5,)
     ledger.publish(PolicyVersion(4))
     ledger.validate()
-    with pytest.raises(ProtocolViolation, match="cannot be taken up"):
+    with pytest.raises(ProtocolViolation, match="cannot resume at step"):
         ledger.resume(4, {consumed: 4})
     with pytest.raises(ProtocolViolation, match="2 trajectories consumed by 3 steps"):
         make(eta=1).resume(3, {consumed: 2})

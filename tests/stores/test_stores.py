@@ -143,6 +143,25 @@ class TestVersionedStore(TrajectoryStoreTests):
             assert [e.trajectory.id for e in store.ended()] == list(range(4 * len(steps)))
             assert not [f for f in audit(store).findings if f.check in ("arrays", "bound", "once")]
 
+    def test_killed_while_it_is_made_it_is_not_there(self, tmp_path: Path) -> None:
+        script = textwrap.dedent(
+            """
+            import os, sys
+            from pathlib import Path
+            from stores import versioned
+            from tests.store_conformance import HEADER
+            versioned.zarr.open_group = lambda *args, **kwargs: os._exit(9)
+            versioned.VersionedStore.create(Path(sys.argv[1]), HEADER)
+            """
+        )
+        folder = tmp_path / "s"
+        assert subprocess.run([sys.executable, "-c", script, str(folder)], timeout=60).returncode == 9
+        assert not folder.exists()
+        assert VersionedStore.create(folder, HEADER).steps() == []
+        assert [p.name for p in tmp_path.iterdir()] == ["s"]
+        with pytest.raises(StoreError, match="cannot be created: there is one already"):
+            VersionedStore.create(folder, HEADER)
+
 
 def sound_store(folder: Path, num_steps: int = 4) -> VersionedStore:
     """A store as a faultless run writes it."""

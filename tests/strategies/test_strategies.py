@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.strategies.admission import Late, make_admission
-from pipeline.strategies.filtering import Stragglers, Straggling, make_filtering
-from pipeline.strategies.migration import Load, Movable, make_migration
+from pipeline.config.schema import StalenessConfig
+from pipeline.strategies.admission import ADMISSION, Credits, Late
+from pipeline.strategies.filtering import FILTERING, STRAGGLERS, KeepAll, NoSignal, Stragglers, Truncate
+from pipeline.strategies.migration import MIGRATION, LargestGain, Load, Movable, Stay
 from pipeline.strategies.routing import (
+    ROUTING,
     Candidate,
     Deadline,
     LeastRequests,
@@ -21,9 +23,9 @@ from pipeline.strategies.routing import (
     RoundRobin,
     Routing,
     ThroughputOptimal,
-    make_routing,
 )
-from pipeline.strategies.synchronization import LaggingInstance, make_synchronization
+from pipeline.strategies.synchronization import SYNCHRONIZATION, Greedy, Hypothesis, LaggingInstance, Status
+from stores.errors import ConfigError
 from stores.staleness import EntryState, StalenessLedger
 from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tasks.engines.cost_model import CostModel
@@ -148,8 +150,8 @@ def lagging(**changes: Any) -> LaggingInstance:
 @pytest.mark.parametrize(("running", "fed", "pulls"), [(8, 0, False), (4, 0, True), (4, 3, False), (0, 0, True)])
 def test_status_synchronization(running: int, fed: int, pulls: bool) -> None:
     instance = lagging(num_running=running, fed=fed)
-    assert make_synchronization("status", 0.5, COST).should_pull(instance) is pulls
-    assert make_synchronization("greedy", 0.5, COST).should_pull(instance)
+    assert Status(0.5).should_pull(instance) is pulls
+    assert Greedy().should_pull(instance)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +167,12 @@ def test_status_synchronization(running: int, fed: int, pulls: bool) -> None:
     ],
 )
 def test_hypothesis_weighs_the_gain_against_the_interruption(changes: Any, pulls: bool, why: str) -> None:
-    rule = make_synchronization("hypothesis", 0.5, dataclasses.replace(COST, prefill=0.001))
+    rule = Hypothesis(dataclasses.replace(COST, prefill=0.001))
     assert rule.should_pull(lagging(**changes)) is pulls, why
 
 
 def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() -> None:
-    rule = make_migration("largest_gain", dataclasses.replace(COST, prefill=0.0001), 0.2)
+    rule = LargestGain(dataclasses.replace(COST, prefill=0.0001), 0.2)
     crowd = [Movable(kv_tokens=100, remaining=500, pace_s=1.0 - i / 100) for i in range(60)]
     moved = rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60)
     assert moved[0] == 59
@@ -179,13 +181,13 @@ def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() ->
     assert rule.moves(Load(running=30, kv_tokens=3000), Load(running=29, kv_tokens=2900), crowd, limit=9) == []
     nearly_done = [Movable(kv_tokens=1000, remaining=1, pace_s=1.0)]
     assert rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), nearly_done, limit=9) == []
-    stay = make_migration("none", COST, 0.2)
+    stay = Stay()
     assert stay.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60) == []
 
 
 def play(admission: str, *, eta: int, alpha: float = 0.0, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
     """Three rounds of: start what may start, finish half of it, train if a batch is there. Groups started each time."""
-    rule = make_admission(admission, eta, alpha)
+    rule = ADMISSION.make(StalenessConfig(eta=eta, admission=admission, alpha=alpha), {"eta": eta})
     bound = num_steps if rule.late is Late.TRAIN else eta
     ledger = StalenessLedger(
         eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps, waits=rule.late is Late.WAIT
@@ -246,24 +248,29 @@ def test_steps_that_do_not_wait_drop_what_was_due_and_keep_the_bound() -> None:
 
 
 def test_no_signal_drops_equal_rewards() -> None:
-    rule = make_filtering("no_signal")
+    rule = NoSignal()
     assert rule.verdict([1.0, 1.0]) is AbortReason.NO_SIGNAL
     assert rule.verdict([1.0, 0.0]) is None
     assert rule.verdict([1.0]) is rule.verdict([]) is AbortReason.NO_SIGNAL
-    assert make_filtering("keep_all").verdict([1.0, 1.0]) is None
+    assert KeepAll().verdict([1.0, 1.0]) is None
 
 
 def test_unknown_names_say_what_there_is() -> None:
-    with pytest.raises(ValueError, match="there are random, round_robin, least_requests, throughput_optimal"):
-        make_routing("best", COST, 0.1, np.random.default_rng(0))
-    with pytest.raises(ValueError, match="there are staleflow, synchronous"):
-        make_admission("x", 1, 1.0)
-    with pytest.raises(ValueError, match="there are greedy, status, hypothesis"):
-        make_synchronization("x", 0.1, COST)
-    with pytest.raises(ValueError, match="there are none, largest_gain"):
-        make_migration("x", COST, 0.1)
-    with pytest.raises(ValueError, match="there are keep_all, no_signal"):
-        make_filtering("x")
+    for registry, names in (
+        (ROUTING, "random, round_robin, least_requests, throughput_optimal, deadline"),
+        (ADMISSION, "staleflow, synchronous, one_step, credits, backlog"),
+        (SYNCHRONIZATION, "greedy, status, hypothesis"),
+        (MIGRATION, "none, largest_gain"),
+        (FILTERING, "keep_all, no_signal"),
+        (STRAGGLERS, "wait, retry, truncate"),
+    ):
+        with pytest.raises(ValueError, match=f"no {registry.what} 'x'; there are {names}$"):
+            registry.find("x")
+
+
+def test_credits_must_not_let_work_lag_beyond_the_bound() -> None:
+    with pytest.raises(ConfigError, match=r"staleness.alpha = 1.5 lets trajectories lag 2 versions, .* allows 1"):
+        Credits(eta=1, alpha=1.5)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +278,7 @@ def test_unknown_names_say_what_there_is() -> None:
     [(5.0, 1, False), (11.0, 1, True), (11.0, 3, True), (11.0, 4, False), (11.0, 0, False)],
 )
 def test_a_step_is_stuck_when_it_has_long_waited_for_few(waited: float, missing: int, stuck: bool) -> None:
-    rule = Stragglers(action=Straggling.TRUNCATE, patience=1.0, share=0.1)
+    rule = Truncate(straggler_patience=1.0, straggler_share=0.1)
     assert rule.stuck(waited_s=waited, interval_s=10.0, missing=missing, groups_per_step=30) is stuck
     assert not Stragglers().stuck(waited_s=99.0, interval_s=10.0, missing=1, groups_per_step=30)
     assert not rule.stuck(waited_s=99.0, interval_s=0.0, missing=1, groups_per_step=30)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from stores.parameters import ParameterFolder
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion
 from tasks.engines.base import Engine
 from tasks.engines.cost_model import CostModel
-from tasks.engines.emulated import EmulatedEngine, EmulatedSettings, weights, word_logprobs
+from tasks.engines.emulated import Clock, EmulatedEngine, weights, word_logprobs
+from tasks.engines.settings import EmulatedSettings
 from tasks.names import REWARD_TOKEN
 from tasks.workload import DrawnWorkload, WorkloadSettings
 from tests.tasks.engine_conformance import EngineTests, collect, request, tokens_of
@@ -42,36 +43,68 @@ def settings(**changes: Any) -> EmulatedSettings:
     return EmulatedSettings(**(values | changes))
 
 
+class FaultyClock(Clock):
+    """The machine's time, as far as it goes on."""
+
+    def __init__(self) -> None:
+        self._stood_s = 0.0
+        self._stopped_at: float | None = None
+        self._broken = False
+        self._waiting: threading.Condition | None = None
+
+    def now(self) -> float:
+        return (super().now() if self._stopped_at is None else self._stopped_at) - self._stood_s
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        self._waiting = changed
+        if self._broken:
+            raise RuntimeError("no more time")
+        super().wait(changed, seconds)
+
+    def stop(self) -> None:
+        self._stopped_at = super().now()
+
+    def go_on(self) -> None:
+        assert self._stopped_at is not None
+        self._stood_s += super().now() - self._stopped_at
+        self._stopped_at = None
+        self._wake()
+
+    def fail(self) -> None:
+        """Break in the engine's own thread, which alone waits."""
+        self._broken = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None:
+            with self._waiting:
+                self._waiting.notify_all()
+
+
 class TestEmulatedEngine(EngineTests):
     @pytest.fixture
-    def engine(self) -> Iterator[EmulatedEngine]:
-        one = EmulatedEngine(settings(), InstanceId("rollout-0"))
+    def clock(self) -> FaultyClock:
+        return FaultyClock()
+
+    @pytest.fixture
+    def engine(self, clock: FaultyClock) -> Iterator[EmulatedEngine]:
+        one = EmulatedEngine(settings(), InstanceId("rollout-0"), clock)
         yield one
         one.close()
 
+    @pytest.fixture(autouse=True)
+    def faults(self, clock: FaultyClock) -> None:
+        self._clock = clock
+
     def kill(self, engine: Engine) -> None:
-        assert isinstance(engine, EmulatedEngine)
-
-        def fail() -> float:
-            raise RuntimeError("no more time")
-
-        with engine._changed:
-            engine._batch.next_s = fail  # type: ignore[method-assign]
-            engine._changed.notify_all()
+        self._clock.fail()
 
     @contextmanager
     def hang(self, engine: Engine) -> Iterator[None]:
         """Its clock stands still."""
-        assert isinstance(engine, EmulatedEngine)
-        with engine._changed:
-            stood_s, scale = time.monotonic() - engine._begin, engine._settings.time_scale
-            engine._settings = replace(engine._settings, time_scale=1e-9)
-            engine._begin -= stood_s * scale / 1e-9 - stood_s
+        self._clock.stop()
         yield
-        with engine._changed:
-            engine._settings = replace(engine._settings, time_scale=scale)
-            engine._begin = time.monotonic() - stood_s
-            engine._changed.notify_all()
+        self._clock.go_on()
 
     @pytest.fixture
     def reference(self) -> Callable[..., list[float]]:
@@ -99,7 +132,7 @@ def test_responses_are_as_long_and_as_good_as_the_workload_says() -> None:
 
 def test_time_passes_as_the_cost_model_says() -> None:
     """One request alone: its tokens times the step time, and not sooner. (That it is not much later is measured, in
-    benchmarks/overhead.py.)"""
+    benchmarks/reality.py overhead.)"""
     engine = EmulatedEngine(settings(), InstanceId("i"))
     try:
         begin = time.monotonic()

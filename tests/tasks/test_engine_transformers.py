@@ -14,7 +14,8 @@ from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.trajectory import InstanceId, PolicyVersion
 from tasks.engines.base import Engine
-from tasks.engines.transformers import TransformersEngine, TransformersSettings, load_model
+from tasks.engines.settings import TransformersSettings
+from tasks.engines.transformers import TransformersEngine, load_model
 from tests.tasks.engine_conformance import EngineTests, collect, model_settings, request
 
 

@@ -29,7 +29,8 @@ from tests.tasks.test_engine_transformers import changed_weights, plain_logprobs
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
-from tasks.engines.vllm import VllmEngine, VllmSettings
+from tasks.engines.settings import VllmSettings
+from tasks.engines.vllm import VllmEngine
 
 
 def settings(model: Path, **changes: Any) -> VllmSettings:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.names import ADVANTAGE_NAMES, AGGREGATION_NAMES, LOSS_NAMES
-from tasks.training.advantage import advantages
-from tasks.training.loss import LossSettings, token_loss
+from tasks.knobs import values
+from tasks.names import AGGREGATION_NAMES
+from tasks.training.advantage import ADVANTAGES, advantages
+from tasks.training.loss import LOSSES
 from tasks.training.packing import PackedRows, Row, microbatches, minibatches, token_weights
+from tasks.training.settings import LossConfig, TrainingConfig
 
 RNG = np.random.default_rng(5)
 
@@ -46,7 +48,7 @@ def naive_advantages(name: str, rewards: list[list[float]], valid: list[list[boo
     return result
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_NAMES)
+@pytest.mark.parametrize("name", ADVANTAGES.names)
 def test_advantages_equal_the_naive_ones(name: str) -> None:
     rewards = RNG.normal(size=(5, 4))
     valid = RNG.random((5, 4)) > 0.2
@@ -57,11 +59,11 @@ def test_advantages_equal_the_naive_ones(name: str) -> None:
 
 
 def test_equal_rewards_give_no_advantage() -> None:
-    for name in ADVANTAGE_NAMES:
+    for name in ADVANTAGES.names:
         assert not advantages(name, np.full((2, 4), 0.7), np.ones((2, 4), bool)).any()
 
 
-def naive_loss(s: LossSettings, new: float, old: float, sampled: float, a: float) -> float:
+def naive_loss(s: LossConfig, new: float, old: float, sampled: float, a: float) -> float:
     """One token, from the formulas of the papers."""
     low, high = 1 - s.clip_low, 1 + s.clip_high
     if s.name == "ppo_clip":
@@ -76,25 +78,26 @@ def naive_loss(s: LossSettings, new: float, old: float, sampled: float, a: float
     return -min(r, s.weight_cap) * a * new
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", LOSSES.names)
 def test_token_losses_equal_the_formulas(name: str) -> None:
-    settings = LossSettings(name=name, clip_low=0.2, clip_high=0.28, weight_cap=2.0)
+    settings = LossConfig(name=name, clip_low=0.2, clip_high=0.28, weight_cap=2.0)
     new, old, sampled = (RNG.normal(-1.5, 0.6, (3, 7)) for _ in range(3))
     a = RNG.normal(size=(3, 1))
-    result = token_loss(settings, *(torch.tensor(x) for x in (new, old, sampled, a)))
+    result = LOSSES.make(settings).token_loss(*(torch.tensor(x) for x in (new, old, sampled, a)))
     expected = [
         [naive_loss(settings, new[i, t], old[i, t], sampled[i, t], a[i, 0]) for t in range(7)] for i in range(3)
     ]
     np.testing.assert_allclose(result.loss.numpy(), expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", LOSSES.names)
 def test_importance_weights_carry_no_gradient(name: str) -> None:
     """At equal policies every loss has the policy gradient -A grad log pi; a weight left attached would change it."""
-    settings = LossSettings(name=name, clip_low=0.2, clip_high=0.28, weight_cap=5.0)
+    settings = LossConfig(name=name, clip_low=0.2, clip_high=0.28, weight_cap=5.0)
     new = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
     same = new.detach()
-    token_loss(settings, new, same, same, torch.tensor([[2.0]], dtype=torch.float64)).loss.sum().backward()
+    advantage = torch.tensor([[2.0]], dtype=torch.float64)
+    LOSSES.make(settings).token_loss(new, same, same, advantage).loss.sum().backward()
     assert new.grad is not None
     np.testing.assert_allclose(new.grad.numpy(), -2.0 * np.ones((1, 3)))
 
@@ -148,13 +151,15 @@ def trainer(tiny_model: Any, **changes: Any) -> Any:
     from tasks.training.policy_trainer import PolicyTrainer, TrainerSettings
 
     torch.set_num_threads(1)
-    base: dict[str, Any] = {
-        "model": str(tiny_model), "dtype": "float32", "device": "cpu", "learning_rate": 1e-3, "schedule": "constant",
-        "warmup_steps": 0, "num_steps": 10, "minibatches": 1, "microbatch_tokens": 10_000, "grad_clip": 1e9,
-        "weight_decay": 0.0, "betas": (0.9, 0.95), "aggregation": "token_mean", "temperature": 1.0, "max_length": 20,
-        "seed": 0, "loss": LossSettings(name="decoupled_ppo", clip_low=0.2, clip_high=0.28, weight_cap=5.0),
+    training: dict[str, Any] = {
+        "learning_rate": 1e-3, "microbatch_tokens": 10_000, "grad_clip": 1e9,
+        **{name: changes.pop(name) for name in tuple(changes) if name in values(TrainingConfig())},
     }  # fmt: skip
-    return PolicyTrainer(TrainerSettings(**(base | changes)))
+    base: dict[str, Any] = {
+        "model": str(tiny_model), "dtype": "float32", "device": "cpu", "num_steps": 10, "temperature": 1.0,
+        "max_length": 20, "seed": 0,
+    }  # fmt: skip
+    return PolicyTrainer(TrainerSettings(**(base | changes), training=TrainingConfig(**training)))
 
 
 def test_padding_and_packing_do_not_change_the_gradient(tiny_model: Any) -> None:

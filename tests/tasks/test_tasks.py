@@ -57,17 +57,25 @@ def greedy(a, b, c):
 
 
 @pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 2)
+    return path
+
+
+@pytest.fixture
 def rewards(tmp_path: Path) -> Path:
     path = tmp_path / "rewards.py"
     path.write_text(REWARDS)
     return path
 
 
-def scorer(function: str, timeout_s: float = 1.0, pattern: str = "") -> Scorer:
+def scorer(function: str, timeout_s: float = 1.0, pattern: str = "", rows: Path | None = None) -> Scorer:
+    """rows: a file of prompts to be used in place of chain_sum, whose package takes seconds to load in each process."""
     return Scorer(
         ScoringSettings(
-            source="reasoning_gym:chain_sum",
-            options=OPTIONS,
+            source="reasoning_gym:chain_sum" if rows is None else f"jsonl:{rows}",
+            options=OPTIONS if rows is None else {},
             seed=1,
             function=function,
             answer_pattern=pattern,
@@ -106,7 +114,7 @@ def test_no_held_out_prompt_is_drawn_for_training() -> None:
     again = source.apart(110)
     assert [again.task(i).prompt for i in reversed(range(300))] == kept[::-1]
     replaced = sum(d in held_out for d in drawn)
-    assert apart.told == f"{replaced} of 300 prompts drawn for training are held out: replaced by others"
+    assert apart.held_out_notice == f"{replaced} of 300 prompts drawn for training were held out, and replaced"
     assert prompts_of(source.apart(0), 300) == drawn
 
 
@@ -114,7 +122,7 @@ def test_without_repeated_prompts_each_index_means_what_it_did() -> None:
     source = ReasoningGym("chain_sum", {"min_terms": 4, "min_digits": 4}, 4)
     apart = source.apart(50)
     assert prompts_of(apart, 100) == prompts_of(source, 100)
-    assert apart.told == ""
+    assert apart.held_out_notice == ""
 
 
 def test_a_source_that_is_held_out_as_a_whole_is_one_line() -> None:
@@ -134,12 +142,12 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
     assert "same" in prompts_of(source, 18)
     apart = source.apart(1)
     assert prompts_of(apart, 36) == ["p0", "p1", "p2", *rows[3:], "p0", "p1", "p2", *rows[3:], "p0", "p1"]
-    assert "1 of 20 rows" in apart.told
+    assert "1 of 20 rows" in apart.held_out_notice
     assert [t.prompt for t in distinct_held_out(apart, 200)] == ["other", "same"]
     unique = JsonLines(write_rows(tmp_path / "unique.jsonl", rows))
     assert prompts_of(unique.apart(5), 40) == prompts_of(unique, 40)
-    assert unique.apart(5).told == ""
-    with pytest.raises(ConfigError, match="each of the 9 rows to train on has the prompt of a row that is held out"):
+    assert unique.apart(5).held_out_notice == ""
+    with pytest.raises(ConfigError, match="each of the 9 training rows has the prompt of a held-out row"):
         JsonLines(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).apart(1)
 
 
@@ -151,7 +159,7 @@ def test_a_users_environment_that_mixes_them_up_is_counted(tmp_path: Path) -> No
     )
     source = make_source(f"{tmp_path}/mine.py:Few", {}, 0).apart(4)
     assert prompts_of(source, 9) == [str(i) for i in range(9)]
-    assert "4 of 9 prompts that were trained on are held out too" in source.told
+    assert "4 of 9 prompts that were trained on are also held out" in source.held_out_notice
 
 
 def test_the_sources_own_verifier() -> None:
@@ -232,7 +240,7 @@ def test_a_users_own_environment(tmp_path: Path) -> None:
     finally:
         scorer.close()
     for name, message in (
-        ("broken", "cannot be made: KeyError: 'first'"),
+        ("broken", "cannot be created: KeyError: 'first'"),
         ("Speechless", "record 0 must be a dict with a string `prompt`"),
         ("Nothing", "has no function Nothing"),
     ):
@@ -261,8 +269,8 @@ def test_math_verify_accepts_equal_expressions() -> None:
     assert [s.reward for s in scores] == [1.0, 0.0]
 
 
-def test_a_users_reward_with_parts(rewards: Path) -> None:
-    one = scorer(f"{rewards}:length", pattern="<(.*)>")
+def test_a_users_reward_with_parts(rewards: Path, rows: Path) -> None:
+    one = scorer(f"{rewards}:length", pattern="<(.*)>", rows=rows)
     try:
         (score,) = one.score([("x <abc>", {})])
     finally:
@@ -270,8 +278,8 @@ def test_a_users_reward_with_parts(rewards: Path) -> None:
     assert (score.reward, score.parts, score.error) == (pytest.approx(0.3), {"length": 3}, "")
 
 
-def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: Path) -> None:
-    one = scorer(f"{rewards}:moody")
+def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: Path, rows: Path) -> None:
+    one = scorer(f"{rewards}:moody", rows=rows)
     try:
         scores = one.score([(a, {}) for a in ("ok", "raise", "hang", "nan", "text", "die", "ok")])
     finally:
@@ -281,7 +289,7 @@ def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: P
     assert ok == again == ""
     assert raised == "ValueError: I do not like it"
     assert hung == "the reward took longer than 1 s"
-    assert nan == "the reward is nan, it must be a finite number"
+    assert nan == "the reward is nan; it must be a finite number"
     assert text.startswith("ValueError: could not convert string")
     assert died.startswith("the reward process died")
 
@@ -291,13 +299,13 @@ def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: P
     [
         ("nothing.py:f", "no such file"),
         ("{rewards}:missing", "has no function missing"),
-        ("{rewards}:greedy", r"must take \(answer, record\), it needs 3 arguments"),
+        ("{rewards}:greedy", r"must take \(answer, record\), but requires 3 arguments"),
         ("no_such_module:f", "cannot be loaded"),
         ("bare", "expected task, math_verify"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_one_line(rewards: Path, function: str, message: str) -> None:
-    one = scorer(function.format(rewards=rewards))
+def test_a_reward_that_cannot_be_loaded_is_one_line(rewards: Path, rows: Path, function: str, message: str) -> None:
+    one = scorer(function.format(rewards=rewards), rows=rows)
     with pytest.raises(ConfigError, match=message):
         one.check()
 

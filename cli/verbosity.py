@@ -1,0 +1,41 @@
+"""What `-v` and `-vv` show: the log of staleflow's own packages, on the same console as the live view."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from rich.console import Console
+
+PACKAGES = ("cli", "pipeline", "tasks", "stores")
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints records through a console, which knows how to keep a live view below them."""
+
+    def __init__(self, console: Console, level: int) -> None:
+        super().__init__(level)
+        self._console = console
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def logging_to(console: Console, verbosity: int) -> Iterator[None]:
+    """Show the log on a console. verbosity: 0 errors; 1 also each training step and what befalls a run (INFO); 2 also
+    single placements and pulls (DEBUG). Of other libraries warnings at most, and those only when verbose."""
+    level = {0: logging.ERROR, 1: logging.INFO}.get(verbosity, logging.DEBUG)
+    root, ours = logging.getLogger(), [logging.getLogger(name) for name in PACKAGES]
+    handler, before = ConsoleHandler(console, level), [logger.level for logger in ours]
+    root.addHandler(handler)
+    for logger in ours:
+        logger.setLevel(min(level, logging.WARNING))  # a run's own log keeps warnings, shown here or not
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        for logger, was in zip(ours, before, strict=True):
+            logger.setLevel(was)

@@ -1,0 +1,44 @@
+"""The job file as a JSON Schema, by which editors complete and check it. Says what one key may be; rules that need more
+than one key (pipeline/config/rules.py) are not in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+from tasks.knobs import Knob, default_of, spec_of
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
+OWN_CODE = r"^.+:[A-Za-z_]\w*$"
+"""file.py:NAME or module:NAME."""
+
+
+def json_schema(cls: type[Any]) -> dict[str, Any]:
+    """The schema of a tree of knobs. Unknown keys are refused, as they are when a job file is read."""
+    return {"$schema": DRAFT, "title": "staleflow job", **_table(cls)}
+
+
+def _table(cls: type[Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    properties = {}
+    for declared in dataclasses.fields(cls):
+        spec = spec_of(declared)
+        hint = hints[declared.name]
+        properties[declared.name] = _table(hint) if spec is None else _value(hint, spec, default_of(declared))
+    doc = " ".join((cls.__doc__ or "").split())
+    return {"type": "object", "description": doc, "properties": properties, "additionalProperties": False}
+
+
+def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
+    schema: dict[str, Any] = {"description": spec.doc, "default": default}
+    kind = TYPES[typing.get_origin(hint) or hint]
+    if spec.choices and spec.own:
+        own = {"type": kind, "pattern": OWN_CODE, "description": "file.py:NAME or module:NAME, your own"}
+        return schema | {"anyOf": [{"enum": list(spec.choices)}, own]}
+    schema["type"] = kind
+    if spec.choices:
+        schema["enum"] = list(spec.choices)
+    limits = (("minimum", spec.low), ("maximum", spec.high), ("exclusiveMinimum", spec.above))
+    return schema | {name: limit for name, limit in limits if limit is not None}

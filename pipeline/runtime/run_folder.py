@@ -1,0 +1,171 @@
+"""A run's folder: self-contained, and used by one process at a time.
+
+runs/NAME/ holds config.toml (resolved), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest
+resume points), tensorboard/, summary.json and summary.png; a submitted job's also job.txt (its id) and code/.
+
+Two guarantees. Nothing in the folder is written before its lock is held. And a run uses the folder it is given, even
+after a move: paths in config.toml that point into the folder's place at the time of writing are read as paths into its
+present place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from pipeline.config import fields, loading, user_files
+from pipeline.config.schema import RunConfig
+from stores.errors import ConfigError, StoreError
+
+LOCK = ".running"
+"""The lock file in a run's folder; it contains the holder's name."""
+PATHS = ("model.path", "workload.run", *user_files.CODE)
+"""Keys of a job that may name a file in the run's folder."""
+
+
+class FolderInUse(ConfigError):
+    """Another process is using the folder."""
+
+
+def refuse_taken(run_dir: Path) -> None:
+    """Raise ConfigError if the folder already holds a run: nothing stored is ever overwritten. What remains of a run
+    killed before it had a store does not count."""
+    events = run_dir / "events.jsonl"
+    kept = any((run_dir / name).exists() for name in ("store", "checkpoints", "resume"))
+    if kept or (events.is_file() and events.stat().st_size):
+        raise ConfigError(f"{run_dir} already holds a run; choose another with --set name=..., or remove it")
+
+
+def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) -> Path:
+    """Create a new run's folder with its job file and a copy of the user's code, by file name. Requires the folder's
+    lock. Raises ConfigError as `refuse_taken`, StoreError."""
+    refuse_taken(config.run_dir)
+    _make(config.run_dir)
+    write_code(config.run_dir, code or {})
+    write_job(config)
+    return config.run_dir
+
+
+def write_job(config: RunConfig) -> None:
+    """Write a job to its run's folder atomically. Raises StoreError."""
+    part = config.run_dir / ".config.part"
+    try:
+        part.write_text(fields.to_toml(config))
+        part.rename(config.run_dir / "config.toml")
+    except OSError as error:
+        raise StoreError(f"{config.run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+
+
+def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:
+    """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides. file:
+    another for the job of an earlier start. Raises ConfigError."""
+    tree = loading.read_tree(run_dir / file)
+    here, before = run_dir.resolve(), str(Path(tree.get("runs_dir", "runs")) / tree.get("name", "run"))
+    for path in PATHS:
+        *tables, key = path.split(".")
+        section: Any = tree
+        for table in tables:
+            section = section.get(table) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(value := section.get(key), str):
+            section[key] = _moved(value, before, str(here))
+    config = loading.from_overridden(tree, overrides, str(run_dir / file))
+    return user_files.placed(config, here)
+
+
+def _moved(value: str, before: str, here: str) -> str:
+    """A job's value, with a path inside the folder `before` moved to the folder `here`.
+
+    >>> _moved("/runs/one/code/mine.py:f", "/runs/one", "/runs/two")
+    '/runs/two/code/mine.py:f'
+    >>> _moved("jsonl:/runs/one-more/p.jsonl", "/runs/one", "/runs/two")
+    'jsonl:/runs/one-more/p.jsonl'
+    """
+    kind = "jsonl:" if value.startswith("jsonl:") else ""
+    file = value.removeprefix(kind)
+    return f"{kind}{here}{file[len(before) :]}" if file == before or file.startswith(f"{before}/") else value
+
+
+@contextlib.contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Lock a run's folder, creating it if necessary. Raises as `only_here` does."""
+    _make(run_dir)
+    with only_here(run_dir):
+        yield
+
+
+@contextlib.contextmanager
+def only_here(run_dir: Path) -> Iterator[None]:
+    """Lock a folder. Raises FolderInUse, naming the holder, if another process uses it. The lock ends with this
+    process, however that ends."""
+    with _locked(run_dir) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _locked(run_dir: Path) -> TextIO:
+    """The folder's lock file, locked while it is open."""
+    path = run_dir / LOCK
+    while True:
+        try:
+            file = path.open("a+")
+        except OSError as error:
+            raise StoreError(
+                f"{run_dir}: cannot be written: {error}; a run's folder is locked while it is in use"
+            ) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+            file.close()  # recreated meanwhile: a lock on a deleted file excludes no one
+        except FileNotFoundError:
+            file.close()
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise FolderInUse(f"{run_dir}: in use by {holder}; wait until it ends, or stop it") from None
+        except OSError as error:
+            file.close()
+            raise StoreError(f"{path}: cannot be locked: {error}; use a file system that supports locks") from error
+
+
+def _make(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+
+
+def job_id(run_dir: Path) -> str:
+    """Id of the job last submitted to continue the run; empty if there was none."""
+    owner = run_dir / "job.txt"
+    return owner.read_text().strip() if owner.is_file() else ""
+
+
+def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:
+    """Record that the run now belongs to this job, and store the code sent with it. Raises StoreError."""
+    try:
+        (run_dir / "job.txt").write_text(f"{id}\n")
+    except OSError as error:
+        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+    write_code(run_dir, code)
+
+
+def write_code(run_dir: Path, code: Mapping[str, str]) -> None:
+    """Store user code, by file name, in the run's folder. Raises StoreError."""
+    try:
+        user_files.write_code(run_dir / "code", code)
+    except OSError as error:
+        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+
+
+def list_runs(runs_dir: Path) -> list[Path]:
+    """Folders below `runs_dir` that hold a run, sorted by name."""
+    return sorted(p.parent for p in runs_dir.glob("*/config.toml"))

@@ -1,0 +1,190 @@
+"""A knob: a field of a frozen dataclass that carries its meaning, its limits and its default.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Pull:
+        share: float = knob(0.5, "share of an instance's places that must be free", low=0, high=1)
+
+Whatever is set from outside is checked against them once, in `read`, with the key, the limit and the nearest name in
+the message; a default beyond its own limits fails where it is declared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, overload
+
+from stores.errors import ConfigError
+
+METADATA = "knob"
+"""Where a field's metadata holds its Knob."""
+
+T = TypeVar("T")
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """What a field says of itself. low <= value <= high, value > above, or one of `choices`.
+
+    own: it may also name code of the user's own, file.py:NAME or module:NAME. shown: also while it has its default.
+    """
+
+    doc: str
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    own: bool = False
+    shown: bool = True
+
+    @property
+    def limits(self) -> str:
+        """The limits for people, such as `>= 0, <= 1`; empty if there are none."""
+        if self.choices:
+            return " | ".join(self.choices)
+        bounds = ((">", self.above), (">=", self.low), ("<=", self.high))
+        return ", ".join(f"{sign} {_number(bound)}" for sign, bound in bounds if bound is not None)
+
+    def fault(self, value: object) -> str:
+        """What is wrong with a value of the right type, to be read after its key; empty if it keeps the limits."""
+        if self.choices and value not in self.choices and not (self.own and names_own_code(value)):
+            near = difflib.get_close_matches(str(value), self.choices, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            return f"must be one of {', '.join(self.choices)}, not {value!r}{hint}"
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                return f"= {value!r} must be finite"
+            below = self.low is not None and value < self.low
+            beyond = self.high is not None and value > self.high
+            if below or beyond or (self.above is not None and value <= self.above):
+                return f"= {value!r} is out of range; it must be {self.limits}"
+        return ""
+
+
+def names_own_code(value: object) -> bool:
+    """Whether a value has the form file.py:NAME or module:NAME."""
+    where, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return bool(where and colon) and name.isidentifier()
+
+
+@overload
+def knob(default: bool, doc: str) -> bool: ...
+@overload
+def knob(
+    default: Number, doc: str, *, low: float | None = None, high: float | None = None, above: float | None = None
+) -> Number: ...
+@overload
+def knob(default: str, doc: str, *, choices: Sequence[str] = ()) -> str: ...
+@overload
+def knob(default: dict[str, T], doc: str, *, shown: bool = True) -> dict[str, T]: ...
+def knob(
+    default: object,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    choices: Sequence[str] = (),
+    shown: bool = True,
+) -> object:
+    """A field with its meaning and its limits. Raises ValueError if the default does not keep them."""
+    return knob_field(default, Knob(doc=doc, low=low, high=high, above=above, choices=tuple(choices), shown=shown))
+
+
+def knob_field(default: object, spec: Knob, **more: object) -> Any:
+    """A dataclass field for this knob. more: further entries of its metadata."""
+    if fault := spec.fault(default):
+        raise ValueError(f"a knob's default breaks its own limits ({spec.doc!r}): {fault}")
+    metadata = {METADATA: spec, **more}
+    if isinstance(default, dict):
+        kept = dict(default)
+        return field(default_factory=lambda: dict(kept), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def spec_of(declared: dataclasses.Field[Any]) -> Knob | None:
+    """What a field says of itself; None if it is no knob."""
+    return declared.metadata.get(METADATA)
+
+
+def default_of(declared: dataclasses.Field[Any]) -> Any:
+    """A knob's default value."""
+    made = declared.default_factory
+    return declared.default if made is dataclasses.MISSING else made()
+
+
+def knobs(cls: object) -> dict[str, dataclasses.Field[Any]]:
+    """The knobs of a class by name; none if it is no dataclass."""
+    return {f.name: f for f in dataclasses.fields(cls) if spec_of(f)} if dataclasses.is_dataclass(cls) else {}
+
+
+def values(section: Any) -> dict[str, Any]:
+    """The fields of a dataclass instance by name, not copied."""
+    return {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
+
+
+def build(cls: type[T], tree: object, where: str, prefix: str = "") -> T:
+    """An instance of `cls` from nested plain values. Raises ConfigError as `read`."""
+    return cls(**read(cls, tree, where, prefix))
+
+
+def read(cls: type[Any], tree: object, where: str, prefix: str = "") -> dict[str, Any]:
+    """Nested plain values, checked against the knobs of `cls` and of the dataclasses in it; what is not set is left
+    out. where: names the source in messages. A key in the REFUSED of its class is answered with the reason given there.
+    Raises ConfigError."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where}: {prefix.rstrip('.')} must be a table, not {tree!r}")
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    known = {f.name: f for f in fields if spec_of(f) or dataclasses.is_dataclass(hints[f.name])}
+    read_values: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if why := getattr(cls, "REFUSED", {}).get(name):
+            raise ConfigError(f"{where}: {key} is not offered: {why}")
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known) or 'none'}"
+            raise ConfigError(f"{where}: unknown key {key}; {hint}")
+        spec = spec_of(known[name])
+        if spec is None:
+            read_values[name] = build(hints[name], value, where, f"{key}.")
+        else:
+            read_values[name] = _checked(value, hints[name], spec, f"{where}: {key}")
+    return read_values
+
+
+def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:
+    kind = typing.get_origin(hint) or hint
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if (
+        isinstance(kind, types.UnionType)
+        or not isinstance(value, kind)
+        or (isinstance(value, bool) and kind is not bool)
+    ):
+        raise ConfigError(f"{where} must be {_article(kind.__name__)}, not {value!r}")
+    if fault := spec.fault(value):
+        raise ConfigError(f"{where} {fault}")
+    return value
+
+
+def _article(kind: str) -> str:
+    names = {
+        "int": "a whole number",
+        "float": "a number",
+        "str": "a string",
+        "bool": "true or false",
+        "dict": "a table",
+    }
+    return names.get(kind, kind)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else f"{value:g}"

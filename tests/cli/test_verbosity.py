@@ -1,0 +1,154 @@
+"""What `-v` shows: a line a training step, one an event; in a pipe, beside JSON, and above a live view."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cli.display import Display
+from cli.verbosity import PACKAGES, logging_to
+from pipeline.config import loading
+from pipeline.config.deciding import make_coordinator
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.snapshot import Snapshot
+from pipeline.jobs import execution
+from pipeline.jobs.execution import RunEnd
+from pipeline.jobs.reporter import Reporter
+from pipeline.runtime.evaluation import Evaluation
+from pipeline.runtime.outcomes import Outcomes
+from tests.commands import command
+
+JOB = "examples/dryrun.toml"
+METRICS = "reward response_mean staleness_mean staleness_max loss grad_norm train_s wait_s elapsed_s"
+STEP = dict.fromkeys(METRICS.split(), 0.5)
+SUMMARY: dict[str, Any] = {
+    "steps": 2, "evaluations": [], "seconds": {}, "alarms": [], "trajectories_consumed": 0, "response_tokens": 0,
+    "staleness_histogram": {}, "staleness_bound": 1, "cost_model": {"measured_over_predicted": None, "drifted": False},
+    "overhead": {"trainer_waits_though_ready": 0.0, "rollout_idle_though_routable": 0.0},
+}  # fmt: skip
+
+
+async def short_run(
+    config: RunConfig,
+    progress: Callable[[Snapshot, Outcomes, str], None],
+    announce: Callable[[str], None],
+    **_: Any,
+) -> RunEnd:
+    """A run as the command sees it, told and logged by the same means, without a cluster."""
+    reporter, outcomes = Reporter("a-job", 2), Outcomes()
+    snapshot = make_coordinator(config).snapshot()
+
+    def tell(doing: str) -> None:
+        reporter.progress(snapshot, outcomes, doing)
+        progress(snapshot, outcomes, doing)
+
+    with reporter.listening():
+        announce("Dask dashboard: nowhere")
+        tell("evaluating version 0")
+        outcomes.evaluations.append(Evaluation(version=0, num_prompts=8, sampled=0.25, greedy=0.5))
+        logging.getLogger("pipeline.runtime.workers").debug("server placed on w")
+        for step in range(2):
+            outcomes.steps.append({"step": float(step), **STEP})
+            tell("")
+        logging.getLogger("pipeline.runtime.actors").warning("rollout-0 is gone; replacing it")
+        logging.getLogger("some.library").info("chatter")
+    assert any("rollout-0 is gone" in line for line in reporter._lines)
+    return RunEnd(run_dir=Path("runs/x"), summary=SUMMARY, stopped="")
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "execute", short_run)
+
+
+LINES = {
+    "step 0/2": 1, "step 1/2": 1, "evaluating version 0": 1, "held-out reward at version 0": 1, "rollout-0 is gone": 1,
+    "Dask dashboard": 1, "chatter": 0, "server placed": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "differs"),
+    [
+        ((), {"rollout-0 is gone": 0}),
+        (("-v",), {}),
+        (("-vv",), {"server placed": 1}),
+        (("--json",), dict.fromkeys(LINES, 0)),
+        (("--json", "-v"), {"Dask dashboard": 0}),
+    ],
+)
+def test_each_event_is_one_line(options: tuple[str, ...], differs: dict[str, int]) -> None:
+    answered = command("run", JOB, "--set", "steps=2", *options)
+    assert answered.returncode == 0, answered.stderr
+    assert {line: answered.stderr.count(line) for line in LINES} == LINES | differs
+    if "--json" in options:
+        assert json.loads(answered.stdout) == SUMMARY
+    levels = Counter(re.findall(r"\d\d:\d\d:\d\d (\w+) \w+\.", answered.stderr))
+    logged = {"INFO": 4, "WARNING": 1, "DEBUG": 1}
+    shown = {"-v": ("INFO", "WARNING"), "-vv": tuple(logged)}.get(options[-1] if options else "", ())
+    assert levels == {level: logged[level] for level in shown}
+
+
+def test_the_log_is_as_it_was_afterwards() -> None:
+    def state() -> list[object]:
+        loggers = [logging.getLogger(), *map(logging.getLogger, PACKAGES)]
+        return [(one.level, tuple(one.handlers)) for one in loggers]
+
+    before = state()
+    command("run", JOB, "-vv")
+    assert state() == before
+
+
+class Screen:
+    """What a terminal shows of what is written to it: text, line feeds, and the moves that rich makes."""
+
+    def __init__(self) -> None:
+        self.lines, self.row, self.column = [""], 0, 0
+
+    def feed(self, text: str) -> None:
+        for move, count, action, word in re.findall(r"(\x1b\[\??(\d*)[;\d]*([A-Za-z]))|([^\x1b])", text, re.DOTALL):
+            if not move:
+                self._write(word)
+            elif action == "A":
+                self.row -= int(count or 1)
+            elif action == "K":
+                self.lines[self.row] = ""
+
+    def _write(self, character: str) -> None:
+        if character == "\r":
+            self.column = 0
+        elif character == "\n":
+            self.row, self.column = self.row + 1, 0
+            if self.row == len(self.lines):
+                self.lines.append("")
+        else:
+            line = self.lines[self.row].ljust(self.column)
+            self.lines[self.row] = line[: self.column] + character + line[self.column + 1 :]
+            self.column += 1
+
+
+def test_log_lines_stand_whole_above_a_live_view() -> None:
+    config, written = loading.load(JOB), io.StringIO()
+    display = Display(config, quiet=False, verbosity=1)
+    display.console = Console(file=written, force_terminal=True, width=200, height=50)
+    outcomes, snapshot = Outcomes(), make_coordinator(config).snapshot()
+    with display, logging_to(display.console, 1):
+        for step in range(3):
+            outcomes.steps.append({"step": float(step), **STEP, "response_tokens": 5.0})
+            display.progress(snapshot, outcomes, "")
+            assert display._live is not None
+            display._live.refresh()  # as it does four times a second
+            logging.getLogger("pipeline.jobs.reporter").info("step %d is done", step)
+    screen = Screen()
+    screen.feed(written.getvalue())
+    told = [line.rstrip() for line in screen.lines if line.strip()]
+    assert [line.partition(": ")[2] for line in told] == [f"step {step} is done" for step in range(3)]

@@ -1,0 +1,49 @@
+"""What actors are started with: what the job says, and picklable."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from pipeline.config import loading
+from pipeline.config.actor_settings import engine_settings, trainer_settings
+from tasks.engines.settings import ENGINES, EmulatedSettings, TransformersSettings, VllmSettings
+
+JOB = ("model.path=somewhere", "seed=3", "rollout.engine.max_running=7", "rollout.engine.page_tokens=8")
+MODEL = {
+    "model": "somewhere", "dtype": "float32", "device": "auto", "temperature": 1.0, "max_running": 7,
+    "kv_tokens": 16384, "page_tokens": 8, "max_batch_tokens": 1024, "eos": (1, 2), "seed": 3002,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENGINES.names)
+def test_each_engine_is_given_what_the_job_says(name: str) -> None:
+    own = {
+        "vllm": ("rollout.engine.tensor_parallel=2", "rollout.engine.options={a=1}", "rollout.on_pull=keep"),
+        "emulated": ("rollout.engine.time_scale=9", "simulation.pull_s=2", "rollout.on_pull=keep"),
+    }.get(name, ())
+    config = loading.load("examples/longtail.toml", (*JOB, f"rollout.engine.name={name}", *own))
+    settings = engine_settings(config, 2, (1, 2))
+    if name == "emulated":
+        assert isinstance(settings, EmulatedSettings)
+        assert (settings.time_scale, settings.pull_s, settings.keep, settings.members) == (9.0, 2.0, True, 8)
+        assert settings.max_running == 7 and settings.workload.prompt_tokens(0) == config.workload.prompt_tokens
+        assert pickle.loads(pickle.dumps(settings)).cost == settings.cost
+    else:
+        known = MODEL | {"kv_tokens": config.rollout.engine.kv_tokens}
+        known["max_batch_tokens"] = config.rollout.engine.max_batch_tokens
+        expected = {
+            "transformers": lambda: TransformersSettings(**known),
+            "vllm": lambda: VllmSettings(**known, keep=True, tensor_parallel=2, options={"a": 1}),
+        }[name]()
+        assert pickle.loads(pickle.dumps(settings)) == settings == expected
+
+
+def test_the_trainer_is_given_the_jobs_table() -> None:
+    config = loading.load(
+        "examples/longtail.toml", (*JOB, "rollout.engine.name=transformers", "training.minibatches=2")
+    )
+    settings = pickle.loads(pickle.dumps(trainer_settings(config)))
+    assert settings.training == config.training
+    assert (settings.model, settings.num_steps, settings.seed) == ("somewhere", config.steps, 3)

@@ -1,0 +1,143 @@
+"""docs/extending.md: its examples work as they stand there, and are as long as it says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config import actor_settings, loading, user_files
+from pipeline.config.schema import RunConfig
+from pipeline.jobs.tracking import Tracking
+from pipeline.simulator.body import SimulatedRun
+from pipeline.simulator.trace import Trace
+from tasks.engines import settings as engines
+from tasks.environments import make_reward, make_source
+from tasks.knobs import knob
+from tasks.registry import Registry
+from tasks.training.advantage import advantages
+from tasks.training.loss import LOSSES
+
+PAGE = Path("docs/extending.md").read_text()
+JOB = {
+    "steps": 6, "rollout": {"instances": 3, "max_new_tokens": 400, "engine": {"name": "emulated", "max_running": 16}},
+    "batch": {"groups_per_step": 6, "group_size": 3}, "workload": {"median": 60.0, "prompt_tokens": 20},
+    "simulation": {"train_s": 0.5, "pull_s": 0.05},
+}  # fmt: skip
+
+
+def blocks(heading: str, language: str) -> list[str]:
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(tree)
+    for key, value in over.items():
+        result[key] = merged(result.get(key, {}), value) if isinstance(value, dict) else value
+    return result
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a section of the page: its file written, and its job read, in a folder of the test's own."""
+
+    def made(heading: str, **changes: Any) -> RunConfig:
+        (tmp_path / "mine.py").write_text(blocks(heading, "python")[0])
+        monkeypatch.chdir(tmp_path)
+        (toml,) = blocks(heading, "toml")
+        config = loading.from_tree(merged(merged(JOB, tomllib.loads(toml)), changes), heading)
+        user_files.check(config)
+        return user_files.located(config)
+
+    return made
+
+
+def simulated(config: RunConfig) -> Trace:
+    return SimulatedRun(config, actor_settings.make_workload(config)).run()
+
+
+def test_a_rule_from_a_file_routes_and_declines_as_it_says(example: Any) -> None:
+    often, seldom = (
+        simulated(example("A routing rule", rollout={"routing_options": {"most": most}})) for most in (10**6, 100)
+    )
+    assert simulated(example("A routing rule")).steps[-1].step == 5
+    assert len(often.steps) == len(seldom.steps) == 6
+    assert often.refusals.get("gain too small", 0) == 0 < seldom.refusals["gain too small"]
+    assert often.finished_s < seldom.finished_s
+
+
+def test_a_loss_from_a_file_equals_its_formula(example: Any) -> None:
+    config = example("A loss with a knob")
+    rng = np.random.default_rng(0)
+    new, sampled = rng.normal(-1.0, 0.5, (2, 3, 7))
+    advantage = rng.normal(size=(3, 1))
+    logprobs = torch.tensor(new, requires_grad=True)
+    result = LOSSES.make(config.training.loss).token_loss(
+        logprobs, logprobs.detach(), torch.tensor(sampled), torch.tensor(advantage)
+    )
+    ratio = np.exp(new - sampled)
+    kept = (ratio <= 1.5) & (ratio >= 1 / 1.5)
+    assert 0 < kept.sum() < kept.size
+    np.testing.assert_allclose(result.loss.detach().numpy(), -ratio * kept * advantage * new)
+    assert (result.clipped.numpy() == ~kept).all()
+    result.loss.sum().backward()
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), -ratio * kept * advantage)
+
+
+def test_an_advantage_from_a_file(example: Any) -> None:
+    rewards, valid = np.array([[1.0, 0.0, 5.0], [3.0, 1.0, 9.0]]), np.array([[True] * 3, [True, True, False]])
+    given = advantages(example("An advantage").training.advantage, rewards, valid)
+    assert given.tolist() == [[0.0, -1.0, 4.0], [1.0, -1.0, 0.0]]
+
+
+def test_a_source_a_reward_and_a_tracker_from_a_file(example: Any, tmp_path: Path) -> None:
+    config = example("A source of prompts, and a reward")
+    source = make_source(config.task.source, config.task.options, 2)
+    assert source.task(4).prompt == "9 + 9 = "
+    assert source.score("18", source.task(4).record) == 1.0
+    assert make_reward(config.reward.function, source)("abc", {}) == 0.25
+    config = example("A tracker", tracking={"tensorboard": False})
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        tracking = Tracking(config, tmp_path)
+        tracking.steps([{"step": 0.0, "reward": 0.5}])
+        tracking.close()
+    assert printed.getvalue() == "run 0 0.5\n"
+
+
+def test_an_engine_is_registered_by_its_settings() -> None:
+    registry: Registry[Any] = Registry("engine", "rollout.engine.name", contract=engines.EngineSettings)
+    known = {"ENGINES": registry, "ModelSettings": engines.ModelSettings, "knob": knob, "dataclass": dataclass}
+    known |= {"ClassVar": ClassVar, "__name__": __name__}
+    exec(compile(blocks("An engine", "python")[0], "settings.py", "exec", dont_inherit=True), known)
+    assert registry.names == ("parrot",) and registry.wants("parrot", "echoes")
+    with pytest.raises(TypeError, match="engine 'mute' lacks module"):
+        registry.register("mute")(type("MuteSettings", (engines.ModelSettings,), {}))
+
+
+def test_each_example_is_as_long_as_the_page_says() -> None:
+    def lines(text: str) -> int:
+        return sum(bool(line.strip()) and not line.startswith("# mine.py") for line in text.splitlines())
+
+    said = {n: int(count) for n, count in re.findall(r'"mine\.py:(\w+)"` \| (\d+) \|', PAGE)}
+    first = {
+        name: blocks(heading, "python")[0]
+        for name, heading in (
+            ("LeastTokens", "A routing rule"), ("Discard", "A loss with a knob"), ("median", "An advantage"),
+            ("Printed", "A tracker"),
+        )
+    }  # fmt: skip
+    first["Doubles"], short = blocks("A source of prompts, and a reward", "python")[0].split("def short")
+    first["short"] = f"def short{short}"
+    assert said == {name: lines(text) for name, text in first.items()}

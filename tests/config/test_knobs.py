@@ -1,0 +1,65 @@
+"""Knobs: checked where they are declared and where they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pipeline.config.fields import explained
+from pipeline.config.schema import RunConfig
+from stores.errors import ConfigError
+from tasks.knobs import build, default_of, knob, knobs
+
+
+@pytest.mark.parametrize(
+    ("default", "limits", "fault"),
+    [
+        (2, {"high": 1}, "= 2 is out of range; it must be <= 1"),
+        (0.0, {"above": 0}, "= 0.0 is out of range; it must be > 0"),
+        (-1, {"low": 0, "high": 3}, "it must be >= 0, <= 3"),
+        (float("inf"), {}, "= inf must be finite"),
+        (
+            "gredy",
+            {"choices": ("greedy", "status")},
+            "must be one of greedy, status, not 'gredy'; did you mean 'greedy'",
+        ),
+    ],
+)
+def test_a_default_beyond_its_own_limits_fails_where_it_is_declared(default: Any, limits: Any, fault: str) -> None:
+    with pytest.raises(ValueError, match=r"a knob's default breaks its own limits \('what it does'\)") as caught:
+        knob(default, "what it does", **limits)
+    assert fault in str(caught.value)
+
+
+def test_every_default_of_a_job_passes_the_check_that_a_set_value_passes() -> None:
+    def check(node: Any) -> int:
+        own = knobs(type(node))
+        below = [getattr(node, f.name) for f in dataclasses.fields(node) if f.name not in own]
+        assert build(type(node), {name: default_of(f) for name, f in own.items()}, "defaults") == type(node)()
+        return len(own) + sum(check(one) for one in below)
+
+    assert check(RunConfig()) >= len(explained(RunConfig())) > 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    share: float = knob(0.5, "a share", low=0, high=1)
+    names: dict[str, int] = knob({}, "numbers by name", shown=False)
+    given: int = 3
+
+
+def test_only_knobs_are_read_and_tables_are_not_shared() -> None:
+    assert build(Sample, {"share": 1}, "x") == Sample(share=1.0)
+    assert build(Sample, {}, "x").names is not build(Sample, {}, "x").names
+    with pytest.raises(ConfigError, match=r"x: unknown key a.given; known here: share, names"):
+        build(Sample, {"given": 4}, "x", "a.")
+    with pytest.raises(ConfigError, match=r"x: a.names must be a table, not 3"):
+        build(Sample, {"names": 3}, "x", "a.")
+
+
+def test_a_table_that_nobody_set_is_not_shown() -> None:
+    assert [row.key for row in explained(Sample())] == ["share"]
+    assert [row.key for row in explained(Sample(names={"a": 1}))] == ["share", "names"]

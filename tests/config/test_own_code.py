@@ -1,0 +1,281 @@
+"""Rules, losses and advantages from a user's file: found, checked in one line, kept with the run, taken along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config import loading, user_files
+from pipeline.config.deciding import make_coordinator, make_strategies
+from pipeline.config.fields import to_toml
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.commands import Route
+from pipeline.coordination.events import GroupsArrived, InstanceJoined, NewGroup
+from pipeline.jobs.job_driver import Submission, at_home
+from pipeline.runtime.run_folder import load_job, prepare_run_dir
+from pipeline.strategies.routing import Candidate, OwnRouting
+from stores.errors import ConfigError
+from stores.trajectory import GroupId, InstanceId, PolicyVersion
+from tasks.training.advantage import advantages
+from tasks.training.loss import LOSSES
+
+MINE = '''
+from dataclasses import dataclass
+import numpy as np
+from tasks.engines.cost_model import CostModel
+from tasks.knobs import knob
+from tasks.training.loss import TokenLoss
+
+@dataclass
+class Fullest:
+    """The fullest instance with room, as long as a share of the cap is free."""
+    cost: CostModel
+    rng: np.random.Generator
+    share: float = knob(0.5, "share", low=0, high=1)
+    knows_urgency = False
+
+    def choose(self, work, loads, fitting):
+        return int(np.where(fitting, loads.running, -1.0).argmax())
+
+    def takes(self, work, running, kv_tokens):
+        return True
+
+class Plain:
+    knows_urgency = False
+    def choose(self, work, loads, fitting): return int(self.row)
+    def takes(self, work, running, kv_tokens): return True
+
+class First(Plain):
+    row = 0
+
+class Far(Plain):
+    row = 99
+
+class Negative(Plain):
+    row = -1
+
+class Text(Plain):
+    def choose(self, work, loads, fitting): return "the first"
+
+class Raises(Plain):
+    def choose(self, work, loads, fitting): return 1 // 0
+
+class Meddles(Plain):
+    def choose(self, work, loads, fitting):
+        loads.running[:] = 0
+
+class Half:
+    knows_urgency = False
+    def choose(self, work, loads, fitting): return None
+
+class Undecorated(Plain):
+    share: float = knob(0.5, "share")
+
+class Greedy(Plain):
+    def __init__(self, cost, network): pass
+
+class Broken(Plain):
+    def __init__(self): raise RuntimeError("not\\ntoday")
+
+@dataclass
+class Linear:
+    slope: float = knob(1.0, "slope", above=0)
+    needs_proximal = False
+
+    def token_loss(self, logprobs, proximal, behaviour, advantage):
+        return TokenLoss(loss=-self.slope * advantage * logprobs, clipped=logprobs.detach() > 0)
+
+@dataclass
+class Summed(Linear):
+    def token_loss(self, logprobs, proximal, behaviour, advantage):
+        return TokenLoss(loss=logprobs.sum(), clipped=logprobs.detach() > 0)
+
+def best(rewards, valid):
+    return (rewards == rewards.max(axis=1, keepdims=True)).astype(float)
+
+def short(rewards, valid):
+    return rewards.mean(axis=1)
+
+def endless(rewards, valid):
+    return rewards / 0.0 if False else np.full(rewards.shape, np.inf)
+'''
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def job(*overrides: str) -> RunConfig:
+    return loading.load("examples/dryrun.toml", overrides)
+
+
+def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(mine: Path) -> None:
+    config = job(f"rollout.routing={mine}:Fullest", "rollout.routing_options.share=0.25")
+    rule = make_strategies(config).routing
+    assert isinstance(rule, OwnRouting)
+    assert rule.rule.share == 0.25  # type: ignore[attr-defined]  # the user's class
+    other = make_strategies(config).routing.rule  # type: ignore[attr-defined]  # the same
+    assert other.rng.integers(2**60) == rule.rule.rng.integers(2**60)  # type: ignore[attr-defined]  # by the job's seed
+    assert config.weighs_costs
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.routing={dir}/none.py:Fullest", r"cannot be loaded: .*none.py: no such file"),
+        ("rollout.routing={mine}:Missing", "has no class Missing"),
+        ("rollout.routing={mine}:best", "has no class best"),
+        ("rollout.routing={mine}:Half", "it lacks takes; docs/extending.md has an example"),
+        ("rollout.routing={mine}:Undecorated", "it declares knobs and is no dataclass; write @dataclass above"),
+        ("rollout.routing={mine}:Greedy", "it asks for network; it may ask for cost, eta, rng"),
+        ("rollout.routing={mine}:Broken", "cannot be made: RuntimeError: not today"),
+        (
+            "rollout.routing={mine}:Fullest rollout.routing_options.shre=1",
+            "you mean rollout.routing_options.share?",
+        ),
+        (
+            "rollout.routing={mine}:Fullest rollout.routing_options.share=2",
+            "routing_options.share = 2.0 is out",
+        ),
+        ("rollout.routing={mine}:First rollout.routing_options.a=2", "rollout.routing_options.a; known here: none"),
+        ("rollout.routing_options.share=1", "those of deadline stand in [rollout]: it has none"),
+        (
+            "training.loss.options.a=1",
+            "decoupled_ppo stand in [training.loss]: clip_low, clip_high, weight_cap",
+        ),
+        ("training.loss.name={mine}:First", "it lacks needs_proximal, token_loss"),
+        (
+            "training.loss.name={mine}:Linear training.loss.options.slope=0",
+            "options.slope = 0.0 is out of range",
+        ),
+        ("training.advantage={mine}:none", "has no function none"),
+        ("training.advantage=gpro", "did you mean 'grpo'?"),
+        ("rollout.synchronization={mine}:First", "must be one of greedy, status, hypothesis"),
+    ],
+)
+def test_each_mistake_is_one_line(mine: Path, override: str, message: str) -> None:
+    written = override.replace("{mine}", str(mine)).replace("{dir}", str(mine.parent))
+    with pytest.raises(ConfigError) as caught:
+        user_files.check(job(*written.split()))
+    assert message.replace(r".*none.py", f"{mine.parent}/none.py") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_executed_is_one_line(tmp_path: Path) -> None:
+    for text, message in (("a = = 1", "invalid syntax"), ("1 / 0", "ZeroDivisionError: division by zero")):
+        (tmp_path / "bad.py").write_text(text)
+        with pytest.raises(ConfigError, match=message) as caught:
+            user_files.check(job(f"rollout.routing={tmp_path}/bad.py:Rule"))
+        assert "\n" not in str(caught.value)
+
+
+def told(config: RunConfig) -> tuple[Any, list[Any]]:
+    """A coordinator with one instance and a group that has arrived, and what it then commands."""
+    coordinator = make_coordinator(config, validate_each=True)
+    coordinator.handle(
+        InstanceJoined(instance=InstanceId("a"), version=PolicyVersion(0), kv_capacity=9999, max_running=4), 0.0
+    )
+    arrived = GroupsArrived(groups=(NewGroup(group=GroupId(0), prompt_tokens=10),))
+    return coordinator, coordinator.handle(arrived, 1.0)
+
+
+@pytest.mark.parametrize("name", ["Far", "Negative"])
+def test_an_instance_that_does_not_fit_is_refused_with_a_reason(mine: Path, name: str) -> None:
+    coordinator, commands = told(job(f"rollout.routing={mine}:{name}"))
+    assert not [c for c in commands if isinstance(c, Route)]
+    assert coordinator.snapshot().refusals == {"routing named an instance that does not fit": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Text", "choose gave 'the first'; it must give a row's number or None"),
+        ("Raises", "choose raised ZeroDivisionError: integer division or modulo by zero"),
+        ("Meddles", "choose raised ValueError: assignment destination is read-only"),
+    ],
+)
+def test_what_a_rule_does_wrong_names_the_rule(mine: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        told(job(f"rollout.routing={mine}:{name}"))
+    assert str(caught.value) == f"rollout.routing = '{mine}:{name}': {message}"
+
+
+def test_a_rule_that_chooses_well_is_followed(mine: Path) -> None:
+    _, commands = told(job(f"rollout.routing={mine}:First"))
+    assert len([c for c in commands if isinstance(c, Route)]) == 4
+    work = Candidate(kv_tokens=1)
+    assert make_strategies(job(f"rollout.routing={mine}:First")).routing.takes(work, 1, 1.0) is True
+
+
+def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: Path) -> None:
+    logprobs, advantage = torch.full((2, 3), -1.0), torch.tensor([[2.0], [0.5]])
+    config = job(f"training.loss.name={mine}:Linear", "training.loss.options.slope=3").training.loss
+    result = LOSSES.make(config).token_loss(logprobs, logprobs, logprobs, advantage)
+    assert result.loss.tolist() == [[6.0] * 3, [1.5] * 3]
+    summed = LOSSES.make(job(f"training.loss.name={mine}:Summed").training.loss)
+    with pytest.raises(ConfigError, match=r"gave loss of shape \(\); it must be \(2, 3\), a number a token"):
+        summed.token_loss(logprobs, logprobs, logprobs, advantage)
+
+
+def test_an_advantage_from_a_file_must_give_a_number_a_trajectory(mine: Path) -> None:
+    rewards, valid = np.array([[1.0, 0.0], [3.0, 3.0]]), np.array([[True, True], [True, False]])
+    assert advantages(f"{mine}:best", rewards, valid).tolist() == [[1.0, 0.0], [1.0, 0.0]]
+    with pytest.raises(ConfigError, match=r"gave shape \(2,\); it must give \(2, 2\) finite numbers"):
+        advantages(f"{mine}:short", rewards, valid)
+    with pytest.raises(ConfigError, match="gave a number that is not finite"):
+        advantages(f"{mine}:endless", rewards, valid)
+
+
+OWN = (
+    "rollout.routing=mine.py:Fullest",
+    "training.advantage=mine.py:best",
+    "training.loss.name=mine.py:Linear",
+    "training.loss.options.slope=2",
+)
+
+
+def test_what_a_job_names_by_file_travels_with_it(mine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    examples = Path("examples").resolve()
+    monkeypatch.chdir(mine.parent)
+    here = loading.load(examples / "dryrun.toml", (*OWN, f"runs_dir={tmp_path}/there"))
+    config, code = user_files.with_code(user_files.located(here))
+    assert code == dict.fromkeys(("rollout_mine.py", "training_mine.py", "loss_mine.py"), MINE)
+    mine.unlink()
+    there = at_home(Submission(id="x", job=to_toml(config), code=code), "tcp://far:8786")
+    user_files.write_code(there.run_dir / "code", code)
+    assert there.rollout.routing == f"{there.run_dir}/code/rollout_mine.py:Fullest"
+    user_files.check(there)
+    again, same = user_files.with_code(there)  # gone on with from its folder
+    assert (again.rollout.routing, same) == (config.rollout.routing, code)
+
+
+def test_a_run_keeps_the_rules_it_began_with_also_when_its_folder_moves(mine: Path, tmp_path: Path) -> None:
+    config = user_files.located(job(f"rollout.routing={mine}:First", f"runs_dir={tmp_path}/runs"))
+    kept, code = user_files.with_code(config, user_files.RULES)
+    kept = user_files.with_code_in(kept, config.run_dir / "code", code)
+    run_dir = prepare_run_dir(kept, code)
+    mine.write_text("")
+    stored = loading.load(run_dir / "config.toml")
+    user_files.check(stored)
+    elsewhere = run_dir.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="no such file"):
+        make_coordinator(stored)
+    make_coordinator(load_job(elsewhere))
+
+
+def test_an_edited_file_is_loaded_anew_and_an_unchanged_one_once(tmp_path: Path) -> None:
+    from tasks.user_code import load
+
+    path = tmp_path / "edited.py"
+    path.write_text("def f(): return 1\n")
+    first = load(f"{path}:f", "key")
+    assert load(f"{path}:f", "key") is first
+    path.write_text("def f(): return 2   \n")
+    assert load(f"{path}:f", "key")() == 2

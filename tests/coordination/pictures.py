@@ -1,0 +1,17 @@
+"""All that a coordinator's state holds, as text: two are equal if nothing happened in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.coordination.state import CoordinatorState
+
+PARTS = ("ledger", "_fleet", "_queue")
+"""Attributes that have no text of their own, but attributes."""
+
+
+def picture(state: CoordinatorState, *more: Any) -> str:
+    """more: what the state may have dropped already."""
+    parts = {name: vars(getattr(state, name)) for name in PARTS}
+    rest = {k: v for k, v in vars(state).items() if k not in {*PARTS, "fleet", "queue"}}
+    return repr((parts, rest, more))

@@ -1,0 +1,169 @@
+"""Random lives: any event in any order, also late, doubled and about what nobody knows. All invariants are re-checked
+after each, and every trajectory ends once, no staler than it may."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import deciding, loading
+from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.events import (
+    Event,
+    GroupsArrived,
+    InstanceJoined,
+    InstanceLost,
+    InstanceReported,
+    NewGroup,
+    PullFinished,
+    StopRequested,
+    Tick,
+    TrajectoryFailed,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+    TrajectoryScored,
+    VersionPublished,
+)
+from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.routing import ROUTING
+from pipeline.strategies.synchronization import SYNCHRONIZATION
+from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+
+NAMES = tuple(InstanceId(name) for name in "abcd")
+NUM_EVENTS = 400
+
+
+class Life:
+    """A run whose instances answer late, twice, out of turn, or not at all."""
+
+    def __init__(self, tree: dict[str, Any], seed: int) -> None:
+        self.coordinator = deciding.make_coordinator(loading.from_tree(tree), validate_each=True)
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.pending: list[Event] = []
+        self.answered: list[Event] = []
+        self.next_group = 0
+        self.ended: set[TrajectoryId] = set()
+
+    def run(self) -> None:
+        for name in NAMES[:2]:
+            self.tell(self.joined(name))
+        for _ in range(NUM_EVENTS):
+            if self.coordinator.finished:
+                break
+            if self.pending and self.rng.random() < 0.75:
+                event = self.pending.pop(self.rng.randrange(len(self.pending)))
+                self.answered.append(event)
+            else:
+                event = self.unexpected()
+            self.tell(event)
+        self.tell(StopRequested(why="the life is over"))
+        assert len(self.ended) == self.coordinator.ledger.num_started
+        assert not any(self.coordinator.loads().values())
+
+    def tell(self, event: Event) -> None:
+        self.now += 0.3 * self.rng.random()
+        for command in self.coordinator.handle(event, self.now):
+            self.obey(command)
+
+    def joined(self, name: InstanceId) -> InstanceJoined:
+        kv_capacity, max_running = self.rng.choice([60, 500, 4000]), self.rng.choice([2, 8, 30])
+        version = self.coordinator.ledger.version
+        return InstanceJoined(instance=name, version=version, kv_capacity=kv_capacity, max_running=max_running)
+
+    def unexpected(self) -> Event:
+        rng, name = self.rng, self.rng.choice(NAMES)
+        match rng.randrange(8):
+            case 0:
+                return self.joined(name)
+            case 1 if rng.random() < 0.4:
+                return InstanceLost(instance=name, why="killed")
+            case 2 | 3:
+                progress = ((TrajectoryId(t), rng.randint(0, 60)) for t in rng.sample(range(60), 15))
+                return InstanceReported(instance=name, progress=tuple(progress))
+            case 4:
+                return PullFinished(instance=name, version=PolicyVersion(rng.randrange(4)))
+            case 5:
+                return TrajectoryScored(trajectory=TrajectoryId(rng.randrange(60)), reward=1.0)
+            case 6:
+                again = [e for e in self.answered[-50:] if not isinstance(e, (GroupsArrived, VersionPublished))]
+                return rng.choice(again) if again else Tick()
+            case _:
+                return Tick()
+
+    def obey(self, command: Command) -> None:
+        rng = self.rng
+        match command:
+            case Draw():
+                groups = range(self.next_group, self.next_group + command.num_groups)
+                self.next_group = groups.stop
+                new = tuple(NewGroup(group=GroupId(g), prompt_tokens=rng.randint(1, 20)) for g in groups)
+                self.pending.append(GroupsArrived(groups=new))
+            case Route(trajectory=t, epoch=e):
+                self.pending.append(
+                    rng.choices(
+                        [
+                            TrajectorySampled(trajectory=t, epoch=e, tokens=rng.randint(1, 60)),
+                            TrajectoryInterrupted(trajectory=t, epoch=e, tokens=rng.randint(0, 20)),
+                            TrajectoryFailed(trajectory=t, epoch=e, error="x"),
+                        ],
+                        weights=[80, 14, 6],
+                    )[0]
+                )
+            case Interrupt(trajectory=t, epoch=e):
+                self.pending.append(TrajectoryInterrupted(trajectory=t, epoch=e, tokens=rng.randint(0, 30)))
+            case Score(trajectory=t):
+                error = "" if rng.random() < 0.9 else "no answer"
+                self.pending.append(TrajectoryScored(trajectory=t, reward=float(rng.random() < 0.5), error=error))
+            case Pull():
+                self.pending.append(PullFinished(instance=command.instance, version=command.version))
+            case Train():
+                bound = self.coordinator.ledger.eta
+                assert all(v <= command.step <= v + bound for v in command.versions)
+                self.end(command.trajectories)
+                self.pending.append(VersionPublished(version=PolicyVersion(command.step + 1)))
+            case Retire():
+                self.end(tuple(ending.trajectory for ending in command.endings))
+            case Abort():
+                assert command.trajectory not in self.ended  # its Retire follows
+
+    def end(self, trajectories: tuple[TrajectoryId, ...]) -> None:
+        assert not self.ended & set(trajectories)
+        self.ended |= set(trajectories)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> dict[str, Any]:
+    """Any combination of strategies and redundancy."""
+    eta = draw(st.integers(0, 3))
+    return {
+        "steps": 5,
+        "batch": {
+            "groups_per_step": draw(st.integers(1, 5)),
+            "group_size": draw(st.integers(2, 3)),
+            "extra_groups": draw(st.integers(0, 2)),
+            "extra_members": draw(st.integers(0, 2)),
+            "filtering": draw(st.sampled_from(["keep_all", "no_signal"])),
+            "stragglers": draw(st.sampled_from(["wait", "retry", "truncate"])),
+            "straggler_patience": 0.1,
+            "straggler_share": 1.0,
+        },
+        "staleness": {"eta": eta, "admission": draw(st.sampled_from(ADMISSION.names)), "alpha": float(eta)},
+        "rollout": {
+            "max_new_tokens": 100,
+            "max_attempts": draw(st.sampled_from([0, 1, 5])),
+            "routing": draw(st.sampled_from(ROUTING.names)),
+            "synchronization": draw(st.sampled_from(SYNCHRONIZATION.names)),
+            "migration": draw(st.sampled_from(["none", "largest_gain"])),
+            "engine": {"name": "emulated", "max_running": 16, "kv_tokens": 4000},
+        },
+    }
+
+
+@given(tree=jobs(), seed=st.integers(0, 10**6))
+@settings(max_examples=80 if settings.default.max_examples <= 200 else 1000, deadline=None)
+def test_any_events_in_any_order_keep_every_invariant(tree: dict[str, Any], seed: int) -> None:
+    Life(tree, seed).run()

@@ -1,0 +1,104 @@
+"""The phase table: what is in it moves a trajectory on, everything else is refused and nothing happens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from pipeline.coordination.events import NewGroup
+from pipeline.coordination.phases import NEXT_PHASE, Phase, Transition, next_phase
+from pipeline.coordination.state import CoordinatorState
+from pipeline.coordination.trajectories import LiveTrajectory
+from stores.errors import ProtocolViolation
+from stores.staleness import StalenessLedger
+from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from tests.coordination.pictures import picture
+
+A, B = InstanceId("a"), InstanceId("b")
+PAIRS = tuple(itertools.product(Phase, Transition))
+LAWFUL = 12
+"""Pairs of the table; a new one is added here too, on purpose."""
+
+VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = {
+    Transition.ROUTED: lambda state, live: state.send(live, state.fleet[0], pace_s=1.0, forecast=9.0),
+    Transition.SAMPLED: lambda state, live: state.finish_sampling(live, 7),
+    Transition.CUT_OFF: lambda state, live: state.finish_sampling(live, 7, cut_off=True),
+    Transition.INTERRUPTED: lambda state, live: state.interrupt(live, 7),
+    Transition.FAILED: lambda state, live: state.fail(live, Transition.FAILED),
+    Transition.INSTANCE_LOST: lambda state, live: state.fail(live, Transition.INSTANCE_LOST),
+    Transition.SCORED: lambda state, live: state.score(live, 1.0),
+}
+"""The verbs that move one trajectory. CONSUMED and GIVEN_UP follow from what the ledger says of its group."""
+
+
+def state_with(phase: Phase) -> tuple[CoordinatorState, LiveTrajectory]:
+    """Two groups of two on two instances; the first trajectory is in `phase`."""
+    state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=2))
+    state.start_event(1.0)
+    for name in (A, B):
+        state.join(name, PolicyVersion(0), 1000, 8)
+    state.add_groups([NewGroup(group=GroupId(g), prompt_tokens=10) for g in (0, 1)])
+    live = state.live[TrajectoryId(0)]
+    for at, transition in enumerate((Transition.ROUTED, Transition.SAMPLED, Transition.SCORED)):
+        if phase in tuple(Phase)[at + 1 : 4]:
+            state.start_event(2.0 + at)
+            VERBS[transition](state, live)
+    if phase is Phase.ENDED:
+        state.abort(live.group, AbortReason.ENGINE_FAILED, live.id)
+    assert live.phase is phase
+    state.validate()
+    return state, live
+
+
+@pytest.mark.parametrize(("phase", "transition"), PAIRS)
+def test_a_pair_of_the_table_leads_on_and_every_other_is_refused(phase: Phase, transition: Transition) -> None:
+    if (phase, transition) in NEXT_PHASE:
+        assert next_phase(phase, transition) is NEXT_PHASE[phase, transition] is not phase
+    else:
+        with pytest.raises(ProtocolViolation, match=f"is {phase.value} cannot be {transition.value}"):
+            next_phase(phase, transition)
+
+
+def test_the_table_is_what_the_docstring_draws() -> None:
+    assert len(NEXT_PHASE) == LAWFUL
+    assert not [pair for pair in NEXT_PHASE if pair[0] is Phase.ENDED]
+    assert {p for p, t in NEXT_PHASE if t is Transition.GIVEN_UP} == set(Phase) - {Phase.ENDED}
+    assert set(NEXT_PHASE.values()) == set(Phase)
+    assert {t for _, t in NEXT_PHASE} == set(Transition)
+
+
+@pytest.mark.parametrize(("phase", "transition"), [pair for pair in PAIRS if pair[1] in VERBS])
+def test_a_refused_verb_raises_and_nothing_happens(phase: Phase, transition: Transition) -> None:
+    state, live = state_with(phase)
+    before = picture(state, live)
+    if (phase, transition) in NEXT_PHASE:
+        VERBS[transition](state, live)
+        assert live.phase is NEXT_PHASE[phase, transition]
+        assert picture(state, live) != before
+    else:
+        with pytest.raises(ProtocolViolation):
+            VERBS[transition](state, live)
+        assert picture(state, live) == before
+    state.validate()
+
+
+@pytest.mark.parametrize("phase", [p for p in Phase if p is not Phase.RUNNING])
+def test_only_what_runs_is_moved(phase: Phase) -> None:
+    state, live = state_with(phase)
+    for target in (state.fleet[1], None):
+        before = picture(state, live)
+        with pytest.raises(ProtocolViolation, match="is moved while it is"):
+            state.start_move(live, target)
+        assert picture(state, live) == before
+
+
+@pytest.mark.parametrize("phase", [p for p in Phase if p is not Phase.ENDED])
+def test_a_stop_ends_every_phase(phase: Phase) -> None:
+    state, live = state_with(phase)
+    ended = state.abort_all(AbortReason.RUN_ENDED)
+    assert len(ended) == 4
+    assert {one.ending.trajectory: one.running_on for one in ended}[live.id] == (A if phase is Phase.RUNNING else None)
+    assert (live.phase, live.instance, len(state.live)) == (Phase.ENDED, None, 0)
+    state.validate()

@@ -1,0 +1,393 @@
+"""The coordinator's state: verbs keep every invariant, `validate` catches each broken one, nobody else writes."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.coordination.events import NewGroup
+from pipeline.coordination.fleet import Fleet, Instance, MutableFleet
+from pipeline.coordination.phases import Phase, Transition
+from pipeline.coordination.state import CoordinatorState
+from pipeline.coordination.trajectories import LiveTrajectory
+from pipeline.coordination.work_queue import MutableWorkQueue, WorkQueue
+from stores.errors import ProtocolViolation
+from stores.staleness import StalenessLedger
+from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from tests.coordination.pictures import picture
+
+A, B = InstanceId("a"), InstanceId("b")
+
+
+def busy_state() -> CoordinatorState:
+    """A trajectory in every phase: 0 runs on a, 1 moves from a to b, 2 is scored, 3 is done, 4 and 5 are queued under a
+    promise, 6 to 8 without one."""
+    state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3))
+    state.start_event(1.0)
+    for name in (A, B):
+        state.join(name, PolicyVersion(0), 1000, 8)
+    state.draw(3)
+    state.add_groups([NewGroup(group=GroupId(g), prompt_tokens=10) for g in range(3)])
+    for t in range(4):
+        send(state, t)
+    state.hear_progress(state.fleet[0], [(TrajectoryId(t), 2 + t) for t in range(3)])
+    state.start_move(live(state, 1), state.fleet[1])
+    for t in (2, 3):
+        state.finish_sampling(live(state, t), 20)
+    state.score(live(state, 3), 1.0)
+    state.validate()
+    return state
+
+
+def live(state: CoordinatorState, trajectory: int) -> LiveTrajectory:
+    return state.live[TrajectoryId(trajectory)]
+
+
+def send(state: CoordinatorState, trajectory: int, row: int = 0) -> None:
+    state.send(live(state, trajectory), state.fleet[row], pace_s=0.5, forecast=30.0)
+
+
+# -- invariants --------------------------------------------------------------------------------------------------
+
+
+def move_in_arrays(state: CoordinatorState) -> None:
+    state._fleet._numbers[1, 0] += 1
+
+
+def swap_rows(state: CoordinatorState) -> None:
+    state._fleet._rows.reverse()
+
+
+def list_elsewhere(state: CoordinatorState) -> None:
+    for instance, tokens in ((state.fleet[0], -12), (state.fleet[1], 12)):
+        instance.kv_tokens += tokens
+        state._fleet._update(instance)
+    del state.fleet[0].trajectories[TrajectoryId(0)]
+    state.fleet[1].trajectories[TrajectoryId(0)] = None
+    for instance in state.fleet:
+        state._fleet._update(instance)
+
+
+def list_ended(state: CoordinatorState) -> None:
+    state.fleet[1].trajectories[TrajectoryId(99)] = None
+    state._fleet._update(state.fleet[1])
+
+
+def count_wrong(state: CoordinatorState) -> None:
+    state.fleet[0].kv_tokens += 5
+    state._fleet._update(state.fleet[0])
+
+
+def drop_from_queue(state: CoordinatorState) -> None:
+    state._queue.remove(live(state, 6), live(state, 6).level)
+
+
+def wrong_level(state: CoordinatorState) -> None:
+    state._queue.remove(live(state, 6), live(state, 6).level)
+    state._queue.append(live(state, 6), 0)
+
+
+def queue_twice(state: CoordinatorState) -> None:
+    state._queue.append(live(state, 6), 0)
+
+
+BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
+    "trajectory forgotten": (lambda s: s._live.pop(TrajectoryId(6)), "differ about"),
+    "trajectory of no group": (
+        lambda s: s._live.update({TrajectoryId(77): dataclasses.replace(live(s, 6), id=TrajectoryId(77))}),
+        "differ about",
+    ),
+    "ledger loses a member": (lambda s: s.ledger.entries[GroupId(2)].waiting.clear(), "live"),
+    "phase changed": (lambda s: setattr(live(s, 0), "phase", Phase.SCORING), "0 is scoring but not listed"),
+    "instance changed": (lambda s: setattr(live(s, 0), "instance", B), "0 is running but not listed"),
+    "instance kept": (lambda s: setattr(live(s, 2), "instance", InstanceId("gone")), "2 is scoring on gone"),
+    "done and not completed": (lambda s: setattr(live(s, 2), "phase", Phase.DONE), "2 is done, its group has"),
+    "completed and not done": (lambda s: setattr(live(s, 3), "phase", Phase.SCORING), "3 is scoring, its group has"),
+    "version without a routing": (lambda s: setattr(live(s, 6), "v_traj", PolicyVersion(0)), "was routed 0 times"),
+    "routing without a version": (lambda s: setattr(live(s, 2), "v_traj", PolicyVersion(-1)), "version -1"),
+    "routed without an epoch": (lambda s: setattr(live(s, 2), "epoch", 0), "was routed 0 times"),
+    "more safe than sampled": (lambda s: setattr(live(s, 4), "safe_tokens", 3), "3 of them safe"),
+    "cut off after it left": (lambda s: setattr(live(s, 4), "cut", True), "4 is to be cut off but queued"),
+    "moved after it was sampled": (lambda s: setattr(live(s, 2), "target", InstanceId("c")), "go on at c but scoring"),
+    "tokens not counted": (lambda s: setattr(live(s, 0), "tokens", 40), "KV tokens"),
+    "counted too much": (count_wrong, "KV tokens"),
+    "arrays out of date": (move_in_arrays, "the arrays say"),
+    "pace out of date": (lambda s: setattr(s.fleet[0], "pace_s", math.inf), "the arrays say"),
+    "version out of date": (lambda s: setattr(s.fleet[0], "version", PolicyVersion(3)), "the arrays say"),
+    "rows swapped": (swap_rows, "is in row"),
+    "instance without an id": (lambda s: s._fleet._by_id.pop(B), "by id and by row differ"),
+    "versions in service out of date": (lambda s: s._fleet.versions().append(PolicyVersion(7)), "versions in service"),
+    "listed on another instance": (list_elsewhere, "0 is running but not listed"),
+    "listed after its end": (list_ended, "have ended"),
+    "move not counted": (lambda s: setattr(s.fleet[1], "in_transit", 0), "b: 0 in transit, 1 move"),
+    "move counted twice": (lambda s: setattr(s.fleet[0], "in_transit", 2), "a: 2 in transit, 1 move"),
+    "move forgotten": (lambda s: setattr(live(s, 1), "target", None), "in transit, 0 move"),
+    "promise not noted": (lambda s: s._fresh_groups.add(GroupId(0)), "groups without a promise differ"),
+    "promise noted too early": (lambda s: s._fresh_groups.clear(), "groups without a promise differ"),
+    "queued and not waiting": (drop_from_queue, "queued and waiting differ"),
+    "waiting in another level": (wrong_level, "queued and waiting differ"),
+    "waiting in two levels": (queue_twice, "queued and waiting differ"),
+    "level forgotten": (lambda s: setattr(live(s, 6), "level", 0), "queued and waiting differ"),
+    "training without a batch": (lambda s: setattr(s, "_training", True), "training is True"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_validate_catches_each_broken_invariant(name: str) -> None:
+    state = busy_state()
+    breaks, message = BREAKS[name]
+    state.fleet.versions()
+    breaks(state)
+    with pytest.raises(ProtocolViolation, match=message):
+        state.validate()
+
+
+def test_verbs_of_the_fleet_that_would_break_it_are_refused_and_nothing_happens() -> None:
+    state = busy_state()
+    before = picture(state)
+    with pytest.raises(ProtocolViolation, match="a joins twice"):
+        state.join(A, PolicyVersion(0), 1000, 8)
+    with pytest.raises(ProtocolViolation, match="removed with 2 trajectories on it"):
+        state.lose(state.fleet[0])
+    with pytest.raises(ProtocolViolation, match="at version 0 is to pull 0"):
+        state.start_pull(state.fleet[1])
+    with pytest.raises(ProtocolViolation, match="on its way already"):
+        state.start_move(live(state, 1), None)
+    with pytest.raises(ProtocolViolation, match="started twice"):
+        state.add_groups([NewGroup(group=GroupId(1), prompt_tokens=3)])
+    with pytest.raises(ProtocolViolation, match="before its batch is ready"):
+        state.consume()
+    with pytest.raises(ProtocolViolation, match="published after"):
+        state.publish(PolicyVersion(1))
+    assert picture(state) == before
+
+
+# -- verbs -------------------------------------------------------------------------------------------------------
+
+
+def changes(state: CoordinatorState) -> tuple[bool, list[str], bool, bool]:
+    """What is to be decided anew: batch, pulls of these instances, room, routing."""
+    loads = [one.instance for one in state.take_load_changes()]
+    return state.take_batch_change(), list(loads), state.take_room_change(), state.take_routing_change()
+
+
+NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[str], bool, bool]]] = {
+    "add_groups": (
+        lambda s: s.add_groups([NewGroup(group=GroupId(9), prompt_tokens=3)]),
+        (False, [], False, True),
+    ),
+    "pass_time": (lambda s: s.pass_time(), (False, [A, B], False, True)),
+    "join": (lambda s: s.join(InstanceId("c"), PolicyVersion(0), 9, 9), (False, [A, B, "c"], True, True)),
+    "lose": (lambda s: s.lose(s.fleet[1]), (False, [], False, False)),
+    "send": (lambda s: send(s, 4, row=1), (False, [], False, False)),
+    "refuse": (lambda s: s.refuse(live(s, 6), "KV memory"), (False, [], False, False)),
+    "start_move": (lambda s: s.start_move(live(s, 0), None), (False, [], False, False)),
+    "finish_sampling": (lambda s: s.finish_sampling(live(s, 0), 9), (False, [A], False, True)),
+    "interrupt": (lambda s: s.interrupt(live(s, 1), 9), (False, [A], False, True)),
+    "fail": (lambda s: s.fail(live(s, 1), Transition.FAILED), (False, [A], False, True)),
+    "score": (lambda s: s.score(live(s, 2), 0.5), (False, [], False, False)),
+    "hear_progress": (lambda s: s.hear_progress(s.fleet[0], [(TrajectoryId(0), 50)]), (False, [], False, False)),
+    "set_pace": (lambda s: s.set_pace(s.fleet[0], 0.1), (False, [], False, True)),
+    "finish_pull": (lambda s: s.finish_pull(s.fleet[1]), (False, [B], False, False)),
+    "abort": (
+        lambda s: s.abort(GroupId(2), AbortReason.ENGINE_FAILED, TrajectoryId(6)),
+        (True, [], True, True),
+    ),
+    "draw": (lambda s: s.draw(2), (False, [], False, False)),
+}
+
+
+@pytest.mark.parametrize("verb", NOTED)
+def test_a_verb_keeps_the_invariants_and_notes_what_is_to_be_decided_anew(verb: str) -> None:
+    state = busy_state()
+    changes(state)
+    act, expected = NOTED[verb]
+    act(state)
+    state.validate()
+    assert changes(state) == expected
+    assert changes(state) == (False, [], False, False)
+
+
+def test_a_batch_is_noted_scored_consumed_published_and_pulled() -> None:
+    state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=1, group_size=2, members_started=3))
+    state.start_event(1.0)
+    state.join(A, PolicyVersion(0), 1000, 8)
+    state.add_groups([NewGroup(group=GroupId(0), prompt_tokens=10)])
+    changes(state)
+    for t in range(3):
+        send(state, t)
+    for t in range(2):
+        state.finish_sampling(live(state, t), 5)
+    changes(state)
+    assert not state.score(live(state, 0), 1.0)
+    assert changes(state) == (False, [], False, False)
+    assert state.score(live(state, 1), 0.0)
+    assert changes(state) == (True, [], False, False)
+    (surplus,) = state.occupy(GroupId(0))
+    assert (surplus.ending.trajectory, surplus.running_on, surplus.epoch) == (2, A, 1)
+    assert changes(state) == (True, [A], True, True)
+    state.start_event(4.0)
+    assert state.waited_s == 4.0
+    batch = state.consume()
+    assert (batch.step, batch.members, batch.versions, batch.surplus) == (0, (0, 1), (0, 0), ())
+    assert (state.training, state.waited_s, len(state.live)) == (True, 0.0, 0)
+    assert changes(state) == (False, [], True, True)
+    state.validate()
+    state.publish(PolicyVersion(1))
+    assert changes(state) == (True, [A], True, True)
+    state.start_pull(state.fleet[0])
+    assert (state.fleet[0].version, state.fleet[0].pulling) == (1, True)
+    assert changes(state) == (False, [], False, True)
+    state.validate()
+
+
+def test_fresh_groups_siblings_take_its_level_and_a_move_is_counted_at_both_ends() -> None:
+    state = busy_state()
+    assert state.num_fresh_groups == 1
+    send(state, 6, row=1)
+    assert {t.id: level for level, t in state.queue} == {4: 0, 5: 0, 7: 0, 8: 0}
+    assert [one.in_transit for one in state.fleet] == [1, 1]
+    state.interrupt(live(state, 1), 9)
+    assert [one.in_transit for one in state.fleet] == [0, 1]
+    send(state, 1, row=1)
+    assert [one.in_transit for one in state.fleet] == [0, 0]
+    assert state.num_fresh_groups == 0
+    state.validate()
+
+
+def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no_hurry() -> None:
+    state = busy_state()
+    state.interrupt(live(state, 0), 9)
+    send(state, 0, row=1)
+    state.hear_progress(state.fleet[1], [(TrajectoryId(0), 30)])
+    assert (state.fleet[1].kv_tokens, state.fleet[1].pace_s) == (40, 0.5)
+    assert state.fail(live(state, 0), Transition.INSTANCE_LOST) == 1
+    assert (live(state, 0).tokens, live(state, 0).safe_tokens) == (9, 9)
+    assert (state.fleet[1].kv_tokens, state.fleet[1].pace_s) == (0, math.inf)
+    state.validate()
+
+
+def test_what_everybody_may_read_cannot_be_written() -> None:
+    state = busy_state()
+    with pytest.raises(TypeError):
+        state.live[TrajectoryId(0)] = live(state, 1)  # type: ignore[index]
+    for name in ("now", "training", "num_fresh_groups", "groups_drawn", "waited_s"):
+        with pytest.raises(AttributeError):
+            setattr(state, name, 1)
+
+
+# -- one owner ---------------------------------------------------------------------------------------------------
+
+
+def methods(of: type, but: type = object) -> set[str]:
+    """Public methods of a class that another does not have. Properties are none."""
+    own = {name for name, _ in inspect.getmembers(of, inspect.isfunction) if not name.startswith("_")}
+    return own - set(dir(but))
+
+
+TRAJECTORY_FIELDS = {f.name for f in dataclasses.fields(LiveTrajectory)}
+INSTANCE_FIELDS = {f.name for f in dataclasses.fields(Instance)}
+LEDGER_VERBS = {"resume", "start", "reserve", "complete", "occupy", "consume", "abort", "filter", "publish"}
+STATE_VERBS = methods(CoordinatorState) - {"running", "validate"}
+OWNED = {
+    "ledger": LEDGER_VERBS,
+    "fleet": methods(MutableFleet, but=Fleet),
+    "queue": methods(MutableWorkQueue, but=WorkQueue),
+}
+CHANGING_DICT = {"pop", "popitem", "clear", "update", "setdefault"}
+ROOMS = ("coordination", "strategies")
+
+
+def writes(source: str, module: str) -> Iterator[str]:
+    """What `module` writes that is not its own: fields of trajectories and instances, and verbs of what the state owns.
+
+    Attributes of `self` are the writer's own, whatever they are called."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del()) if not is_self(node.value):
+                if name in TRAJECTORY_FIELDS and module != "state":
+                    yield f"line {node.lineno}: writes .{name} of a trajectory"
+                elif name in INSTANCE_FIELDS - TRAJECTORY_FIELDS and module != "fleet":
+                    yield f"line {node.lineno}: writes .{name} of an instance"
+            case ast.Subscript(value=ast.Attribute(attr="trajectories"), ctx=ast.Store() | ast.Del()):
+                if module != "fleet":
+                    yield f"line {node.lineno}: writes into an instance's trajectories"
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="trajectories"), attr=verb)):
+                if verb in CHANGING_DICT and module != "fleet":
+                    yield f"line {node.lineno}: {verb}s an instance's trajectories"
+            case ast.Call(func=ast.Name(id="setattr" | "delattr")):
+                yield f"line {node.lineno}: writes an attribute by its name"
+            case ast.Call(func=ast.Attribute(value=owner, attr=verb)):
+                if verb in OWNED.get(last_name(owner), ()) and module != "state":
+                    yield f"line {node.lineno}: {verb} of the {last_name(owner)} is the state's"
+                if last_name(owner) == "state" and verb in STATE_VERBS and module != "coordinator":
+                    yield f"line {node.lineno}: {verb} of the state is the coordinator's"
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def last_name(node: ast.expr) -> str:
+    """`fleet` of `fleet`, `state.fleet`, `self._state.fleet` and `self._fleet`."""
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name.lstrip("_")
+
+
+def modules() -> list[Path]:
+    return sorted(path for room in ROOMS for path in Path("pipeline", room).glob("*.py"))
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_each_module_writes_only_what_is_its_own(path: Path) -> None:
+    assert list(writes(path.read_text(), path.stem)) == []
+
+
+def test_nobody_outside_the_room_calls_the_ledgers_verbs() -> None:
+    """The simulator and the driver read `coordinator.ledger`."""
+    for path in (p for p in Path("pipeline").rglob("*.py") if p.parent.name not in ROOMS):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="ledger"), attr=verb)):
+                    assert verb not in LEDGER_VERBS, f"{path}, line {node.lineno}: {verb}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "live.phase = Phase.DONE",
+        "live.tokens += 4",
+        "live.tokens: int = 4",
+        "live.instance, rest = None, 3",
+        "for live.epoch in range(3): pass",
+        "del live.reward",
+        "self._state.live[3].level = 2",
+        "setattr(live, 'phase', Phase.DONE)",
+        "instance.kv_tokens -= 3",
+        "self._fleet[0].pulling = False",
+        "instance.trajectories[3] = None",
+        "del instance.trajectories[3]",
+        "instance.trajectories.pop(3)",
+        "ledger.abort(group, reason)",
+        "self._state.ledger.publish(3)",
+        "state.fleet.add(instance, 3, 4, 0.1)",
+        "self._state.queue.append(live, 3)",
+        "self._state.send(live, instance, pace_s=1.0, forecast=1.0)",
+    ],
+)
+def test_a_write_by_another_module_is_seen(line: str) -> None:
+    assert len(list(writes(line, "placement"))) == 1
+
+
+def test_the_owners_own_writes_are_none() -> None:
+    owned: Any = {"state": "live.phase = 1\nself._fleet.add(1)\nself.ledger.abort(1)", "fleet": "one.row = 3"}
+    assert [list(writes(source, module)) for module, source in owned.items()] == [[], []]
+    assert list(writes("self._state.send(live)", "coordinator")) == []
+    assert list(writes("self.tokens = 3\nlevel = 2", "placement")) == []

@@ -1,0 +1,200 @@
+"""What a held-out number rests on: how many different prompts, what could not be scored, its standard error."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.display import Display
+from pipeline.config import actor_settings, loading
+from pipeline.config.schema import RunConfig
+from pipeline.jobs import summary as report
+from pipeline.jobs.execution import RunEnd
+from pipeline.runtime.evaluation import (
+    Evaluation,
+    evaluate,
+    fewer_prompts,
+    not_comparable,
+    read_evaluations,
+    write_evaluations,
+)
+from pipeline.runtime.outcomes import Outcomes
+from stores.base import LedgerState, StepRecord
+from stores.errors import StoreError
+from stores.trajectory import InstanceId, TrajectoryId
+from stores.versioned import VersionedStore
+from tasks.actors.reward_worker import RewardWorker
+from tasks.actors.rollout_instance import Evaluated
+from tasks.actors.trajectory_server import TrajectoryServer
+from tasks.engines.answering import answers
+from tasks.engines.base import Failed
+from tasks.scoring import ScoredResponse
+from tasks.texts import tokenizer_texts
+
+EARLIER = {"version": 0, "num_prompts": 200, "sampled": 0.338, "greedy": 0.3}
+"""As earlier versions wrote it."""
+
+
+class Answering:
+    """A rollout instance that gives prepared answers, the same to a prompt at each temperature."""
+
+    def __init__(self, answers: dict[tuple[int, ...], tuple[int, ...] | None]) -> None:
+        self._answers = answers
+
+    async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
+        return [Evaluated(tokens=self._answers[p]) for p in prompts]
+
+
+class Here:
+    """The actors of a run as plain objects of this process."""
+
+    def __init__(self, actors: dict[str, Any]) -> None:
+        self._actors = actors
+        self.instances = {InstanceId(name): None for name in actors if name.startswith("rollout")}
+
+    async def ask(self, name: str, method: str, *args: Any, within_s: float | None = None) -> Any:
+        return await getattr(self._actors[name], method)(*args)
+
+
+def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) -> Evaluation:
+    """Evaluate with a real server and a real scoring process. answer: by prompt; None where the engine fails."""
+
+    async def scenario() -> Evaluation:
+        settings = actor_settings.server_settings(config, folder / "store", 128)
+        server, reward = TrajectoryServer(settings, 0.0), RewardWorker(actor_settings.scoring_settings(config), 30.0)
+        ids = tokenizer_texts(config.model.path).ids
+        instance = Answering({ids(p): None if a is None else ids(a) for p, a in answer.items()})
+        try:
+            actors: Any = Here({"server": server, "reward-0": reward, "rollout-0": instance, "rollout-1": instance})
+            return await evaluate(actors, config, 3, {"reward": "r", "data": "d", "template": "t"}, ["a change"])
+        finally:
+            await reward.close()
+            await server.close()
+
+    return asyncio.run(scenario())
+
+
+def job_on(rows: list[dict[str, Any]], job: Path, tmp_path: Path, *overrides: str) -> RunConfig:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    return loading.load(job, (f"task.source=jsonl:{tmp_path}/rows.jsonl", *overrides))
+
+
+def test_what_failed_is_left_out_and_prompts_count_once(job: Path, tmp_path: Path) -> None:
+    """Of 60 rows the last 6 are held out, two of them the same; 5 prompts, though 200 are asked for."""
+    prompts = [f"{i}+{i}=" for i in range(58)] + ["1-1=", "1-1="]
+    (tmp_path / "mine.py").write_text(
+        "def moody(answer, record):\n    if answer == '7':\n        raise ValueError('no\\nmore')\n"
+        "    return float(answer)\n"
+    )
+    config = job_on(
+        [{"prompt": p, "answer": "0"} for p in prompts], job, tmp_path, "task.eval_prompts=200",
+        f"reward.function={tmp_path}/mine.py:moody",
+    )  # fmt: skip
+    answer: dict[str, str | None] = {"54+54=": "1", "55+55=": "0", "56+56=": "7", "57+57=": None, "1-1=": "1"}
+    found = evaluated(config, answer, tmp_path)
+    assert (found.version, found.num_prompts) == (3, 5)
+    assert found.sampled == found.greedy == pytest.approx(2 / 3)
+    assert found.sampled_stderr == pytest.approx(math.sqrt(2 / 9 * 3 / 2 / 3))
+    assert (found.sampled_failed, found.greedy_failed) == (2, 2)
+    assert (found.reward, found.changed) == ("r", ("a change",))
+    assert found.line == (
+        "held-out reward at version 3: 0.667 ± 0.333 at temperature, 0.667 ± 0.333 greedy (5 prompts, 2 not scored; "
+        f"first: {found.failure})"
+    )
+    assert "\n" not in found.line
+    assert fewer_prompts(200, 5, "jsonl:x") == (
+        "task.eval_prompts = 200: jsonl:x has only 5 distinct held-out prompts; each is evaluated once"
+    )
+    assert fewer_prompts(5, 5, "jsonl:x") == ""
+
+
+def test_a_store_of_an_earlier_version_keeps_its_prompts(job: Path, tmp_path: Path) -> None:
+    """Its ids stand for the prompts that were drawn when nobody looked which are held out."""
+    prompts = ["1+1=", *(f"{i}+{i}=" for i in range(2, 20)), "1+1="]
+    config = job_on([{"prompt": p, "answer": "0"} for p in prompts], job, tmp_path)
+    first = {}
+    for held_out in (None, config.task.eval_prompts):
+        store = tmp_path / f"store-{held_out}"
+        header = dataclasses.replace(actor_settings.run_header(config), held_out=held_out)
+        ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
+        VersionedStore.create(store, header).commit(StepRecord(kind="resume", step=0, ledger=ledger), [])
+        server = TrajectoryServer(actor_settings.server_settings(config, store, 128, resumed=True), 0.0)
+        first[held_out] = server._prompts.task(0).prompt
+        asyncio.run(server.close())
+    assert first == {None: "1+1=", config.task.eval_prompts: "2+2="}
+
+
+def score(reward: float, error: str = "") -> ScoredResponse:
+    return ScoredResponse(reward=reward, error=error)
+
+
+def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    none = Evaluation.of(0, [score(0, "no")] * 3, [score(1), score(0, "no"), score(0)], {})
+    assert (none.sampled, none.sampled_stderr, none.greedy) == (None, None, 0.5)
+    assert none.line == (
+        "held-out reward at version 0: none scored at temperature, 0.500 ± 0.500 greedy (3 prompts, not scored: 3 at "
+        "temperature, 1 greedy; first: no)"
+    )
+    config = loading.load(job, (f"runs_dir={tmp_path}",))
+    config.run_dir.mkdir()
+    step = dict.fromkeys(
+        (
+            "step", "reward", "staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue",
+            "response_mean", "response_max", "response_tokens", "elapsed_s", "mismatch_max", "probe_drift",
+        ),
+        0.0,
+    )  # fmt: skip
+    outcomes = Outcomes(steps=[step], evaluations=[none, Evaluation.from_json(EARLIER)], notes=["one"])
+    summary = json.loads(json.dumps(report.write_report(config, outcomes, config.run_dir)))
+    assert summary["evaluations"][0]["sampled"] is None
+    assert summary["notes"] == ["one"]
+    assert (config.run_dir / "summary.png").stat().st_size > 10_000
+    Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=summary, stopped=""))
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "none scored" in shown
+    assert "cannot be compared" in shown
+
+
+def test_what_earlier_versions_wrote_is_read_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "evaluations.json").write_text(json.dumps([EARLIER]))
+    (old,) = read_evaluations(tmp_path)
+    assert (old.sampled, old.sampled_failed, old.reward) == (0.338, None, "")
+    assert "(200 prompts, counting duplicates, and failed rewards as 0)" in old.line
+    new = Evaluation.of(5, [score(1)] * 200, [score(1)] * 200, {"reward": "a"}, ["changed"])
+    write_evaluations(tmp_path, [old, new])
+    assert read_evaluations(tmp_path) == [old, new]
+    (line,) = not_comparable([old, new])
+    assert "an earlier version counted duplicates, and failed rewards as 0" in line
+    (tmp_path / "evaluations.json").write_text('[{"version"')
+    with pytest.raises(StoreError, match=r"evaluations\.json: cannot be read"):
+        read_evaluations(tmp_path)
+
+
+def test_evaluations_by_two_rewards_are_not_set_against_each_other() -> None:
+    def by(version: int, reward: str, count: int = 4, data: str = "d") -> Evaluation:
+        scores = [score(1)] * count
+        return Evaluation.of(version, scores, scores, {"reward": reward, "data": data, "template": "t"})
+
+    assert not_comparable([by(0, "a"), by(5, "a")]) == []
+    assert not_comparable([by(0, "a"), by(5, "b"), by(9, "b", 3, "e")]) == [
+        "held-out rewards at versions 0 and 5 cannot be compared: different reward functions",
+        "held-out rewards at versions 5 and 9 cannot be compared: different data, 4 and 3 prompts",
+    ]
+    assert not_comparable([by(0, ""), by(5, "b")]) == []  # one is not known
+
+
+def test_an_engines_failure_is_no_answer() -> None:
+    class Failing:
+        def submit(self, requests: Any) -> None: ...
+
+        def events(self, within_s: float) -> list[Failed]:
+            return [Failed(trajectory=TrajectoryId(-1), epoch=0, error="out of memory")]
+
+    engine: Any = Failing()
+    assert answers(engine, [(1, 2)], max_new_tokens=4, greedy=True, deadline_s=5) == [None]

@@ -1,0 +1,381 @@
+"""Run folders: one process at a time, nothing written before that is sure, and what is named is what is worked on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import doctest
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import actor_settings, loading, user_files
+from pipeline.config.schema import RunConfig
+from pipeline.config.user_files import with_code
+from pipeline.jobs import job_driver as driving
+from pipeline.jobs.execution import execute
+from pipeline.jobs.submission import Submission
+from pipeline.runtime import resumption, run_folder
+from pipeline.runtime.run_folder import FolderInUse, claimed, load_job, only_here, prepare_run_dir, refuse_taken
+from stores.errors import ConfigError, StoreError
+from stores.versioned import VersionedStore
+from tests.commands import command
+from tests.jobs.test_resume import start, until_step
+from tests.runtime.test_run import check, staleflow
+
+JOB = """
+name = "job"
+runs_dir = "{runs}"
+steps = 3
+
+[batch]
+groups_per_step = 6
+group_size = 4
+
+[rollout]
+max_new_tokens = 400
+
+[rollout.engine]
+name = "emulated"
+kv_tokens = 20000
+
+[workload]
+median = 60
+prompt_tokens = 20
+
+[simulation]
+train_s = 0.2
+pull_s = 0.02
+
+[cluster]
+dashboard = false
+"""
+
+
+@pytest.fixture
+def light(tmp_path: Path) -> Path:
+    """A job file that needs no model."""
+    path = tmp_path / "light.toml"
+    path.write_text(JOB.format(runs=tmp_path / "runs"))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path in it."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def begun(light: Path, *overrides: str) -> RunConfig:
+    """A run as it is after its store was made, before its first step."""
+    config = loading.load(light, overrides)
+    prepare_run_dir(config)
+    VersionedStore.create(config.run_dir / "store", actor_settings.run_header(config))
+    return config
+
+
+# -- one process at a time ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["while its actors start", "while it trains"])
+def test_a_second_run_of_a_name_is_refused_before_it_has_written_anything(light: Path, stored: bool) -> None:
+    folder = begun(light).run_dir
+    if not stored:
+        shutil.rmtree(folder / "store")
+    with only_here(folder):
+        before = contents(folder)
+        second = loading.load(light, ("staleness.eta=4",))
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
+            asyncio.run(execute(second, lambda *_: None, lambda _: None))
+        assert contents(folder) == before
+
+
+def test_of_two_processes_that_run_a_name_one_does_and_a_copy_goes_on_without_the_original(
+    job: Path, tmp_path: Path
+) -> None:
+    """The second asks for another bound; the first, killed and resumed, still keeps its own."""
+    folder = tmp_path / "runs" / "job"
+    with start(job, "steps=400") as process:
+        until_step(process, 2)
+        written = (folder / "config.toml").read_bytes()
+        second = staleflow("run", job, "--set", "staleness.eta=4")
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert second.returncode == 2
+    assert f"in use by process {process.pid}" in second.stderr
+    assert (folder / "config.toml").read_bytes() == written
+
+    trained = sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps())
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(folder, copy)
+    before = contents(folder)
+    resumed = staleflow("resume", copy, "--set", f"steps={trained + 2}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert contents(folder) == before
+    assert check(copy, trained + 2).header.eta == 1
+    assert "the same commands" in command("replay", copy).stdout
+
+
+def test_of_many_that_make_a_folder_in_the_same_moment_one_does(light: Path) -> None:
+    everyone, tried = threading.Barrier(8), threading.Barrier(8)
+    won: list[int] = []
+    refused: list[ConfigError] = []
+
+    def run(seed: int) -> None:
+        config = loading.load(light, (f"seed={seed}",))
+        everyone.wait()
+        with contextlib.ExitStack() as lock:
+            try:
+                lock.enter_context(claimed(config.run_dir))
+                prepare_run_dir(config)
+                won.append(seed)
+            except ConfigError as error:
+                refused.append(error)
+            tried.wait()
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (seed,) = won
+    assert [type(error) for error in refused] == [FolderInUse] * 7
+    assert load_job(light.parent / "runs" / "job").seed == seed
+
+
+def test_a_lock_file_that_is_removed_in_between_keeps_others_out_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, removed = fcntl.flock, []
+
+    def late(file: Any, how: int) -> None:
+        if not removed:
+            removed.append(file)
+            (tmp_path / run_folder.LOCK).unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", late)
+    with only_here(tmp_path), pytest.raises(FolderInUse, match=f"in use by process {os.getpid()}"), only_here(tmp_path):
+        pytest.fail("both hold it")
+
+
+def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lockless(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with (
+        pytest.raises(StoreError, match=r"^/proc/none: cannot be written: .*set runs_dir to another"),
+        claimed(Path("/proc/none")),
+    ):
+        pytest.fail("nobody can write there")
+    (tmp_path / "taken" / run_folder.LOCK).mkdir(parents=True)
+    with (
+        pytest.raises(StoreError, match=r"cannot be written: .*a run's folder is locked"),
+        only_here(tmp_path / "taken"),
+    ):
+        pytest.fail("there is no file to lock")
+    monkeypatch.setattr(run_folder.fcntl, "flock", lockless)
+    with (
+        pytest.raises(StoreError, match="No locks available; use a file system that supports locks"),
+        only_here(tmp_path),
+    ):
+        pytest.fail("nothing is locked")
+
+
+# -- what is left of a run that was killed early -----------------------------------------------------------------------
+
+
+def test_a_folder_without_a_store_is_used_again_and_one_that_holds_anything_is_not(light: Path) -> None:
+    config = loading.load(light)
+    folder = prepare_run_dir(config)
+    (folder / "events.jsonl").touch()
+    prepare_run_dir(loading.load(light, ("seed=5",)))
+    assert load_job(folder).seed == 5
+    for name in ("store", "checkpoints", "resume"):
+        (folder / name).mkdir()
+        with pytest.raises(ConfigError, match="already holds a run; choose another with --set name="):
+            refuse_taken(folder)
+        (folder / name).rmdir()
+    (folder / "events.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        refuse_taken(folder)
+
+
+def test_what_a_resume_changes_is_written_down_even_if_nothing_was_stored(light: Path) -> None:
+    folder = prepare_run_dir(loading.load(light))
+    resumption.prepare(resumption.load(folder, ("steps=9",)))
+    assert load_job(folder).steps == 9
+
+
+# -- a job that is not the store's -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "message"),
+    [
+        ((), "staleness.eta=4", "staleness.eta = 4 in config.toml, 1 in the store"),
+        ((), "batch.groups_per_step=5", "batch.groups_per_step = 5 in config.toml, 6 in the store"),
+        ((), "batch.group_size=2", "batch.group_size = 2 in config.toml, 4 in the store"),
+        ((), "batch.extra_members=1", r"batch.group_size \+ batch.extra_members = 5 in config.toml, 4 in the store"),
+        (("staleness.admission=backlog",), "steps=4", "steps = 4 in the job, 3 in the store: .*--set steps=3 or fewer"),
+    ],
+)
+def test_a_resume_refuses_a_job_that_its_store_is_not_of(
+    light: Path, made: tuple[str, ...], asked: str, message: str
+) -> None:
+    config = begun(light, *made)
+    assert resumption.reached(config) == 0
+    run_folder.write_job(loading.load(light, (*made, asked)))
+    before = contents(config.run_dir)
+    for go_on in (resumption.reached, resumption.prepare):
+        with pytest.raises(ConfigError, match=message):
+            go_on(resumption.load(config.run_dir))
+    assert contents(config.run_dir) == before
+
+
+def test_a_backlog_run_may_end_earlier_than_its_bound(light: Path) -> None:
+    config = begun(light, "staleness.admission=backlog")
+    assert resumption.reached(resumption.load(config.run_dir, ("steps=2",))) == 0
+
+
+# -- what is named is what is worked on --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def moved(light: Path, tmp_path: Path) -> Path:
+    """A copy of a submitted job's folder, which named its code where it was; there it says something else."""
+    folder = tmp_path / "runs" / "job"
+    config = begun(
+        light, f"reward.function={folder}/code/reward_mine.py:score", f"task.source={folder}/code/task_mine.py:Prompts",
+        f"tracking.tracker={tmp_path}/runs/job-2/mine.py:Tracker", f"model.path={folder}/checkpoints/step-000003",
+    )  # fmt: skip
+    run_folder.write_job_id(config.run_dir, "job-1", {"reward_mine.py": "one = 1\n", "task_mine.py": "two = 2\n"})
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(config.run_dir, copy)
+    for file in (config.run_dir / "code").iterdir():
+        file.write_text("raise RuntimeError('the original was read')\n")
+    return copy
+
+
+@pytest.mark.parametrize("spelled", ["plain", "link", "from within"])
+def test_a_copy_is_worked_on_where_it_is(moved: Path, spelled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = moved
+    if spelled == "link":
+        named = moved.parent / "latest"
+        named.symlink_to(moved)
+    if spelled == "from within":
+        monkeypatch.chdir(moved)
+        named = Path()
+    config = user_files.located(resumption.load(named, ("steps=7",)))
+    assert config.run_dir == moved
+    assert (config.steps, config.name) == (7, "copy")
+    assert config.reward.function == f"{moved}/code/reward_mine.py:score"
+    assert config.task.source == f"{moved}/code/task_mine.py:Prompts"
+    assert config.model.path == f"{moved}/checkpoints/step-000003"
+    assert config.tracking.tracker == f"{moved.parent.parent}/runs/job-2/mine.py:Tracker"
+    resumption.prepare(config)
+    assert (load_job(moved).run_dir, load_job(moved).steps) == (moved, 7)
+    assert load_job(moved.parent.parent / "runs" / "job").steps == 3
+
+
+def test_what_is_named_beside_the_folder_is_taken_as_it_is_named(moved: Path) -> None:
+    original = moved.parent.parent / "runs" / "job"
+    config = load_job(moved, (f"model.path={original}/checkpoints/step-000002",))
+    assert config.model.path == f"{original}/checkpoints/step-000002"
+
+
+def test_a_moved_runs_code_travels_from_where_it_is_and_keeps_its_name(moved: Path) -> None:
+    tracked = load_job(moved, ('tracking.tracker=""',))
+    config, code = with_code(tracked)
+    assert code == {"reward_mine.py": "one = 1\n", "task_mine.py": "two = 2\n"}
+    submission = Submission(id="copy-2", job=configuration_text(config), code=code, resume=True)
+    assert driving.at_home(submission, "tcp://host:1").reward.function == f"{moved}/code/reward_mine.py:score"
+
+
+def configuration_text(config: RunConfig) -> str:
+    from pipeline.config import fields
+
+    return fields.to_toml(config)
+
+
+def test_a_folder_whose_name_no_run_can_have_is_said(moved: Path) -> None:
+    hidden = moved.rename(moved.parent / ".copy")
+    assert command("store", "audit", hidden).returncode == 0
+    with pytest.raises(ConfigError, match="must not begin with a dot; rename it"):
+        resumption.load(hidden)
+
+
+def test_the_paths_of_a_job_are_moved_as_its_examples_say() -> None:
+    assert doctest.testmod(run_folder).failed == 0
+
+
+# -- submitted jobs ----------------------------------------------------------------------------------------------------
+
+
+def submission(id: str, *, resume: bool = False) -> Submission:
+    return Submission(id=id, job="", code={"reward_mine.py": f"# {id}\n"}, resume=resume)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_job_of_a_name_is_refused_before_it_has_written_anything(light: Path, resume: bool) -> None:
+    config = loading.load(light)
+
+    async def both() -> None:
+        async with driving.held(config, submission("job-a")):
+            before = contents(config.run_dir)
+            with pytest.raises(FolderInUse):
+                async with driving.held(config, submission("job-b", resume=resume)):
+                    pytest.fail("both hold it")
+            assert contents(config.run_dir) == before
+
+    asyncio.run(both())
+    assert (config.run_dir / "code" / "reward_mine.py").read_text() == "# job-a\n"
+    VersionedStore.create(config.run_dir / "store", actor_settings.run_header(config))
+    before = contents(config.run_dir)
+
+    async def third() -> None:
+        async with driving.held(config, submission("job-c")):
+            pytest.fail("there is a run already")
+
+    with pytest.raises(ConfigError, match="already holds a run"):
+        asyncio.run(third())
+    del before[run_folder.LOCK]
+    assert {name: text for name, text in contents(config.run_dir).items() if name != run_folder.LOCK} == before
+
+
+def test_a_driver_that_starts_anew_waits_for_the_one_before_to_let_go(light: Path) -> None:
+    config = loading.load(light)
+    order: list[str] = []
+
+    async def driver(name: str, seconds: float) -> None:
+        async with driving.held(config, submission("job-a")):
+            order.append(f"{name} in")
+            await asyncio.sleep(seconds)
+            order.append(f"{name} out")
+
+    async def both() -> None:
+        await asyncio.gather(driver("first", 0.7), driver("second", 0.0))
+
+    asyncio.run(both())
+    assert order == ["first in", "first out", "second in", "second out"]
+    hurried = loading.load(light, ("deadlines.start_s=0.1",))
+
+    async def too_long() -> None:
+        async with driving.held(hurried, submission("job-a")):
+            pytest.fail("it is held")
+
+    with only_here(config.run_dir), pytest.raises(FolderInUse):
+        asyncio.run(too_long())
+
+
+def test_store_ls_names_a_run_without_a_store(light: Path) -> None:
+    folder = prepare_run_dir(loading.load(light))
+    (row,) = json.loads(command("store", "ls", folder.parent, "--json").stdout)
+    assert (row["run"], row["state"]) == (str(folder), "no store")

@@ -1,0 +1,32 @@
+"""Random streams: none is another, whoever asks; the same asked twice is the same."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.seeds import ENGINE_SEED_BITS, Stream, engine_seed, generator
+
+
+def test_engines_never_share_a_seed() -> None:
+    """4096 instances with all their replacements, before and after a resume, and in a job of the next seed."""
+    seeds = [engine_seed(0, i, a, life) for life in range(2) for a in range(4) for i in range(4096)]
+    seeds += [engine_seed(1, i, 0, 0) for i in range(4096)]
+    assert len(set(seeds)) == len(seeds)
+    assert max(seeds) < 2**ENGINE_SEED_BITS
+
+
+parts = st.tuples(st.integers(0, 2**31), st.integers(0, 4095), st.integers(0, 3), st.integers(0, 1000))
+
+
+@given(parts, parts)
+def test_an_engines_seed_depends_on_each_part_and_on_nothing_else(one: tuple[int, ...], other: tuple[int, ...]) -> None:
+    assert (engine_seed(*one) == engine_seed(*other)) == (one == other)
+
+
+def test_streams_differ_and_are_what_they_were_in_stored_runs() -> None:
+    first = [generator(7, stream).integers(0, 2**62) for stream in Stream]
+    assert len(set(first)) == len(Stream)
+    assert generator(7, Stream.MINIBATCHES).integers(0, 2**62) == np.random.default_rng(7).integers(0, 2**62)
+    assert generator(7, Stream.WORKLOAD, 5).integers(0, 2**62) == np.random.default_rng([7, 2, 5]).integers(0, 2**62)

@@ -1,0 +1,29 @@
+"""`make bench` runs every benchmark there is, each in a quick form that it knows."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import COMMANDS
+
+SCRIPTS = sorted(p for p in Path("benchmarks").glob("*.py") if not p.name.startswith("__"))
+
+
+def test_all_are_run() -> None:
+    assert {p.stem for p in SCRIPTS} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def test_each_has_a_quick_form(script: Path) -> None:
+    assert '"--quick"' in script.read_text()
+
+
+@pytest.mark.parametrize("name", ["ledger", "coordinator", "board"])
+def test_the_small_ones_work(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--quick"])
+    runpy.run_path(f"benchmarks/{name}.py", run_name="__main__")
+    assert len(capsys.readouterr().out.splitlines()) >= 2
