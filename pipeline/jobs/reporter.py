@@ -16,7 +16,7 @@ from pipeline.coordination.snapshot import Snapshot
 from pipeline.jobs.summary import step_line
 from pipeline.runtime.driver import Driver
 from pipeline.runtime.outcomes import Outcomes
-from pipeline.runtime.workers import ActorCluster
+from pipeline.runtime.workers import DaskWorkers
 from pipeline.scheduler import board
 from stores.codec import Codec
 
@@ -80,7 +80,7 @@ class Reporter:
             for one in loggers:
                 one.removeHandler(handler)
 
-    async def attend(self, driver: Driver, cluster: ActorCluster) -> None:
+    async def attend(self, driver: Driver, cluster: DaskWorkers) -> None:
         """Beside the driver: report, and stop it when asked."""
         while True:
             state, why = "running", ""

@@ -1,16 +1,21 @@
-"""The coordinator's body on a real cluster: carries its commands out as actor calls and feeds their outcomes back.
+"""The coordinator's body among actors: carries its commands out as calls and feeds what comes of them back as events.
 
-One asyncio loop. Commands to one rollout instance leave in order, on its line (a Route after a Pull must find the new
-weights); so do books to the trajectory server. An actor that is gone is an event, not an exception:
-instances and reward workers are replaced, and only the loss of the trainer or the server ends the run. It decides
-nothing itself.
+It decides nothing itself. One asyncio loop; where the actors live is the business of pipeline/runtime/base.py.
+
+Invariants:
+- Every event is journalled with the commands it led to, in the order in which they were carried out.
+- Commands to one rollout instance leave in order (see InstanceLink). So do retirements and commits to the trajectory
+  server: what a step consumed is queued for commit before its version is announced to the coordinator.
+- A lost rollout instance or reward worker is an event, not an exception: it is replaced, and what it held is sampled
+  or scored again. The loss of the trainer or the server, or a failed commit, ends the run with one story.
+- A stop lets the training step in flight finish; a second stop does not.
+- Whatever happens, `close` leaves no task behind and does not raise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +41,7 @@ from pipeline.coordination.journal import Journal
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.profiling.fit import CostWatch
 from pipeline.runtime.actors import Actors, InstanceHandle
+from pipeline.runtime.clock import now_s
 from pipeline.runtime.evaluation import (
     evaluate,
     fewer_prompts,
@@ -45,6 +51,7 @@ from pipeline.runtime.evaluation import (
 )
 from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.instance_link import InstanceLink
+from pipeline.runtime.measurements import Measurements
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.resumption import Resumption
 from stores import errors
@@ -58,7 +65,7 @@ from tasks.actors.trainer import StepResult
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
-"""How often time passes for the coordinator."""
+"""Seconds between two ticks of the coordinator."""
 SCORE_BATCH = 32
 """Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
 
@@ -87,25 +94,20 @@ class Driver:
         self._run_dir = run_dir
         self._progress = progress
         self._resumption = resumption
-        self._earlier_s = 0.0 if resumption is None else resumption.elapsed_s
+        self._measurements = Measurements(0.0 if resumption is None else resumption.elapsed_s)
         self._coordinator: Coordinator = deciding.make_coordinator(config)
         self._journal = Journal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
-        self._books: asyncio.Queue[Retire | StepRecord] = asyncio.Queue()
+        self._commits: asyncio.Queue[Retire | StepRecord] = asyncio.Queue()
         self._scores: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._background: set[asyncio.Task[None]] = set()
-        self._begin = time.monotonic() - self._earlier_s
-        self._training_since = self._idle_since = 0.0
-        self._last_event_s = 0.0
-        self._ages: list[tuple[float, float]] = []
         self._stop_requested = ""
         self._stepping = False
         self._task: asyncio.Task[Any] | None = None
-        self._decide_s = 0.0
         self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
         self._drift_said = False
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
-        self.outcomes = Outcomes()
+        self.outcomes = Outcomes(losses=actors.losses, alarms=actors.alarms)  # their lists: shown while the run lasts
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -115,14 +117,15 @@ class Driver:
         for line in self._changed:
             self._note(line)
         self._say("starting actors")
-        await self._actors.place_all(self._now(), self._resumption)
-        await self._take_up()
+        await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
+        resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
-        if self._coordinator.ledger.version == 0:
+        if resumed is None or resumed.step == 0:
             await self._evaluate(PolicyVersion(0))
-        self._idle_since = time.monotonic()
-        self._begin = self._idle_since - self._earlier_s
-        self._spawn(self._keep_books(), "books")
+        self._measurements.start()
+        if resumed is not None:
+            self._handle(resumed)
+        self._spawn(self._commit_in_order(), "commits")
         self._spawn(self._tick(), "clock")
         for i in range(self._config.reward.workers):
             self._spawn(self._score_on(f"reward-{i}"), f"reward-{i}")
@@ -132,10 +135,9 @@ class Driver:
         try:
             await self._main_loop()
             self._stepping = False
-            await self._close_books()
+            await self._finish_commits()
         finally:
-            self.outcomes.snapshot = self._coordinator.snapshot()
-            self._measure_phases()
+            self._sum_up()
         if not self.outcomes.stopped:
             version = self._coordinator.ledger.version
             await self._actors.pull_all(version)
@@ -146,25 +148,25 @@ class Driver:
         return self.outcomes
 
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
-        """The coordinator's last ones: (when, trajectory, what, cause), newest first."""
+        """The coordinator's latest decisions: (when, trajectory, what, cause), newest first."""
         return self._coordinator.latest(count)
 
     def tokens_sampled(self) -> dict[str, int]:
-        """By instance, since it was started."""
+        """Tokens each instance has sampled since it was started."""
         return {str(name): instance.tokens_sampled for name, instance in self._actors.instances.items()}
 
-    async def _take_up(self) -> None:
-        """Go on where a stored run is, if this is one."""
+    async def _resume(self) -> RunResumed | None:
+        """Restore the results of a stored run, if this resumes one; returns the event that tells of it."""
         if self._resumption is None:
-            return
+            return None
         self.outcomes.steps += self._resumption.steps
         self.outcomes.evaluations += read_evaluations(self._run_dir)
-        state: LedgerState = await self._actors.ask("server", "resume", within_s=self._config.deadlines.start_s)
-        self._handle(RunResumed(step=state.next_step, num_ended=tuple(state.num_ended.items())))
+        state: LedgerState = await self._actors.ask("server", "resume", deadline="start_s")
+        return RunResumed(step=state.next_step, num_ended=tuple(state.num_ended.items()))
 
     def stop(self, why: str) -> None:
-        """End the run at the next moment when no training step is in flight; at once when asked twice, or when it does
-        not train. Safe from a signal handler."""
+        """End the run once no training step is in flight; at once if asked twice, or outside of the training loop. Safe
+        from a signal handler."""
         if self._task is not None and (self._stop_requested or not self._stepping):
             self._task.cancel()
         self.outcomes.stopped = self._stop_requested = self._stop_requested or why
@@ -181,8 +183,7 @@ class Driver:
 
     async def _main_loop(self) -> None:
         """Events in, commands out, until all steps are trained or a stop is asked for."""
-        deadlines = self._config.deadlines
-        last_progress = time.monotonic()
+        last_progress = now_s()
         while not self._coordinator.finished:
             try:
                 item = await asyncio.wait_for(self._inbox.get(), 1.0)
@@ -192,28 +193,33 @@ class Driver:
                 raise item
             if isinstance(item, StepResult):
                 item = self._after_training(item)
+                if self._stop_requested:  # before the version is announced: the next step could begin with it
+                    self._give_up_rest()
             if not isinstance(item, (Tick, InstanceReported)):
-                last_progress = time.monotonic()
+                last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
                 break
-            limit = deadlines.train_s if self._coordinator.training else deadlines.stuck_s
-            if time.monotonic() - last_progress > limit:
-                raise RunStuck(f"no progress for {limit:g} s: {self._coordinator.waiting_for()}")
-        # Redundancy may have left something in flight even after the last step.
-        self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
+            self._check_progress(now_s() - last_progress)
+        self._give_up_rest()
         step = self._coordinator.ledger.next_step
-        self._books.put_nowait(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+        self._commits.put_nowait(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+
+    def _give_up_rest(self) -> None:
+        """Have the coordinator give up what is in flight; redundancy may leave something even after the last step."""
+        self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
+
+    def _check_progress(self, still_s: float) -> None:
+        """Raise RunStuck if nothing has happened for longer than is allowed."""
+        knob = "train_s" if self._coordinator.training else "stuck_s"
+        limit_s: float = getattr(self._config.deadlines, knob)
+        if still_s > limit_s:
+            raise RunStuck(f"no progress for {limit_s:g} s (deadlines.{knob}): {self._coordinator.waiting_for()}")
 
     def _handle(self, event: Event) -> None:
-        now = self._now()
-        for name, num_running in self._coordinator.loads().items():
-            if num_running and name in self._actors.instances:
-                self._actors.instances[name].assigned_s += now - self._last_event_s
-        self._last_event_s = now
-        begin = time.perf_counter()
-        commands = self._coordinator.handle(event, now * self._config.time_scale)
-        self._decide_s += time.perf_counter() - begin
+        now = self._measurements.event_heard(self._coordinator.loads(), self._actors.instances)
+        with self._measurements.deciding():
+            commands = self._coordinator.handle(event, now * self._config.time_scale)
         self._journal.append(now * self._config.time_scale, event, commands)
         for command in commands:
             kind = type(command).__name__
@@ -232,9 +238,9 @@ class Driver:
             case Score():
                 self._scores.put_nowait(command.trajectory)
             case Retire():
-                self._books.put_nowait(command)
+                self._commits.put_nowait(command)
             case Train():
-                self._training_since = time.monotonic()
+                self._measurements.training_began()
                 self._spawn(self._train(command), "train")
 
     # -- carrying out --------------------------------------------------------------------------------------------
@@ -245,25 +251,18 @@ class Driver:
         self._inbox.put_nowait(GroupsArrived(groups=groups))
 
     async def _train(self, command: Train) -> None:
-        wait_s = self._training_since - self._idle_since
-        server, train_s = self._actors.actor("server"), self._config.deadlines.train_s
+        server = self._actors.actor("server")
         result: StepResult = await self._actors.ask(
-            "trainer", "train", server, command.step, command.trajectories, command.versions, within_s=train_s
+            "trainer", "train", server, command.step, command.trajectories, command.versions, deadline="train_s"
         )
-        elapsed_s = time.monotonic() - self._training_since
-        result.metrics.update(
-            **self._mean_ages(),
-            wait_s=wait_s,
-            overhead_s=elapsed_s - result.metrics["train_s"] - result.metrics["publish_s"],
-            elapsed_s=time.monotonic() - self._begin,
-        )
+        self._measurements.training_ended(result.metrics)
         self._inbox.put_nowait(result)
 
     def _after_training(self, result: StepResult) -> Event:
-        """Book the step as the ledger stands now, then let its version be known."""
+        """Queue the step's commit with the ledger as it is now, then announce the new version."""
         self._actors.publish(result)
         result.metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
-        self._idle_since = time.monotonic()
+        self._measurements.idle()
         record = StepRecord(
             kind="step",
             step=result.version - 1,
@@ -274,7 +273,7 @@ class Driver:
                 i.id: (i.version, i.fingerprint) for i in self._actors.instances.values() if i.fingerprint
             },
         )
-        self._books.put_nowait(record)
+        self._commits.put_nowait(record)
         every = self._config.training.checkpoint_every
         if every and result.version % every == 0 and result.version < self._config.steps:
             self._spawn(self._actors.checkpoint(f"step-{result.version:06d}"), "checkpoint")
@@ -282,10 +281,10 @@ class Driver:
         self._spawn(self._actors.prune(ordered), "prune")
         return VersionPublished(version=result.version)
 
-    async def _keep_books(self) -> None:
+    async def _commit_in_order(self) -> None:
         """Tell the server how trajectories ended and have it commit steps, in the order decided."""
         while True:
-            item = await self._books.get()
+            item = await self._commits.get()
             if isinstance(item, Retire):
                 await self._actors.ask("server", "retire", item.endings, item.versions)
             else:
@@ -295,7 +294,7 @@ class Driver:
                     self.outcomes.steps.append(with_rate(step, next(reversed(self.outcomes.steps), None)))
                     self._log_resume_points()
                     self._say("")
-            self._books.task_done()
+            self._commits.task_done()
 
     def _log_resume_points(self) -> None:
         """Log the resume points that have come since the last time; the trainer writes them in its own process."""
@@ -304,9 +303,9 @@ class Driver:
                 self._last_point = version
                 logger.info("resume point of version %d written", version)
 
-    async def _close_books(self) -> None:
+    async def _finish_commits(self) -> None:
         """Wait until everything is stored, or raise what kept it from being stored."""
-        done = asyncio.ensure_future(self._books.join())
+        done = asyncio.ensure_future(self._commits.join())
         while not done.done():
             await asyncio.wait({done}, timeout=0.1)
             while not self._inbox.empty():
@@ -317,17 +316,18 @@ class Driver:
 
     async def _score_on(self, name: str) -> None:
         """Feed one reward worker; replace it when it is lost, and score again what it held."""
-        call_s = self._config.deadlines.call_s
         while True:
             batch = [await self._scores.get()]
             while len(batch) < SCORE_BATCH and not self._scores.empty():
                 batch.append(self._scores.get_nowait())
-            budget_s = call_s + len(batch) * self._config.reward.timeout_s
+            allowed_s = self._config.deadlines.call_s + len(batch) * self._config.reward.timeout_s
             try:
                 server = self._actors.actor("server")
-                scored = await self._actors.ask(name, "score", server, tuple(batch), within_s=budget_s)
+                scored = await self._actors.ask(
+                    name, "score", server, tuple(batch), deadline="call_s", within_s=allowed_s
+                )
             except errors.ActorLost as lost:
-                self._actors.lose(name, lost, self._now())
+                self._actors.lose(name, lost, self._measurements.elapsed_s)
                 await self._actors.place_reward(name)
                 for trajectory in batch:
                     self._scores.put_nowait(trajectory)
@@ -338,12 +338,12 @@ class Driver:
                 self._inbox.put_nowait(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))
 
     async def _tick(self) -> None:
-        """Let time pass for the coordinator and for the display, and note how old the work is."""
+        """Let time pass for the coordinator and for the display, and note how stale the work is."""
         while True:
             await asyncio.sleep(TICK_S)
             self._inbox.put_nowait(Tick())
             snapshot = self._coordinator.snapshot()
-            self._ages.append((snapshot.staleness_in_flight, snapshot.staleness_in_queue))
+            self._measurements.ticked(snapshot)
             if self._cost_watch.drifted and not self._drift_said:
                 self._drift_said = True
                 logger.warning(
@@ -357,10 +357,10 @@ class Driver:
     def _join(self, instance: InstanceHandle) -> None:
         """Start working with an instance and tell the coordinator."""
         config = self._config
-        line = InstanceLink(
+        link = InstanceLink(
             instance, self._actors, config.deadlines, config.time_scale, self._cost_watch, self._inbox.put_nowait
         )
-        for work in line.work():
+        for work in link.work():
             instance.tasks.append(asyncio.ensure_future(self._guard(instance, work)))
         engine = config.rollout.engine
         self._inbox.put_nowait(
@@ -383,7 +383,7 @@ class Driver:
                         if task is not asyncio.current_task():
                             task.cancel()
                     self._inbox.put_nowait(InstanceLost(instance=instance.id, why=str(lost)))
-                    self._actors.lose(instance.placed.name, lost, self._now())
+                    self._actors.lose(instance.placed.name, lost, self._measurements.elapsed_s)
                     self._spawn(self._replace(instance.index), "replace")
         except Exception as error:  # noqa: BLE001  carried to the main loop, which raises it
             self._inbox.put_nowait(error)
@@ -407,7 +407,7 @@ class Driver:
         for line in not_comparable(self.outcomes.evaluations):
             self._note(line)
 
-    # -- measuring -----------------------------------------------------------------------------------------------
+    # -- summing up ----------------------------------------------------------------------------------------------
 
     def _ledger_state(self) -> LedgerState:
         ledger = self._coordinator.ledger
@@ -419,41 +419,13 @@ class Driver:
             version=ledger.version,
         )
 
-    def _measure_phases(self) -> None:
-        """Seconds by what was going on, and the system's own share of them."""
-        wall_s = time.monotonic() - self._begin
-        steps = self.outcomes.steps
-        idle = [max(0.0, i.assigned_s - i.busy_s) for i in self._actors.instances.values()]
-        count = max(1, len(self._actors.instances))
-        self.outcomes.losses, self.outcomes.alarms = self._actors.losses, self._actors.alarms
+    def _sum_up(self) -> None:
+        """Fill in the outcomes that are known only once the run has ended, well or not."""
+        self.outcomes.snapshot = self._coordinator.snapshot()
         self.outcomes.cost_ratio = self._cost_watch.ratio
         self.outcomes.cost_drifted = self._cost_watch.drifted
         self.outcomes.cost_refit = self._cost_watch.refit()
-        self.outcomes.phases = {
-            "wall_s": wall_s,
-            "train_s": sum(s["train_s"] for s in steps),
-            "publish_s": sum(s["publish_s"] for s in steps),
-            "trainer_overhead_s": sum(s["overhead_s"] for s in steps),
-            "trainer_waits_for_batch_s": sum(s["wait_s"] for s in steps),
-            "commit_s": sum(s["commit_s"] for s in steps),
-            "fetch_s": sum(s["fetch_s"] for s in steps),
-            "decide_s": self._decide_s,
-            "rollout_busy_s": sum(i.busy_s for i in self._actors.instances.values()) / count,
-            "rollout_assigned_s": sum(i.assigned_s for i in self._actors.instances.values()) / count,
-            "rollout_idle_with_work_s": sum(idle) / count,
-            "tokens_sampled": float(sum(i.tokens_sampled for i in self._actors.instances.values())),
-        }
-
-    def _mean_ages(self) -> dict[str, float]:
-        """Staleness in flight and in queue, mean over the ticks since the last step ended."""
-        ages, self._ages = self._ages or [(0.0, 0.0)], []
-        return {
-            "staleness_in_flight": sum(a for a, _ in ages) / len(ages),
-            "staleness_in_queue": sum(b for _, b in ages) / len(ages),
-        }
-
-    def _now(self) -> float:
-        return time.monotonic() - self._begin
+        self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
 
     def _say(self, what: str) -> None:
         self._progress(self._coordinator.snapshot(), self.outcomes, what)

@@ -1,14 +1,17 @@
-"""The driver's line to one rollout instance: its commands leave in order, what ends comes back, silence is a loss.
+"""The driver's link to one rollout instance: commands go out in order, results come back, silence is a loss.
 
-An instance can be gone in three ways, and each shows within a deadline. Its process answers no call (deadlines.call_s,
-seen by whoever calls); its engine is broken and says so; or its process is well and its engine stands still, which only
-shows in what it samples (deadlines.sample_s).
+Invariants:
+- Commands are carried out one after the other in the order given; a Route after a Pull finds the new weights. Several
+  of a kind in a row may travel in one call.
+- Every result that the instance gives is passed on exactly once, and only under the epoch it was given for.
+- An instance that is gone shows within a deadline as ActorLost. Its process answers no call (deadlines.call_s); its
+  engine is broken and says so; or the process is well and the engine stands still, which shows only in what it samples
+  (deadlines.sample_s).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -24,18 +27,20 @@ from pipeline.coordination.events import (
 )
 from pipeline.profiling.fit import CostWatch, StepPoint
 from pipeline.runtime.actors import Actors, InstanceHandle
+from pipeline.runtime.clock import now_s
 from stores.errors import ActorLost
 from tasks.actors.rollout_instance import Outcome, RouteItem
 from tasks.engines.base import EngineLoad
 
 POLL_S = 0.5
-"""Longest an event poll waits at an instance; it returns at once when something ended."""
+"""Seconds that a poll for results waits at an instance at most; it returns at once when something ended."""
 REPORT_S = 0.5
-"""How often an instance reports its progress."""
+"""Seconds between two reports of an instance's progress."""
 
 
 class InstanceLink:
-    """Everything here raises ActorLost when the instance is to be replaced. tell: gets every event."""
+    """Carries commands to one instance and events back. tell: called with every event. All of its work raises ActorLost
+    when the instance has to be replaced."""
 
     def __init__(
         self,
@@ -56,11 +61,11 @@ class InstanceLink:
         self._stillness = Stillness(deadlines.sample_s)
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """To be run side by side for as long as the instance lives."""
+        """Three endless coroutines, to be run side by side for as long as the instance lives."""
         return self._send(), self._listen(), self._watch()
 
     async def _send(self) -> None:
-        """Carry out commands in order; consecutive ones of a kind travel together, pulls apart."""
+        """Carry out commands in order; consecutive ones of a kind travel together, pulls alone."""
         outbox = self._instance.outbox
         pending: Command | None = None
         while True:
@@ -98,12 +103,12 @@ class InstanceLink:
                 self._tell(PullFinished(instance=instance, version=version))
 
     async def _listen(self) -> None:
-        """Pass on what ends."""
+        """Pass on the results of requests that ended."""
         server = self._actors.actor("server")
         within_s = self._deadlines.call_s + POLL_S
         while True:
             outcomes: list[Outcome] = await self._actors.ask(
-                self._name, "next_events", server, POLL_S, within_s=within_s
+                self._name, "next_events", server, POLL_S, deadline="call_s", within_s=within_s
             )
             for o in outcomes:
                 event: Event = TrajectorySampled(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens)
@@ -112,13 +117,13 @@ class InstanceLink:
                 self._tell(event)
 
     async def _watch(self) -> None:
-        """Report progress, sum up how long it had work and did none, and see when it stands still."""
+        """Report progress, measure how busy the engine is, and notice when it stands still."""
         instance = self._instance
         instance.busy_before_s = (await self._actors.ask(self._name, "report")).busy_s
         while True:
             await asyncio.sleep(REPORT_S)
             load: EngineLoad = await self._actors.ask(self._name, "report")
-            still_s = self._stillness.observe(load, time.monotonic())
+            still_s = self._stillness.observe(load, now_s())
             if still_s:
                 raise ActorLost(
                     f"{self._name} has {load.running} trajectories to sample and has sampled nothing for "
@@ -140,7 +145,7 @@ class InstanceLink:
 
 
 class Stillness:
-    """How long an engine that has work has shown no sign of any."""
+    """Measures how long an engine with work has shown no sign of doing it. allowed_s: how long that may be."""
 
     def __init__(self, allowed_s: float) -> None:
         self._allowed_s = allowed_s
@@ -148,8 +153,8 @@ class Stillness:
         self._since_s = 0.0
 
     def observe(self, load: EngineLoad, now: float) -> float:
-        """Seconds that it has stood still, once they are more than allowed; else 0. A load of weights, a request taken
-        in and one that ended are signs too."""
+        """Seconds that the engine has stood still once they exceed the allowed ones, else 0. Loading weights, taking in
+        a request and ending one count as signs of work too."""
         sign = (load.version, load.tokens_sampled, load.progress)
         if sign != self._seen or not load.running:
             self._seen, self._since_s = sign, now

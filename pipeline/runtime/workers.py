@@ -1,11 +1,11 @@
-"""Which Dask worker gets which actor, and how a lost one is replaced.
+"""Placing actors on the workers of a Dask cluster; the contract is pipeline/runtime/base.py's `Workers`.
 
 Dask's resources only filter placement and are released when a constructor returns, so exclusivity is kept here, in a
-slot table: a rollout instance or a trainer has its worker process for itself, because all plain work of a process
+slot table: a rollout instance or a trainer has its worker process to itself, because all plain work in a process
 shares one interpreter. Light actors (server, reward) share one with each other where workers are scarce: when the
 heavy ones need the free ones that are left, or when other runs may want them and no worker declares roles; parameter
-servers always live beside another actor. On a cluster that others use too a worker belongs to one run at a time; the
-board on the scheduler (pipeline/scheduler/board.py) knows to which.
+servers always live beside another actor. On a cluster that other runs use too, a worker belongs to one run at a time;
+the board on the scheduler (pipeline/scheduler/board.py) records which.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,8 @@ from typing import Any
 from distributed import Client, LocalCluster
 
 from pipeline.config.schema import RunConfig
+from pipeline.runtime.base import Placed
+from pipeline.runtime.clock import now_s
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import Where
 from pipeline.scheduler.plugin import ensure
@@ -33,43 +34,32 @@ ROLES = ("server", "reward", *HEAVY_ROLES)
 
 
 @dataclass(slots=True)
-class Placed:
-    """An actor, where it lives, and the future that keeps it alive."""
-
-    name: str
-    role: str
-    worker: str
-    address: str
-    host: str
-    actor: Any
-    future: Any
-
-
-@dataclass(slots=True)
-class ActorCluster:
-    """A connected Dask cluster and the actors of one run on it."""
+class DaskWorkers:
+    """A connected Dask cluster's workers, and the actors that one run has on them."""
 
     client: Any
     local: Any | None
     run: str
     start_s: float
     slots: dict[str, list[str]] = field(default_factory=dict)
-    """Roles by worker name."""
+    """Roles placed on each worker, by the worker's name."""
     generation: int = 0
     placed: dict[str, Placed] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
-    """Addresses of workers that lost an actor: a hung one is still listed, and must not be chosen again."""
+    """Addresses of workers that lost an actor. A hung worker is still listed by the scheduler; it is not chosen again.
+    """
     restarts: set[asyncio.Future[None]] = field(default_factory=set)
     folder: str = ""
-    """Of the run: what workers are claimed for."""
+    """The run's folder: the name under which its workers are claimed."""
     own_worker: str = ""
+    """Address of the worker that this process is, if the driver runs as a task of the cluster."""
     num_heavy: int = 0
-    """How many workers the run's rollout instances and trainer need."""
+    """Workers that the run's rollout instances and trainer need."""
     choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
     shared: bool = False
-    """Whether workers have to be claimed, because others may use the cluster too."""
+    """Whether other runs may use the cluster, so that workers have to be claimed."""
     waiting: dict[str, str] = field(default_factory=dict)
-    """What has no worker yet, and what it needs: for whoever watches."""
+    """Actors that have no worker yet, by name, and what each needs: shown to whoever watches the run."""
 
     @property
     def dashboard(self) -> str:
@@ -78,22 +68,22 @@ class ActorCluster:
         return link.removesuffix("status") + "staleflow" if link.endswith("/status") else link
 
     async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
-        """Create an actor on a worker for `role`, waiting for one to become free until the start deadline."""
-        deadline = time.monotonic() + self.start_s
+        """Create an actor on a worker for `role`; waits for one to become free, up to deadlines.start_s."""
+        deadline = now_s() + self.start_s
         try:
             while (worker := await self._take_slot(role)) is None:
-                left_s = deadline - time.monotonic()
+                left_s = deadline - now_s()
                 if left_s < 0:
                     raise ConfigError(
-                        f"cluster: no free worker for {name} after {self.start_s:g} s; the run needs one worker "
-                        f"process for each rollout instance and the trainer, with resource {role}=1 if workers declare "
-                        "resources"
+                        f"cluster: no free worker for {name} after {self.start_s:g} s (deadlines.start_s); the run "
+                        f"needs one worker process for each rollout instance and the trainer, with resource {role}=1 "
+                        "if workers declare resources"
                     )
                 self.waiting[name] = f"a free worker process, with resource {role}=1 if any declare resources"
                 await asyncio.sleep(0.2)
         finally:
             self.waiting.pop(name, None)
-        return await self._create(worker, name, role, cls, args, max(1.0, deadline - time.monotonic()))
+        return await self._create(worker, name, role, cls, args, max(1.0, deadline - now_s()))
 
     async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
         """Create a light actor on the worker of another."""
@@ -118,7 +108,9 @@ class ActorCluster:
         try:
             actor = await asyncio.wait_for(_result(future), within_s)
         except TimeoutError:
-            raise ActorLost(f"{name} was not ready within {self.start_s:g} s on {address}") from None
+            raise ActorLost(
+                f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}"
+            ) from None
         except StaleflowError:
             raise
         except Exception as error:
@@ -130,15 +122,15 @@ class ActorCluster:
         return self.placed[name]
 
     def forget(self, name: str) -> None:
-        """Give up an actor; its worker's slot is free again."""
+        """Release an actor and free its slot on its worker."""
         placed = self.placed.pop(name, None)
         if placed is not None:
             self.slots[placed.worker].remove(placed.role)
             placed.future.release()
 
     def lose(self, name: str) -> None:
-        """Give up an actor that is gone. Its process is not used for another: it may hang, or hold memory of what
-        failed in it. If nothing that cannot be replaced lives there too, a nanny is asked to start it anew."""
+        """Give up an actor that is gone. Its process is not used again: it may hang, or still hold the memory of what
+        failed. Unless an actor that cannot be replaced lives there too, its nanny is asked to restart it."""
         lost = self.placed[name]
         self.forget(name)
         self.lost.add(lost.address)
@@ -151,12 +143,12 @@ class ActorCluster:
             restart.add_done_callback(self.restarts.discard)
 
     async def _restart(self, address: str) -> None:
-        # Whoever died is restarted already; without a nanny nobody can.
+        # A dead process has been restarted by its nanny already; without a nanny nothing can restart it.
         with contextlib.suppress(Exception):
             await self.client.restart_workers([address], timeout=self.start_s, raise_for_error=False)
 
     async def _take_slot(self, role: str) -> tuple[str, str, str] | None:
-        """(name, address, host) of a worker for the role, which has a slot there from now on; None if there is none."""
+        """Reserve a slot for `role`: (name, address, host) of its worker, or None if no worker is free."""
         async with self.choosing:
             chosen = await self._choose(role)
             if chosen is not None:
@@ -169,7 +161,7 @@ class ActorCluster:
         able = {a: w for a, w in workers.items() if not declared or w["resources"].get(role, 0) > 0}
         free = [(a, w) for a, w in able.items() if not self.slots.get(str(w["name"]))]
         if role not in HEAVY_ROLES:
-            # Light roles share a worker where others want some too, or the heavy ones need the rest.
+            # Light roles share a worker where other runs need some too, or the heavy roles need the rest.
             held = [r for roles in self.slots.values() for r in roles if r in HEAVY_ROLES]
             wanted = 0 if declared else self.num_heavy - len(held)
             if len(free) <= wanted or (self.shared and not declared):
@@ -181,14 +173,14 @@ class ActorCluster:
         return None
 
     async def _claim(self, address: str) -> bool:
-        """Have a worker for this run alone."""
+        """Claim a worker for this run. False if another run holds it."""
         if not self.shared:
             return True
         return bool(await board.ask(self.client, "claim", owner=self._id, run=self.folder, address=address))
 
     async def settle(self, own_worker: str = "") -> bool:
         """Wait until nothing of an earlier driver of this run is left on the cluster. own_worker: address of the worker
-        that this very process is; no heavy actor is placed there. False if it is another run's."""
+        that this process is; no heavy actor is placed there. False if that worker belongs to another run."""
         if not self.shared:
             return True
         while await board.ask(self.client, "dirty", run=self.folder):
@@ -211,7 +203,7 @@ class ActorCluster:
         return str(self.client.id)
 
     async def close(self) -> None:
-        """Release the actors and, for a local cluster, its processes. The actors' own `close` comes before."""
+        """Release the actors and, for a local cluster, its processes. Call Actors.close first. Never raises."""
         for restart in self.restarts:
             restart.cancel()
         addresses = list({self.own_worker, *(p.address for p in self.placed.values())} - {""})
@@ -228,17 +220,17 @@ class ActorCluster:
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Of a worker process. Dask has workers return freed memory to the system at once; training and sampling free and
-    take the same buffers all the time: that made a step four times slower (measured on the demo), all in page faults.
-    """
+    """Environment variables of a worker process. Dask has workers return freed memory to the system at once; training
+    and sampling free and take the same buffers all the time, which made a step four times slower (measured on the
+    demo), all of it page faults."""
     pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     kept = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
     return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
 
 
-async def connect(config: RunConfig, security: Any = None) -> ActorCluster:
-    """Start or join the cluster the job names. security: Dask's, for a cluster with TLS; else as Dask is configured.
-    ConfigError, in one line, if it cannot be reached."""
+async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
+    """Start or join the cluster that the job names. security: Dask's, for a cluster with TLS; by default as Dask is
+    configured. Raises ConfigError, in one line, if the cluster cannot be reached."""
     cluster = config.cluster
     local: Any = None
     if cluster.kind == "local":
@@ -247,7 +239,7 @@ async def connect(config: RunConfig, security: Any = None) -> ActorCluster:
         dask.config.set(
             {
                 "distributed.nanny.pre-spawn-environ": worker_environment(cluster.threads),
-                # Imports of torch in several processes at once starve the event loops for seconds: no news.
+                # Importing torch in several processes at once starves the event loops for seconds: not worth a warning.
                 "distributed.admin.tick.limit": "60s",
             }
         )
@@ -274,7 +266,7 @@ async def connect(config: RunConfig, security: Any = None) -> ActorCluster:
         if cluster.kind == "file":
             named = Where(scheduler_file=cluster.scheduler_file, security=security)
         client = await named.client(direct_to_workers=True)
-    return ActorCluster(
+    return DaskWorkers(
         client=client,
         local=local,
         run=config.name,

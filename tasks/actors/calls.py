@@ -12,9 +12,10 @@ from typing import Any
 from stores.errors import ActorLost, StaleflowError
 
 
-async def call(actor: Any, method: str, *args: Any, within_s: float, who: str) -> Any:
+async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, limit: str = "") -> Any:
     """Return the result of `actor.method(*args)`. Raises ActorLost if the actor, `who` in messages, is gone or does not
-    answer within `within_s` seconds; a StaleflowError of the method itself is passed on."""
+    answer within `within_s` seconds; a StaleflowError of the method itself is passed on. limit: the knob that sets
+    within_s, for the message."""
 
     async def answer() -> Any:
         return await getattr(actor, method)(*args)
@@ -24,6 +25,6 @@ async def call(actor: Any, method: str, *args: Any, within_s: float, who: str) -
     except StaleflowError:
         raise
     except TimeoutError:
-        raise ActorLost(f"{who} did not answer within {within_s:g} s") from None
+        raise ActorLost(f"{who} did not answer within {within_s:g} s" + (f" ({limit})" if limit else "")) from None
     except (OSError, RuntimeError) as error:
         raise ActorLost(f"{who} is gone: {error}") from error

@@ -1,7 +1,8 @@
 """The rollout instance: an actor around one engine in one worker process.
 
-Invariants: a trajectory's tokens are with the trajectory server before the driver learns that it was sampled; a request
-is never sampled under a version older than its Route command names (checked here, not only decided elsewhere).
+Invariants: a trajectory's tokens are with the trajectory server before the driver learns that it was sampled; a
+response that has ended is never continued, even if its instance was lost before the driver learned of the end; a
+request is never sampled under a version older than its Route command names (checked here, not only decided elsewhere).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stores.errors import ProtocolViolation
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import call
 from tasks.engines.answering import answers
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
@@ -60,12 +61,14 @@ class RolloutInstance:
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._undelivered: list[Sampled | Failed] = []
+        self._whole: list[Sampled] = []
+        """Routed here, and found to have ended already."""
 
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
-        """Start sampling trajectories from the tokens the server holds for them. Skips those that have ended."""
-        payloads = await call(
-            server, "payloads", tuple(i.trajectory for i in items), within_s=self._call_s, who="trajectory server"
-        )
+        """Start sampling trajectories from the tokens the server holds for them. Skips those that have ended; a
+        response that is whole already is answered as sampled."""
+        routed = tuple((i.trajectory, i.epoch) for i in items)
+        payloads = await call(server, "payloads", routed, within_s=self._call_s, who="trajectory server")
 
         def submit() -> None:
             requests = []
@@ -77,7 +80,12 @@ class RolloutInstance:
                         f"{self._instance} serves version {self._engine.version}, trajectory {item.trajectory} "
                         f"needs {item.version}"
                     )
-                prompt, sampled = payloads[item.trajectory]
+                prompt, sampled, finish = payloads[item.trajectory]
+                if finish is not FinishReason.UNFINISHED:
+                    self._whole.append(
+                        Sampled(trajectory=item.trajectory, epoch=item.epoch, segments=(), finish=finish)
+                    )
+                    continue
                 requests.append(
                     Request(
                         trajectory=item.trajectory,
@@ -112,9 +120,11 @@ class RolloutInstance:
 
     async def next_events(self, server: Any, timeout_s: float) -> list[Outcome]:
         """Wait up to `timeout_s` for requests to end; returns their outcomes, with tokens already at the server."""
-        if not self._undelivered:
+        if not self._undelivered and not self._whole:
             loop = asyncio.get_running_loop()
             self._undelivered = await loop.run_in_executor(self._waiting, self._engine.events, timeout_s)
+        whole, self._whole = self._whole, []
+        self._undelivered += whole
         outcomes = await self._deliver(server, self._undelivered)
         self._undelivered = []
         return outcomes

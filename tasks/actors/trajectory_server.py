@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from stores.trajectory import (
     AbortReason,
     Ended,
     Fate,
+    FinishReason,
     GroupId,
     PolicyVersion,
     Timings,
@@ -63,21 +64,35 @@ class DrawnGroup:
     prompt_tokens: int
 
 
+class Payload(NamedTuple):
+    """What a live trajectory consists of so far."""
+
+    prompt: tuple[int, ...]
+    sampled: tuple[int, ...]
+    finish: FinishReason
+    """UNFINISHED if sampling goes on after `sampled`; else it has ended by itself."""
+
+
 class TrajectoryServer:
     """The trajectory server's Dask actor. Safe to ask twice: draws are numbered, deliveries carry whole segments."""
+
+    stores: ClassVar[type[VersionedStore]] = VersionedStore
+    """What opens and creates the store."""
 
     def __init__(self, settings: ServerSettings, start_s: float) -> None:
         # Seconds since the run's start, as the driver counts them.
         self._epoch = time.monotonic() - start_s
         path = Path(settings.store)
-        stored = VersionedStore.open(path) if settings.resumed else None
+        stored = self.stores.open(path) if settings.resumed else None
         prompts = settings.prompts
         if stored is not None:
             prompts = replace(prompts, held_out=stored.header.held_out)
         self._settings = settings
         self._prompts: Prompts = prompts.build()
-        self._store = VersionedStore.create(path, settings.header) if stored is None else stored
+        self._store = self.stores.create(path, settings.header) if stored is None else stored
         self._live: dict[TrajectoryId, Trajectory] = {}
+        # Of each one's latest routing: what an instance of an earlier one still delivers is not taken.
+        self._epochs: dict[TrajectoryId, int] = {}
         self._records: dict[GroupId, Record] = {}
         self._num_drawn = 0
         # Ended since the last commit; the consumed ones under their step, in the trainer's order.
@@ -156,26 +171,27 @@ class TrajectoryServer:
         """Decode token ids to texts."""
         return [self._prompts.text(r) for r in responses]
 
-    async def payloads(
-        self, trajectories: tuple[TrajectoryId, ...]
-    ) -> dict[TrajectoryId, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(prompt, tokens sampled so far) of each trajectory that is still live."""
+    async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
+        """The payloads of trajectories that are still live. routed: (trajectory, epoch) of each routing; what instances
+        of earlier epochs deliver is ignored from now on."""
         now = self._now()
         found = {}
-        for member in trajectories:
+        for member, epoch in routed:
             t = self._live.get(member)
             if t is not None:
+                self._epochs[member] = max(epoch, self._epochs.get(member, 0))
                 self._live[member] = replace(t, timings=replace(t.timings, routed_s=t.timings.routed_s or now))
-                found[member] = (tuple(t.prompt_tokens.tolist()), tuple(t.response_tokens.tolist()))
+                found[member] = Payload(tuple(t.prompt_tokens.tolist()), tuple(t.response_tokens.tolist()), t.finish)
         return found
 
     async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
-        """Add segments that an instance sampled; returns each trajectory's total tokens. Ignores ended trajectories."""
+        """Add segments that an instance sampled; returns each trajectory's total tokens. Ignores ended trajectories
+        and what an instance delivers after its trajectory was routed anew."""
         now = self._now()
         totals = {}
         for item in sampled:
             t = self._live.get(item.trajectory)
-            if t is None:
+            if t is None or item.epoch < self._epochs.get(item.trajectory, 0):
                 continue
             for segment in item.segments:
                 t = t.with_segment(segment)
@@ -219,6 +235,7 @@ class TrajectoryServer:
         """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
         for ending, version in zip(endings, versions, strict=True):
             t = replace(self._live.pop(ending.trajectory), v_traj=version)
+            self._epochs.pop(ending.trajectory, None)
             self._ended.append(
                 Ended(trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False)
             )
@@ -284,6 +301,7 @@ class TrajectoryServer:
         ]
         for t in batch:
             del self._live[t.id]
+            self._epochs.pop(t.id, None)
         self._consumed[step] = consumed
         # In the background: the trainer is waiting for the batch.
         self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(

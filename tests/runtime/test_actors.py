@@ -1,75 +1,219 @@
-"""The actors of a run, as they are placed; no cluster."""
+"""The actors of a run: who is placed where, what a call may take, whose weights are trusted, who is replaced."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from pipeline.config import loading
-from pipeline.config.model_facts import ModelFacts
-from pipeline.runtime.actors import REPLACEMENTS, Actors
-from pipeline.runtime.resumption import Resumption
-from pipeline.runtime.workers import ActorCluster, Placed
-from stores.errors import ActorLost
-from stores.trajectory import PolicyVersion
-from tasks.engines.transformers import TransformersSettings
+from stores.errors import ActorLost, ProtocolViolation, StoreError
+from stores.trajectory import InstanceId, PolicyVersion
+from tests.support.bodies import Body, Stage
+from tests.support.in_process import Fault
+from tests.support.scripted import World
+
+INSTANCES_APART = ("one", "one", "one", "two", "two")
+"""Hosts of server, trainer, reward worker and two instances, which are placed in this order."""
+V0, V1, V2 = PolicyVersion(0), PolicyVersion(1), PolicyVersion(2)
 
 
-class NotedPlaces:
-    """Notes what it is to place, and places nothing. Refuses the server, so that `place_all` ends there."""
-
-    def __init__(self) -> None:
-        self.engines: dict[str, TransformersSettings] = {}
-        self.placed: dict[str, Placed] = {}
-
-    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
-        if role == "server":
-            raise ActorLost("no server here")
-        if role == "rollout":
-            self.engines[name] = args[0]
-        return Placed(name=name, role=role, worker=name, address="tcp://w", host="", actor=None, future=None)
-
-    def lose(self, name: str) -> None:
-        pass
+async def publish(stage: Stage, version: PolicyVersion) -> None:
+    """As if a training step had published it."""
+    trainer = stage.workers.actor("trainer")
+    trainer._version = version
+    stage.actors.publish(trainer._publish({}))
 
 
-def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> dict[str, int]:
-    """Seeds by the names of a run's instances, each replaced as often as it may be."""
-
-    async def scenario() -> NotedPlaces:
-        cluster = NotedPlaces()
-        config = loading.from_tree({"model": {"path": "x"}, "rollout": {"max_new_tokens": 8}})
-        actors = Actors(config, cast(ActorCluster, cluster), tmp_path, ModelFacts(context=64, eos=(1,), nonce="n"))
-        try:
-            await actors.place_all(0.0, resumption)
-        except ActorLost:
-            cluster.engines.clear()
-        for index in range(instances):
-            for attempt in range(REPLACEMENTS + 1):
-                instance = await actors.place_instance(index)
-                if attempt < REPLACEMENTS:
-                    actors.lose(instance.placed.name, ActorLost("gone"), 0.0)
-        return cluster
-
-    return {name: settings.seed for name, settings in asyncio.run(scenario()).engines.items()}
+def first(stage: Stage) -> Any:
+    """The first instance."""
+    return stage.actors.instances[InstanceId("rollout-0")]
 
 
-def test_who_joins_and_who_is_lost_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "pipeline"):
-        seeds_of(None, tmp_path, 1)
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert told[-2:] == [("WARNING", "gone; replacing it"), ("INFO", "rollout-0.3 takes a lost one's place on tcp://w")]
-    assert ("INFO", "rollout-0 joins on tcp://w") in told
+# -- placing -------------------------------------------------------------------------------------------------------
 
 
-def test_no_instance_samples_with_the_seed_of_another_nor_again_after_it_was_resumed(tmp_path: Path) -> None:
-    fresh = seeds_of(None, tmp_path, 300)
-    assert len(fresh) == 300 * (REPLACEMENTS + 1)
-    again = seeds_of(Resumption(version=PolicyVersion(0), life=1), tmp_path, 300)
-    later = seeds_of(Resumption(version=PolicyVersion(4), life=2), tmp_path, 300)
-    assert len({*fresh.values(), *again.values(), *later.values()}) == 3 * len(fresh)
-    assert seeds_of(None, tmp_path, 300) == fresh
+def test_every_role_has_a_process_and_each_host_one_parameter_server(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        roles = sorted(p.role for p in stage.workers.placed.values())
+        assert roles == ["parameters", "parameters", "reward", "reward", "rollout", "rollout", "server", "trainer"]
+        heavy = [p for p in stage.workers.placed.values() if p.role in ("rollout", "trainer")]
+        assert len({p.address for p in heavy}) == 3
+        server = stage.workers.placed["server"]
+        assert stage.workers.placed[f"parameters-{server.host}"].address == server.address, "not beside a heavy one"
+        assert set(stage.actors.instances) == {"rollout-0", "rollout-1"}
+
+    body.place(script, "reward.workers=2", hosts=("one", "two"))
+
+
+def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another(body: Body) -> None:
+    """Its place is beside an actor that is there."""
+
+    async def script(stage: Stage) -> None:
+        beside = stage.workers.placed["parameters-two"].address
+        lost, other = sorted(stage.actors.instances.values(), key=lambda i: i.placed.address != beside)
+        assert lost.placed.address == beside
+        stage.actors.lose(lost.id, ActorLost(lost.id), 0.0)
+        assert "parameters-two" not in stage.workers.placed
+        await publish(stage, V1)
+        await stage.actors.pull(other, V1)
+        assert stage.workers.placed["parameters-two"].address == other.placed.address
+
+    body.place(script, hosts=INSTANCES_APART)
+
+
+# -- calling -------------------------------------------------------------------------------------------------------
+
+
+SILENT_SERVER = "server did not answer within 3 s (deadlines.call_s)"
+
+
+@pytest.mark.parametrize(
+    ("limits", "seconds", "message"),
+    [
+        ({}, 3, SILENT_SERVER),
+        ({"deadline": "train_s"}, 40, "server did not answer within 40 s (deadlines.train_s)"),
+        ({"deadline": "call_s", "within_s": 4.0}, 4, "server did not answer within 4 s (deadlines.call_s)"),
+        ({"within_s": 7.0}, 7, "server did not answer within 7 s"),
+    ],
+)
+def test_a_call_has_a_deadline_and_names_its_knob(
+    body: Body, limits: dict[str, Any], seconds: float, message: str
+) -> None:
+    async def script(stage: Stage) -> None:
+        begin = asyncio.get_running_loop().time()
+        with pytest.raises(ActorLost) as caught:
+            await stage.actors.ask("server", "held_out_notice", **limits)
+        assert str(caught.value) == message
+        assert asyncio.get_running_loop().time() - begin == pytest.approx(seconds)
+
+    body.place(script, faults=[Fault(actor="server", method="held_out_notice", silent="before")])
+
+
+def test_a_call_to_who_is_gone_is_one_kind_of_error(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        stage.workers.kill("server")
+        with pytest.raises(ActorLost, match="server is gone: the worker holding this actor was lost"):
+            await stage.actors.ask("server", "held_out_notice")
+        with pytest.raises(ActorLost, match="nobody is gone"):
+            await stage.actors.ask("nobody", "held_out_notice")
+
+    body.place(script)
+
+
+def test_what_a_method_raises_on_purpose_comes_through(body: Body) -> None:
+    full = StoreError("no space left")
+
+    async def script(stage: Stage) -> None:
+        with pytest.raises(StoreError) as caught:
+            await stage.actors.ask("server", "held_out_notice")
+        assert caught.value is full
+
+    body.place(script, faults=[Fault(actor="server", method="held_out_notice", error=full)])
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        await publish(stage, V1)
+        assert (first(stage).version, first(stage).fingerprint) == (V0, "")
+        pull = asyncio.ensure_future(stage.actors.pull(first(stage), V1))
+        await asyncio.sleep(1.0)
+        assert first(stage).version == V0, "it is still loading"
+        await pull
+        assert (first(stage).version, first(stage).fingerprint) == (V1, "weights-1")
+
+    body.place(script, faults=[Fault(actor="rollout-0", method="pull", late_s=2.0)])
+
+
+def test_an_instance_that_holds_other_weights_than_were_published_is_a_violation(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        await publish(stage, V2)
+        with pytest.raises(ProtocolViolation, match="rollout-0 holds weights-1 after pulling version 2, weights-2 was"):
+            await stage.actors.pull(first(stage), V2)
+        assert first(stage).version == V0
+
+    body.place(script, world=World(loads_wrong=True))
+
+
+def test_an_instance_whose_logprobs_are_off_is_named(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        await publish(stage, V1)
+        await stage.actors.pull(first(stage), V1)
+        assert first(stage).drift == pytest.approx(0.25)
+        (alarm,) = stage.actors.alarms
+        assert "rollout-0 at version 1: logprobs of the probe are up to 0.25 nats off" in alarm
+        assert "rollout.drift_limit allows 0.2" in alarm
+
+    body.place(script, "rollout.drift_limit=0.2", world=World(drift=0.25))
+
+
+def test_all_instances_that_serve_another_version_pull_it(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        await publish(stage, V1)
+        await stage.actors.pull(first(stage), V1)
+        await stage.actors.pull_all(V1)
+        assert [i.version for i in stage.actors.instances.values()] == [V1, V1]
+        assert [c.actor for c in stage.workers.calls if c.method == "pull"] == ["rollout-0", "rollout-1"]
+
+    body.place(script)
+
+
+def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        one, two = stage.actors.instances.values()
+        for version in range(1, 5):
+            await publish(stage, PolicyVersion(version))
+        await stage.actors.pull(one, V1)
+        await stage.actors.pull(two, V1)
+        await stage.actors.pull(two, V2)
+        await stage.actors.prune({PolicyVersion(3)})
+        assert stage.world.weights == {"one": {1, 2, 3, 4}, "two": {1, 2}}
+        await stage.actors.pull(one, V2)
+        await stage.actors.prune(set())
+        assert stage.world.weights == {"one": {2, 4}, "two": {2}}
+
+    body.place(script, hosts=INSTANCES_APART)
+
+
+# -- losing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_replacement_has_a_name_of_its_own_and_the_newest_version(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        await publish(stage, V2)
+        stage.actors.lose("rollout-0", ActorLost("rollout-0 is gone"), 12.34)
+        assert stage.actors.losses == ["12.3 s: rollout-0 is gone"]
+        assert list(stage.actors.instances) == ["rollout-1"]
+        instance = await stage.actors.place_instance(0)
+        assert (instance.id, instance.index, instance.version) == ("rollout-0.1", 0, V2)
+        stage.actors.lose("rollout-0.1", ActorLost("again"), 20.0)
+        assert (await stage.actors.place_instance(0)).id == "rollout-0.2"
+        assert list(stage.actors.instances) == ["rollout-1", "rollout-0.2"]
+
+    body.place(script)
+
+
+def test_the_fourth_loss_of_one_instance_is_too_many_and_others_do_not_count(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        stage.actors.lose("rollout-1", ActorLost("other"), 0.0)
+        for name in ("rollout-0", "rollout-0.1", "rollout-0.2"):
+            stage.actors.lose(name, ActorLost(f"{name} is gone"), 0.0)
+            await stage.actors.place_instance(0)
+        with pytest.raises(ActorLost, match=r"rollout-0 was lost 4 times, last: rollout-0.3 is gone"):
+            stage.actors.lose("rollout-0.3", ActorLost("rollout-0.3 is gone"), 0.0)
+        assert len(stage.actors.losses) == 5
+
+    body.place(script)
+
+
+def test_closing_does_not_raise_whatever_is_gone(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        stage.workers.kill("server")
+        stage.workers.kill("rollout-1")
+        await stage.actors.close()
+        assert stage.workers.actor("rollout-0").engine.closed
+
+    body.place(script)

@@ -10,7 +10,6 @@ import pytest
 
 from pipeline.config import actor_settings, loading
 from pipeline.simulator.body import SimulatedRun
-from stores.base import RunHeader
 from tests.runtime.test_run import check, run
 
 JOB = """
@@ -77,29 +76,3 @@ def test_a_dry_run_consumes_what_the_simulator_foretells(dry: Path) -> None:
     assert summary["response_tokens"] == sum(s.tokens for s in trace.steps)
     assert summary["forecast"]["count"] == 5 * 24
     assert summary["seconds"]["decide_s"] > 0
-
-
-def test_stragglers_are_interrupted_on_a_real_cluster_and_go_on_elsewhere(dry: Path) -> None:
-    end = run(
-        dry, "workload.kind=bimodal", "workload.long_share=0.05", "workload.long_ratio=40.0", "workload.median=20",
-        "batch.stragglers=retry", "batch.straggler_patience=0.1", "batch.straggler_share=1", "steps=6",
-        "rollout.max_new_tokens=900",
-    )  # fmt: skip
-    store = check(end.run_dir, 6)
-    commands = summary_of(end.run_dir)["commands"]
-    assert commands["Interrupt"] > 0
-    rows = list(store.ended())
-    moved = [r for r in rows if len({s.instance for s in r.trajectory.segments}) > 1]
-    assert moved, "no trajectory has segments of two instances"
-    workload = actor_settings.make_workload(loading.load(end.run_dir / "config.toml"))
-    for row in rows:
-        if row.trajectory.v_traj >= 0 and row.step >= 0 and row.loss_mask:
-            group, member = divmod(row.trajectory.id, 4)
-            assert row.trajectory.num_tokens == workload.turns(group, member)[0].tokens
-
-
-@pytest.mark.parametrize(("admission", "eta"), [("credits", 2), ("backlog", 5)])
-def test_peers_rules_run_too_and_the_store_records_the_bound_they_keep(dry: Path, admission: str, eta: int) -> None:
-    end = run(dry, f"staleness.admission={admission}", "staleness.alpha=2", "workload.sigma=1.2")
-    header: RunHeader = check(end.run_dir, 5).header
-    assert header.eta == eta

@@ -1,12 +1,33 @@
-"""When an engine that stands still is told from one that works, or has nothing to do."""
+"""The link to one rollout instance: order, results, deadlines; and when an engine that stands still is told from one
+that works or has nothing to do."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from pipeline.coordination.commands import Abort, Interrupt, Pull, Route
+from pipeline.coordination.events import (
+    InstanceReported,
+    PullFinished,
+    TrajectoryFailed,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+)
+from pipeline.profiling.fit import CostWatch
 from pipeline.runtime.instance_link import Stillness
-from stores.trajectory import PolicyVersion, TrajectoryId
+from stores.errors import ActorLost
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import EngineLoad
+from tasks.engines.cost_model import CostModel
+from tests.support.bodies import Body, Stage
+from tests.support.in_process import Fault
+from tests.support.scripted import World
 
 
 def load(tokens: int, **changes: Any) -> EngineLoad:
@@ -28,3 +49,241 @@ def test_only_an_engine_with_work_and_without_any_sign_of_it_stands_still() -> N
     assert watch.observe(load(6, version=PolicyVersion(1), progress=()), 39.5) == 10.5
     assert watch.observe(load(6, running=0, progress=()), 99.0) == 0, "it has nothing to do"
     assert watch.observe(load(6), 108.0) == 0, "what it has is new"
+
+
+# -- the link, with real instances in virtual time -----------------------------------------------------------------
+
+A, B, C, D = (TrajectoryId(i) for i in range(4))
+V0, V1 = PolicyVersion(0), PolicyVersion(1)
+ONE = InstanceId("rollout-0")
+
+
+def route(trajectory: TrajectoryId, version: PolicyVersion = V0, epoch: int = 1) -> Route:
+    return Route(trajectory=trajectory, epoch=epoch, instance=ONE, version=version, cause="")
+
+
+def abort(trajectory: TrajectoryId) -> Abort:
+    return Abort(trajectory=trajectory, epoch=1, instance=ONE, cause="")
+
+
+def interrupt(trajectory: TrajectoryId) -> Interrupt:
+    return Interrupt(trajectory=trajectory, epoch=1, instance=ONE, cause="")
+
+
+def pull(version: PolicyVersion) -> Pull:
+    return Pull(instance=ONE, version=version, cause="")
+
+
+@dataclass
+class Linked:
+    """An instance at work, and what its link told."""
+
+    stage: Stage
+    link: Any
+    tasks: list[asyncio.Task[None]]
+    told: list[tuple[float, Any]] = field(default_factory=list)
+
+    def give(self, *commands: Any) -> None:
+        for command in commands:
+            self.stage.actors.instances[ONE].outbox.put_nowait(command)
+
+    def events(self, *types: type[Any]) -> list[Any]:
+        return [event for _, event in self.told if isinstance(event, types)]
+
+    def sent(self, *but: str) -> list[str]:
+        return [m for m in self.stage.workers.methods(ONE) if m not in ("next_events", "report", *but)]
+
+    async def lost(self) -> ActorLost:
+        """How the link ends."""
+        done, _ = await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
+        error = done.pop().exception()
+        assert isinstance(error, ActorLost)
+        return error
+
+    def engine(self) -> Any:
+        return self.stage.workers.actor(ONE).engine
+
+
+def linked(body: Body, script: Callable[[Linked], Awaitable[None]], **kwargs: Any) -> None:
+    """Link the only instance of a run; two groups of two are drawn, and version 1 is published."""
+
+    async def work(stage: Stage) -> None:
+        await stage.actors.ask("server", "draw", 2)
+        trainer = stage.workers.actor("trainer")
+        trainer._version = V1
+        stage.actors.publish(trainer._publish({}))
+        time = asyncio.get_running_loop().time
+        costs = CostWatch(CostModel(k1=0, k2=0, k3=0, k4=1, b=0, prefill=0), 1.0)
+        one: Linked
+        link = body.runtime.instance_link.InstanceLink(
+            stage.actors.instances[ONE], stage.actors, stage.config.deadlines, 1.0, costs,
+            lambda event: one.told.append((time(), event)),
+        )  # fmt: skip
+        tasks = [asyncio.ensure_future(work) for work in link.work()]
+        one = Linked(stage, link, tasks)
+        try:
+            await script(one)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    body.place(work, "rollout.instances=1", **kwargs)
+
+
+def test_commands_leave_in_order_and_those_of_a_kind_together(body: Body) -> None:
+    async def script(one: Linked) -> None:
+        one.give(route(A), route(B), route(C), abort(A), interrupt(B), interrupt(C), pull(V1), pull(V1), route(D, V1))
+        await asyncio.sleep(1.0)
+        assert one.sent() == ["route", "abort", "interrupt", "pull", "pull", "route"]
+        calls = [c for c in one.stage.workers.calls if c.actor == ONE and c.method in ("route", "interrupt", "abort")]
+        routed = [[i.trajectory for i in c.args[1]] for c in calls if c.method == "route"]
+        assert routed == [[A, B, C], [D]]
+        assert [c.args[-1] for c in calls if c.method != "route"] == [(A,), (B, C)]
+        assert [e.trajectory for e in one.events(TrajectoryInterrupted)] == [B, C]
+
+    linked(body, script)
+
+
+def test_a_command_waits_until_the_one_before_it_is_answered(body: Body) -> None:
+    """A Route after a Pull finds the new weights, however long they take: an instance refuses one that comes early."""
+
+    async def script(one: Linked) -> None:
+        one.give(pull(V1), route(A, V1))
+        await asyncio.sleep(2.0)
+        assert one.sent() == ["pull"]
+        await asyncio.sleep(1.0)
+        assert one.sent() == ["pull", "route"]
+        ((at, finished),) = [(at, e) for at, e in one.told if isinstance(e, PullFinished)]
+        assert finished == PullFinished(instance=ONE, version=V1)
+        routed = next(c.at_s for c in one.stage.workers.calls if c.method == "route")
+        assert at <= routed
+        await asyncio.sleep(2.0)
+        assert [e.trajectory for e in one.events(TrajectorySampled)] == [A]
+
+    linked(body, script, faults=[Fault(actor=ONE, method="pull", late_s=2.5)])
+
+
+def test_every_result_is_passed_on_once_under_its_epoch(body: Body) -> None:
+    async def script(one: Linked) -> None:
+        one.give(route(A, epoch=3), route(B, epoch=1), route(C, epoch=2))
+        await asyncio.sleep(5.0)
+        sampled = {(e.trajectory, e.epoch, e.tokens) for e in one.events(TrajectorySampled)}
+        assert sampled == {(A, 3, 8), (B, 1, 13), (C, 2, 18)}
+        assert len(one.events(TrajectorySampled)) == 3
+
+    linked(body, script)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda a: a[::-1], lambda a: [*a, *a], lambda a: a[:1]], ids=["turned", "twice", "cut"]
+)
+def test_results_are_passed_on_as_the_instance_gives_them(body: Body, change: Any) -> None:
+    """Whether they are late, doubled or in another order is for the coordinator to judge, which knows the epochs."""
+    given: list[Any] = []
+
+    def noted(answer: Any) -> Any:
+        given.extend(change(answer))
+        return change(answer)
+
+    async def script(one: Linked) -> None:
+        one.give(route(A), route(B), route(C))
+        await asyncio.sleep(3.0)
+        assert [e.trajectory for e in one.events(TrajectorySampled)] == [o.trajectory for o in given]
+        assert given
+
+    linked(
+        body,
+        script,
+        world=World(length=lambda _: 9),
+        faults=[Fault(actor=ONE, method="next_events", nth=0, change=noted)],
+    )
+
+
+def test_a_request_that_the_engine_fails_is_told_with_its_error(body: Body) -> None:
+    def failing(answer: Any) -> Any:
+        return [dataclasses.replace(o, error="out of memory") for o in answer]
+
+    async def script(one: Linked) -> None:
+        one.give(route(A, epoch=4))
+        await asyncio.sleep(2.0)
+        assert one.events(TrajectoryFailed) == [TrajectoryFailed(trajectory=A, epoch=4, error="out of memory")]
+        assert one.events(TrajectorySampled) == []
+
+    linked(body, script, faults=[Fault(actor=ONE, method="next_events", nth=0, change=failing)])
+
+
+def test_an_interrupted_response_is_told_with_its_tokens(body: Body) -> None:
+    async def script(one: Linked) -> None:
+        one.give(route(D))
+        await asyncio.sleep(0.5)
+        one.give(interrupt(D))
+        await asyncio.sleep(0.5)
+        (event,) = one.events(TrajectoryInterrupted)
+        assert (event.trajectory, event.epoch) == (D, 1)
+        assert 5 <= event.tokens < 23
+        assert one.events(TrajectorySampled) == []
+
+    linked(body, script)
+
+
+def test_progress_and_the_engines_busy_time_are_reported(body: Body) -> None:
+    async def script(one: Linked) -> None:
+        await asyncio.sleep(1.6)
+        one.give(route(D))
+        await asyncio.sleep(1.0)
+        reports = one.events(InstanceReported)
+        assert len(reports) == 5
+        assert reports[0].progress == ()
+        ((trajectory, tokens),) = reports[-1].progress
+        assert (trajectory, 0 < tokens < 23) == (D, True)
+        instance = one.stage.actors.instances[ONE]
+        assert instance.tokens_sampled == tokens
+        assert 2.0 < instance.busy_s < 2.6
+
+    linked(body, script)
+
+
+SILENT = {
+    "route": (3.0, "rollout-0 did not answer within 3 s (deadlines.call_s)"),
+    "interrupt": (3.0, "rollout-0 did not answer within 3 s (deadlines.call_s)"),
+    "abort": (3.0, "rollout-0 did not answer within 3 s (deadlines.call_s)"),
+    "pull": (3.0, "rollout-0 did not answer within 3 s (deadlines.call_s)"),
+    "report": (3.0, "rollout-0 did not answer within 3 s (deadlines.call_s)"),
+    "next_events": (3.5, "rollout-0 did not answer within 3.5 s (deadlines.call_s)"),
+}
+
+
+@pytest.mark.parametrize("method", SILENT)
+def test_silence_is_a_loss_at_the_deadline_of_the_call(body: Body, method: str) -> None:
+    seconds, message = SILENT[method]
+
+    async def script(one: Linked) -> None:
+        one.give(route(A), abort(A), interrupt(B), pull(V1))
+        assert str(await one.lost()) == message
+        asked = [c.at_s for c in one.stage.workers.calls if (c.actor, c.method) == (ONE, method)][-1]
+        assert asyncio.get_running_loop().time() == pytest.approx(asked + seconds, abs=0.01)
+
+    linked(body, script, faults=[Fault(actor=ONE, method=method, silent="before")])
+
+
+def test_an_engine_that_stands_still_is_lost_after_sample_s_although_every_call_is_answered(body: Body) -> None:
+    async def script(one: Linked) -> None:
+        one.give(route(A), route(B))
+        await asyncio.sleep(0.1)
+        one.engine().stand_still()
+        begin = asyncio.get_running_loop().time()
+        message = str(await one.lost())
+        assert "rollout-0 has 2 trajectories to sample and has sampled nothing for 20 s" in message
+        assert "deadlines.sample_s allows 20" in message
+        assert 20 <= asyncio.get_running_loop().time() - begin <= 21.1
+
+    linked(body, script)
+
+
+def test_an_engine_without_work_does_not_stand_still(body: Body) -> None:
+    async def script(one: Linked) -> None:
+        await asyncio.sleep(300.0)
+        assert not any(task.done() for task in one.tasks)
+
+    linked(body, script)

@@ -11,9 +11,12 @@ import pytest
 
 from pipeline.config import actor_settings, loading
 from stores.errors import ProtocolViolation
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.actors.rollout_instance import RolloutInstance, RouteItem
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
 from tasks.actors.trajectory_server import TrajectoryServer
+from tests.support import virtual_time
+from tests.support.bodies import Body
+from tests.support.scripted import VirtualRolloutInstance, VirtualSettings, World, response, server_class
 
 
 def item(trajectory: int, epoch: int, version: int = 0) -> RouteItem:
@@ -38,7 +41,7 @@ def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.001)
             (outcome,) = await one.interrupt(server, (TrajectoryId(0),))
-            _, first = (await server.payloads((TrajectoryId(0),)))[TrajectoryId(0)]
+            first = (await server.payloads(((TrajectoryId(0), 1),)))[TrajectoryId(0)].sampled
             assert (outcome.trajectory, outcome.epoch, outcome.tokens) == (0, 1, len(first))
             assert 3 <= len(first) < 100
             await two.route(server, (item(0, 2),))
@@ -57,3 +60,49 @@ def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp
             await server.close()
 
     asyncio.run(scenario())
+
+
+def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Path) -> None:
+    """Its tokens had reached the server, the news of it had not reached the driver: the next instance tells it."""
+
+    async def scenario() -> None:
+        world = World(length=lambda _: 9)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        one, two = (
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 30.0) for name in ("one", "two")
+        )
+        await server.draw(1)
+        await one.route(server, (item(0, 1), item(1, 1)))
+        assert len(await one.next_events(server, 5.0)) == 2
+        await two.route(server, (item(0, 2),))
+        answered = await two.next_events(server, 5.0)
+        assert answered == [Outcome(trajectory=TrajectoryId(0), epoch=2, tokens=9)]
+        assert await two.next_events(server, 1.0) == []
+        held = (await server.payloads(((TrajectoryId(0), 2),)))[TrajectoryId(0)]
+        assert (len(held.sampled), held.finish) == (9, FinishReason.STOP)
+        assert (await two.report()).running == 0
+
+    virtual_time.run(scenario())
+
+
+def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> None:
+    """It was routed anew, and both instances sample it: the server takes the tokens of the latest routing only."""
+
+    async def scenario() -> None:
+        world = World(length=lambda _: 9)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        old, new = (
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 30.0) for name in ("old", "new")
+        )
+        await server.draw(1)
+        await old.route(server, (item(0, 1),))
+        await asyncio.sleep(0.2)
+        await new.route(server, (item(0, 2),))
+        assert await old.next_events(server, 5.0) == [Outcome(trajectory=TrajectoryId(0), epoch=1, tokens=0)]
+        assert await new.next_events(server, 5.0) == [Outcome(trajectory=TrajectoryId(0), epoch=2, tokens=9)]
+        held = (await server.payloads(((TrajectoryId(0), 3),)))[TrajectoryId(0)]
+        assert held.sampled == tuple(response(0, 9))
+
+    virtual_time.run(scenario())

@@ -1,0 +1,54 @@
+"""The contract of what actors are placed on: worker processes, each in one of two states, there or gone.
+
+Driver, Actors and InstanceLink know no more of a cluster than this page. Two implementations: DaskWorkers
+(pipeline/runtime/workers.py), and one inside a test's own process whose faults are scripted
+(tests/support/in_process.py).
+
+Invariants:
+- `placed` holds exactly the actors that were placed and not lost since, by name.
+- A rollout instance or a trainer shares its process with nothing but a parameter server that was placed beside it.
+- The process of a lost actor is never chosen again while the run lasts, under whatever name.
+- A call to an actor that is gone fails or stays silent; it never answers with what is not the method's own answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(slots=True)
+class Placed:
+    """An actor, the worker it lives on, and the future that keeps it alive."""
+
+    name: str
+    role: str
+    worker: str
+    address: str
+    host: str
+    actor: Any
+    """Its methods are coroutines; they are called by tasks/actors/calls.py."""
+    future: Any
+
+
+class Workers(Protocol):
+    """Worker processes that actors are placed on."""
+
+    @property
+    def placed(self) -> Mapping[str, Placed]:
+        """The actors that are there now, by name."""
+        ...
+
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        """Create the actor `cls(*args)` on a worker for `role`; waits for one to become free, up to deadlines.start_s.
+        Raises ConfigError if there is none by then, ActorLost if the actor does not come up."""
+        ...
+
+    async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        """Create a light actor in the process of another."""
+        ...
+
+    def lose(self, name: str) -> None:
+        """Give up an actor that is gone, with whatever was placed beside it. Its process is not used again."""
+        ...

@@ -1,0 +1,14 @@
+"""The one clock of this room: seconds of the running event loop.
+
+On the loops that Python brings it is the monotonic clock. On a loop whose time is virtual every deadline, pause and
+measured duration here follows that loop's time, so that a minute of waiting is tested in microseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+def now_s() -> float:
+    """Seconds since an arbitrary moment, never backwards. Only inside a running event loop."""
+    return asyncio.get_running_loop().time()

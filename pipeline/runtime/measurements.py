@@ -1,0 +1,109 @@
+"""Where a run's seconds go: waiting for a batch, training, publishing, deciding, sampling, standing idle with work.
+
+The driver says what happens when; nothing here calls an actor or decides anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from pipeline.coordination.snapshot import Snapshot
+from pipeline.runtime.actors import InstanceHandle
+from pipeline.runtime.clock import now_s
+from stores.trajectory import InstanceId
+
+
+class Measurements:
+    """Measures one run. earlier_s: seconds the run took before it was resumed. Made inside the run's event loop."""
+
+    def __init__(self, earlier_s: float) -> None:
+        self._earlier_s = earlier_s
+        self._begin_s = 0.0
+        self._training_since = self._idle_since = 0.0
+        self._last_event_s = 0.0
+        self._ages: list[tuple[float, float]] = []
+        self._decide_s = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Let the run's clock begin now; starting actors and evaluating before the run do not count."""
+        self._idle_since = now_s()
+        self._begin_s = self._idle_since - self._earlier_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began, those before it was resumed included."""
+        return now_s() - self._begin_s
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def event_heard(self, loads: Mapping[InstanceId, int], instances: Mapping[InstanceId, InstanceHandle]) -> float:
+        """Count the time since the last event as assigned to each instance that had work; returns the seconds elapsed.
+        loads: trajectories each instance is running."""
+        now = self.elapsed_s
+        for name, num_running in loads.items():
+            if num_running and name in instances:
+                instances[name].assigned_s += now - self._last_event_s
+        self._last_event_s = now
+        return now
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Count what is done inside as time spent on decisions; real seconds, whatever the loop's clock is."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._decide_s += time.perf_counter() - begin
+
+    def training_began(self) -> None:
+        """A training step was ordered."""
+        self._training_since = now_s()
+
+    def training_ended(self, metrics: dict[str, float]) -> None:
+        """Add the driver's view of a finished training step to its metrics."""
+        now = now_s()
+        metrics.update(
+            **self._mean_ages(),
+            wait_s=self._training_since - self._idle_since,
+            overhead_s=now - self._training_since - metrics["train_s"] - metrics["publish_s"],
+            elapsed_s=now - self._begin_s,
+        )
+
+    def idle(self) -> None:
+        """The trainer waits for its next batch from now on."""
+        self._idle_since = now_s()
+
+    def ticked(self, snapshot: Snapshot) -> None:
+        """Note how stale the work is."""
+        self._ages.append((snapshot.staleness_in_flight, snapshot.staleness_in_queue))
+
+    # -- summing up ----------------------------------------------------------------------------------------------
+
+    def phases(self, steps: Sequence[Mapping[str, float]], instances: Collection[InstanceHandle]) -> dict[str, float]:
+        """Seconds by what was going on; of instances the mean. steps: metrics of all training steps."""
+        count = max(1, len(instances))
+        return {
+            "wall_s": self.elapsed_s,
+            "train_s": sum(s["train_s"] for s in steps),
+            "publish_s": sum(s["publish_s"] for s in steps),
+            "trainer_overhead_s": sum(s["overhead_s"] for s in steps),
+            "trainer_waits_for_batch_s": sum(s["wait_s"] for s in steps),
+            "commit_s": sum(s["commit_s"] for s in steps),
+            "fetch_s": sum(s["fetch_s"] for s in steps),
+            "decide_s": self._decide_s,
+            "rollout_busy_s": sum(i.busy_s for i in instances) / count,
+            "rollout_assigned_s": sum(i.assigned_s for i in instances) / count,
+            "rollout_idle_with_work_s": sum(max(0.0, i.assigned_s - i.busy_s) for i in instances) / count,
+            "tokens_sampled": float(sum(i.tokens_sampled for i in instances)),
+        }
+
+    def _mean_ages(self) -> dict[str, float]:
+        """Staleness in flight and in queue, mean over the ticks since the last step ended."""
+        ages, self._ages = self._ages or [(0.0, 0.0)], []
+        return {
+            "staleness_in_flight": sum(a for a, _ in ages) / len(ages),
+            "staleness_in_queue": sum(b for _, b in ages) / len(ages),
+        }

@@ -1,0 +1,408 @@
+"""Ways to break driver, link and actors on purpose. The check named with each, over in-process actors, must notice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipeline.runtime import actors, driver, instance_link
+from tests.runtime import test_actors as on_actors
+from tests.runtime import test_driver as on_driver
+from tests.runtime import test_instance_link as on_link
+from tests.support.bodies import Body, Runtime
+
+MODULES = {"actors": actors, "instance_link": instance_link, "driver": driver}
+"""In the order in which they import each other."""
+Check = Callable[[Body], Any]
+
+
+def check(test: Callable[..., Any], *args: Any) -> Check:
+    """A test of a body, with its other arguments."""
+    return lambda body: test(body, *args)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Replaces `old` by `new` in the source of `module`; `breaks` says which promise that gives up, `check` notices."""
+
+    name: str
+    module: str
+    breaks: str
+    old: str
+    new: str
+    check: Check
+
+
+MUTATIONS = (
+    # -- the driver ----------------------------------------------------------------------------------------------
+    Mutation(
+        name="announced_before_commit",
+        module="driver",
+        breaks="a step is queued for commit before its version is announced",
+        old="        self._commits.put_nowait(record)\n",
+        new="        asyncio.get_running_loop().call_later(0.01, self._commits.put_nowait, record)\n",
+        check=check(on_driver.test_a_step_is_queued_for_commit_before_its_version_is_announced),
+    ),
+    Mutation(
+        name="ledger_of_after",
+        module="driver",
+        breaks="a step is stored with the ledger of before its version: the event is handled first",
+        old="                item = self._after_training(item)\n",
+        new=(
+            "                self._handle(VersionPublished(version=item.version))\n"
+            "                self._after_training(item)\n"
+            "                item = Tick()\n"
+        ),
+        check=check(on_driver.test_a_run_without_faults_does_its_steps_and_keeps_its_promises),
+    ),
+    Mutation(
+        name="retirement_forgotten",
+        module="driver",
+        breaks="conservation: trajectories end and are not stored",
+        old="            case Retire():\n                self._commits.put_nowait(command)\n",
+        new="            case Retire():\n                pass\n",
+        check=check(on_driver.test_a_step_is_queued_for_commit_before_its_version_is_announced),
+    ),
+    Mutation(
+        name="scores_dropped",
+        module="driver",
+        breaks="every answer is passed on: some rewards are not",
+        old="            for trajectory, reward, error in scored:\n",
+        new="            for trajectory, reward, error in scored[1:]:\n",
+        check=check(on_driver.test_a_run_without_faults_does_its_steps_and_keeps_its_promises),
+    ),
+    Mutation(
+        name="scored_batch_lost",
+        module="driver",
+        breaks="what a lost reward worker held is scored again",
+        old="                    self._scores.put_nowait(trajectory)\n                continue\n",
+        new="                    pass\n                continue\n",
+        check=check(on_driver.test_a_reward_worker_that_dies_is_replaced_and_scores_again_what_it_held, "before"),
+    ),
+    Mutation(
+        name="lost_once_a_task",
+        module="driver",
+        breaks="a loss is one event: each task of the link sees it, and none cancels the others",
+        old=(
+            "                if instance.id in self._actors.instances:  # else another of its tasks saw it first\n"
+            "                    for task in instance.tasks:\n"
+            "                        if task is not asyncio.current_task():\n"
+            "                            task.cancel()\n"
+        ),
+        new="                if True:\n",
+        check=check(on_driver.test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced, "report", "before"),
+    ),
+    Mutation(
+        name="loss_not_told",
+        module="driver",
+        breaks="a lost instance is an event",
+        old="                    self._inbox.put_nowait(InstanceLost(instance=instance.id, why=str(lost)))\n",
+        new="",
+        check=check(on_driver.test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced, "route", "after"),
+    ),
+    Mutation(
+        name="not_replaced",
+        module="driver",
+        breaks="a lost instance is replaced",
+        old='                    self._spawn(self._replace(instance.index), "replace")\n',
+        new="",
+        check=check(on_driver.test_a_lost_instances_trajectories_are_sampled_again_from_their_tokens),
+    ),
+    Mutation(
+        name="stuck_for_ever",
+        module="driver",
+        breaks="a run that makes no progress ends: the deadline is forgotten",
+        old="        if still_s > limit_s:\n",
+        new="        if still_s > limit_s * 1000:\n",
+        check=check(on_driver.test_a_stuck_run_says_what_it_waits_for_and_its_knob),
+    ),
+    Mutation(
+        name="stuck_while_training",
+        module="driver",
+        breaks="a training step may take train_s",
+        old='"train_s" if self._coordinator.training else "stuck_s"',
+        new='"stuck_s"',
+        check=check(on_driver.test_a_long_training_step_is_no_stuck_run),
+    ),
+    Mutation(
+        name="training_without_deadline",
+        module="driver",
+        breaks="a trainer that never answers ends the run after train_s, and says so",
+        old='command.versions, deadline="train_s"\n',
+        new="command.versions, within_s=1e9\n",
+        check=check(on_driver.test_a_trainer_that_never_answers_ends_the_run_after_train_s),
+    ),
+    Mutation(
+        name="deaf_to_stops",
+        module="driver",
+        breaks="a stop is heard between steps",
+        old="                if self._stop_requested:  #",
+        new="                if False:  #",
+        check=check(on_driver.test_a_stop_is_heard_although_the_next_step_could_begin_at_once),
+    ),
+    Mutation(
+        name="second_stop_waits",
+        module="driver",
+        breaks="a second stop does not wait for the training step",
+        old="(self._stop_requested or not self._stepping)",
+        new="not self._stepping",
+        check=check(on_driver.test_a_second_stop_does_not_wait_for_the_training_step),
+    ),
+    Mutation(
+        name="first_stop_does_not_wait",
+        module="driver",
+        breaks="a stop lets the training step finish",
+        old="(self._stop_requested or not self._stepping)",
+        new="True",
+        check=check(on_driver.test_a_stop_while_it_trains_lets_the_step_finish_and_stores_it),
+    ),
+    Mutation(
+        name="last_commit_not_waited_for",
+        module="driver",
+        breaks="the run has ended well only if everything is stored",
+        old="                    done.cancel()\n                    raise item\n",
+        new="                    done.cancel()\n                    return\n",
+        check=check(on_driver.test_a_commit_that_fails_after_the_last_step_ends_the_run_too),
+    ),
+    Mutation(
+        name="links_go_on_in_evaluation",
+        module="driver",
+        breaks="nothing else runs while it is evaluated",
+        old="                task.cancel()  # they",
+        new="                pass  # they",
+        check=check(on_driver.test_a_run_is_evaluated_before_and_after_and_nothing_else_runs_meanwhile),
+    ),
+    Mutation(
+        name="background_left",
+        module="driver",
+        breaks="close leaves no task behind",
+        old="        tasks = [*self._background, ",
+        new="        tasks = [",
+        check=check(on_driver.test_a_run_without_faults_does_its_steps_and_keeps_its_promises),
+    ),
+    # -- the link ------------------------------------------------------------------------------------------------
+    Mutation(
+        name="answer_dropped",
+        module="instance_link",
+        breaks="every result is passed on",
+        old="            for o in outcomes:\n",
+        new="            for o in outcomes[:1]:\n",
+        check=check(on_link.test_results_are_passed_on_as_the_instance_gives_them, lambda answer: answer),
+    ),
+    Mutation(
+        name="answer_twice",
+        module="instance_link",
+        breaks="every result is passed on once",
+        old="                self._tell(event)\n",
+        new="                self._tell(event)\n                self._tell(event)\n",
+        check=check(on_link.test_every_result_is_passed_on_once_under_its_epoch),
+    ),
+    Mutation(
+        name="wrong_epoch",
+        module="instance_link",
+        breaks="a result stands under the epoch it was given for",
+        old="TrajectorySampled(trajectory=o.trajectory, epoch=o.epoch,",
+        new="TrajectorySampled(trajectory=o.trajectory, epoch=1,",
+        check=check(on_link.test_every_result_is_passed_on_once_under_its_epoch),
+    ),
+    Mutation(
+        name="commands_swapped",
+        module="instance_link",
+        breaks="commands leave in order: one that waits is overtaken",
+        old="            command = pending or await outbox.get()\n            pending = None\n",
+        new=(
+            "            command = await outbox.get() if pending is None or not outbox.empty() else pending\n"
+            "            if pending is not None and command is not pending:\n"
+            "                outbox.put_nowait(pending)\n"
+            "            pending = None\n"
+        ),
+        check=check(on_link.test_commands_leave_in_order_and_those_of_a_kind_together),
+    ),
+    Mutation(
+        name="pulls_together",
+        module="instance_link",
+        breaks="each pull is carried out: two in a row become one",
+        old="            if not isinstance(command, Pull):\n",
+        new="            if True:\n",
+        check=check(on_link.test_commands_leave_in_order_and_those_of_a_kind_together),
+    ),
+    Mutation(
+        name="routes_do_not_wait",
+        module="instance_link",
+        breaks="a Route after a Pull finds the new weights",
+        old="            await self._carry_out(batch)\n",
+        new="            asyncio.ensure_future(self._carry_out(batch))\n",
+        check=check(on_link.test_a_command_waits_until_the_one_before_it_is_answered),
+    ),
+    Mutation(
+        name="pull_not_told",
+        module="instance_link",
+        breaks="every answer is passed on: that a pull has finished",
+        old="                self._tell(PullFinished(instance=instance, version=version))\n",
+        new="",
+        check=check(on_link.test_a_command_waits_until_the_one_before_it_is_answered),
+    ),
+    Mutation(
+        name="interrupted_not_told",
+        module="instance_link",
+        breaks="every answer is passed on: what an interrupt gave back",
+        old='for o in await self._actors.ask(self._name, "interrupt", server, ids):\n',
+        new='for o in (await self._actors.ask(self._name, "interrupt", server, ids))[1:]:\n',
+        check=check(on_link.test_an_interrupted_response_is_told_with_its_tokens),
+    ),
+    Mutation(
+        name="poll_without_deadline",
+        module="instance_link",
+        breaks="silence is a loss at the deadline",
+        old="        within_s = self._deadlines.call_s + POLL_S\n",
+        new="        within_s = 1e9\n",
+        check=check(on_link.test_silence_is_a_loss_at_the_deadline_of_the_call, "next_events"),
+    ),
+    Mutation(
+        name="standing_still_unseen",
+        module="instance_link",
+        breaks="an engine that stands still is lost after sample_s",
+        old="            if still_s:\n",
+        new="            if still_s > 1e9:\n",
+        check=check(on_link.test_an_engine_that_stands_still_is_lost_after_sample_s_although_every_call_is_answered),
+    ),
+    Mutation(
+        name="idle_is_still",
+        module="instance_link",
+        breaks="an engine without work does not stand still",
+        old="        if sign != self._seen or not load.running:\n",
+        new="        if sign != self._seen:\n",
+        check=check(on_link.test_an_engine_without_work_does_not_stand_still),
+    ),
+    # -- the actors ----------------------------------------------------------------------------------------------
+    Mutation(
+        name="same_name_again",
+        module="actors",
+        breaks="a replacement has a name of its own",
+        old='(f".{attempt}" if attempt else "")',
+        new='""',
+        check=check(on_actors.test_a_replacement_has_a_name_of_its_own_and_the_newest_version),
+    ),
+    Mutation(
+        name="replaced_for_ever",
+        module="actors",
+        breaks="no more than REPLACEMENTS",
+        old="        if self._num_lost[role] > REPLACEMENTS:\n",
+        new="        if self._num_lost[role] > REPLACEMENTS + 1:\n",
+        check=check(on_actors.test_the_fourth_loss_of_one_instance_is_too_many_and_others_do_not_count),
+    ),
+    Mutation(
+        name="replacement_serves_the_base_model",
+        module="actors",
+        breaks="a replacement holds the newest version before it joins",
+        old="        if self._published and max(self._published) > 0:\n",
+        new="        if False:\n",
+        check=check(on_actors.test_a_replacement_has_a_name_of_its_own_and_the_newest_version),
+    ),
+    Mutation(
+        name="other_weights_trusted",
+        module="actors",
+        breaks="an instance holds what was published",
+        old="        if loaded.fingerprint and loaded.fingerprint != expected:\n",
+        new="        if loaded.fingerprint and not expected:\n",
+        check=check(on_actors.test_an_instance_that_holds_other_weights_than_were_published_is_a_violation),
+    ),
+    Mutation(
+        name="version_before_it_is_loaded",
+        module="actors",
+        breaks="an instance serves a version once it holds it",
+        old="        await self._place_parameters(instance.placed)  #",
+        new="        instance.version = version\n        await self._place_parameters(instance.placed)  #",
+        check=check(on_actors.test_an_instance_serves_a_version_once_it_has_pulled_it),
+    ),
+    Mutation(
+        name="drift_unnamed",
+        module="actors",
+        breaks="an instance whose logprobs are off is named",
+        old="        if not instance.drift <= self._config.drift_limit:\n",
+        new="        if instance.drift > 2 * self._config.drift_limit:\n",
+        check=check(on_actors.test_an_instance_whose_logprobs_are_off_is_named),
+    ),
+    Mutation(
+        name="served_versions_pruned",
+        module="actors",
+        breaks="versions that are served are kept",
+        old="        used = wanted | {i.version for i in self.instances.values()}\n",
+        new="        used = set(wanted)\n",
+        check=check(on_actors.test_versions_that_are_served_or_wanted_are_kept_on_every_host),
+    ),
+    Mutation(
+        name="parameter_server_not_replaced",
+        module="actors",
+        breaks="a host whose parameter server is gone gets another",
+        old="        await self._place_parameters(instance.placed)  #",
+        new="        await asyncio.sleep(0)  #",
+        check=check(on_actors.test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another),
+    ),
+    Mutation(
+        name="others_start_on",
+        module="actors",
+        breaks="where one actor cannot start, the others are not waited for",
+        old="        for task in tasks:\n            task.cancel()\n        await asyncio.gather",
+        new="        await asyncio.gather",
+        check=check(on_driver.test_an_actor_that_cannot_start_ends_the_run_at_once),
+    ),
+    Mutation(
+        name="closing_raises",
+        module="actors",
+        breaks="closing never raises",
+        old="            with contextlib.suppress(Exception, asyncio.CancelledError):\n",
+        new="            with contextlib.suppress(ValueError):\n",
+        check=check(on_actors.test_closing_does_not_raise_whatever_is_gone),
+    ),
+    Mutation(
+        name="closing_waits",
+        module="actors",
+        breaks="closing waits for nobody for ever",
+        old='await self.ask(placed.name, "close", within_s=CLOSE_S)',
+        new='await self.ask(placed.name, "close", deadline="train_s")',
+        check=check(on_driver.test_closing_never_raises_and_waits_for_nobody_for_ever, "trainer", "silent"),
+    ),
+    Mutation(
+        name="other_weights_resumed",
+        module="actors",
+        breaks="a run is resumed from the weights its step published",
+        old='resumption.fingerprint not in ("", initial.fingerprint)',
+        new='resumption.fingerprint == ""',
+        check=check(on_driver.test_weights_that_are_not_those_of_the_stored_step_are_refused),
+    ),
+    Mutation(
+        name="limit_unnamed",
+        module="actors",
+        breaks="a missed deadline names its knob",
+        old='f"deadlines.{knob}" if',
+        new='"" if',
+        check=check(on_actors.test_a_call_has_a_deadline_and_names_its_knob, {}, 3, on_actors.SILENT_SERVER),
+    ),
+)
+
+
+def mutated_runtime(mutation: Mutation) -> Runtime:
+    """The modules of a runtime, rebuilt from their sources with one of them mutated."""
+    built: dict[str, Any] = {}
+    kept = {module.__name__: module for module in MODULES.values()}
+    try:
+        for key, module in MODULES.items():
+            path = module.__file__
+            assert path is not None
+            source = Path(path).read_text()
+            if key == mutation.module:
+                matches = source.count(mutation.old)
+                assert matches == 1, f"{mutation.name}: the source has changed, {matches} matches"
+                source = source.replace(mutation.old, mutation.new)
+            fresh = ModuleType(module.__name__)
+            sys.modules[module.__name__] = fresh  # those after it import it, and dataclasses look theirs up
+            exec(compile(source, path, "exec"), fresh.__dict__)
+            built[key] = fresh
+    finally:
+        sys.modules.update(kept)
+    return Runtime(**built)

@@ -1,0 +1,117 @@
+"""What the tests of the runtime rest on: virtual time, and actors that are what the real ones are."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+from pipeline.runtime.base import Workers
+from pipeline.runtime.workers import DaskWorkers
+from stores.memory import MemoryStore
+from stores.versioned import VersionedStore
+from tasks.actors.parameter_server import ParameterServer
+from tasks.actors.reward_worker import RewardWorker
+from tasks.actors.rollout_instance import RolloutInstance
+from tasks.actors.trainer import Trainer
+from tasks.engines.base import Engine
+from tests.support import virtual_time
+from tests.support.in_process import InProcessWorkers
+from tests.support.scripted import (
+    PlayedParameterServer,
+    PlayedTrainer,
+    VirtualEngine,
+    VirtualRewardWorker,
+    VirtualRolloutInstance,
+)
+
+
+def verbs(cls: type[Any]) -> dict[str, list[str]]:
+    """Parameters of the public methods of a class."""
+    return {
+        name: list(inspect.signature(method).parameters)
+        for name, method in inspect.getmembers(cls, inspect.isfunction)
+        if not name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize(
+    ("played", "real"),
+    [
+        (PlayedTrainer, Trainer),
+        (PlayedParameterServer, ParameterServer),
+        (VirtualRewardWorker, RewardWorker),
+        (VirtualRolloutInstance, RolloutInstance),
+    ],
+)
+def test_played_actors_have_the_methods_of_the_real_ones(played: type[Any], real: type[Any]) -> None:
+    assert {name: verbs(played)[name] for name in verbs(real)} == verbs(real)
+    assert all(inspect.iscoroutinefunction(getattr(played, name)) for name in verbs(real))
+
+
+def test_played_actors_are_made_of_what_the_real_ones_are() -> None:
+    for played, real, own in ((PlayedTrainer, Trainer, 2), (PlayedParameterServer, ParameterServer, 2)):
+        parameters = [list(inspect.signature(c.__init__).parameters)[1:] for c in (played, real)]
+        assert parameters[0][own:] == parameters[1]
+
+
+def test_the_engine_the_store_and_the_workers_keep_to_their_contracts() -> None:
+    assert {name: verbs(VirtualEngine)[name] for name in verbs(Engine)} == verbs(Engine)
+    assert set(verbs(MemoryStore)) <= set(verbs(VersionedStore))
+    for workers in (InProcessWorkers, DaskWorkers):
+        assert {name: verbs(workers)[name] for name in verbs(Workers)} == verbs(Workers)
+
+
+def test_a_minute_takes_no_time_and_is_a_minute() -> None:
+    async def wait() -> float:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 60.0)
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(wait()) == pytest.approx(60.0)
+
+
+def test_a_loop_that_would_wait_for_ever_names_who_waits() -> None:
+    async def waits_for_nobody() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(virtual_time.Deadlock, match=r"every task waits.*\n.*waits_for_nobody:\d+ > Event.wait"):
+        virtual_time.run(waits_for_nobody())
+
+
+def test_a_loop_that_turns_and_gets_nowhere_ends() -> None:
+    async def restless() -> None:
+        while True:
+            await asyncio.sleep(0)
+
+    with pytest.raises(virtual_time.Deadlock, match="turns at 0 s and no end"):
+        virtual_time.run(restless())
+
+
+def test_a_task_that_outlives_the_run_is_named() -> None:
+    async def forgetful() -> None:
+        asyncio.get_running_loop().create_task(asyncio.sleep(9), name="forgotten")
+
+    with pytest.raises(virtual_time.LeftOver, match="forgotten: sleep"):
+        virtual_time.run(forgetful())
+
+
+def test_an_executor_works_in_order_and_a_cancelled_caller_does_not_stop_it() -> None:
+    done = []
+
+    async def work(name: str) -> None:
+        await asyncio.sleep(1.0)
+        done.append((name, asyncio.get_running_loop().time()))
+
+    async def ask() -> None:
+        loop, executor = asyncio.get_running_loop(), object()
+        first = asyncio.ensure_future(loop.run_in_executor(executor, work, "first"))  # type: ignore[arg-type]
+        second = loop.run_in_executor(executor, work, "second")  # type: ignore[arg-type]
+        await asyncio.sleep(0.5)
+        first.cancel()
+        await second
+
+    virtual_time.run(ask())
+    assert done == [("first", 1.0), ("second", 2.0)]

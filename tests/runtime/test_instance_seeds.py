@@ -1,0 +1,75 @@
+"""What the instances of a run sample with, however often they are replaced and the run is resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from pipeline.config import loading
+from pipeline.config.model_facts import ModelFacts
+from pipeline.runtime.actors import REPLACEMENTS, Actors
+from pipeline.runtime.base import Placed, Workers
+from pipeline.runtime.resumption import Resumption
+from stores.errors import ActorLost
+from stores.trajectory import PolicyVersion
+from tasks.engines.transformers import TransformersSettings
+
+
+class NotedPlaces:
+    """Notes what it is to place, and places nothing. Refuses the server, so that `place_all` ends there."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, TransformersSettings] = {}
+        self.placed: dict[str, Placed] = {}
+
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        if role == "server":
+            raise ActorLost("no server here")
+        if role == "rollout":
+            self.engines[name] = args[0]
+        return Placed(name=name, role=role, worker=name, address="tcp://w", host="", actor=None, future=None)
+
+    def lose(self, name: str) -> None:
+        pass
+
+
+def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> dict[str, int]:
+    """Seeds by the names of a run's instances, each replaced as often as it may be."""
+
+    async def scenario() -> NotedPlaces:
+        cluster = NotedPlaces()
+        config = loading.from_tree({"model": {"path": "x"}, "rollout": {"max_new_tokens": 8}})
+        actors = Actors(config, cast(Workers, cluster), tmp_path, ModelFacts(context=64, eos=(1,), nonce="n"))
+        try:
+            await actors.place_all(0.0, resumption)
+        except ActorLost:
+            cluster.engines.clear()
+        for index in range(instances):
+            for attempt in range(REPLACEMENTS + 1):
+                instance = await actors.place_instance(index)
+                if attempt < REPLACEMENTS:
+                    actors.lose(instance.placed.name, ActorLost("gone"), 0.0)
+        return cluster
+
+    return {name: settings.seed for name, settings in asyncio.run(scenario()).engines.items()}
+
+
+def test_who_joins_and_who_is_lost_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pipeline"):
+        seeds_of(None, tmp_path, 1)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told[-2:] == [("WARNING", "gone; replacing it"), ("INFO", "rollout-0.3 takes a lost one's place on tcp://w")]
+    assert ("INFO", "rollout-0 joins on tcp://w") in told
+
+
+def test_no_instance_samples_with_the_seed_of_another_nor_again_after_it_was_resumed(tmp_path: Path) -> None:
+    fresh = seeds_of(None, tmp_path, 300)
+    assert len(fresh) == 300 * (REPLACEMENTS + 1)
+    again = seeds_of(Resumption(version=PolicyVersion(0), life=1), tmp_path, 300)
+    later = seeds_of(Resumption(version=PolicyVersion(4), life=2), tmp_path, 300)
+    assert len({*fresh.values(), *again.values(), *later.values()}) == 3 * len(fresh)
+    assert seeds_of(None, tmp_path, 300) == fresh

@@ -1,0 +1,169 @@
+"""Placing actors on a Dask cluster: the slot table and its deadline, over a client that is played."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from pipeline.runtime.workers import DaskWorkers
+from stores.errors import ActorLost, ConfigError
+from tests.support import virtual_time
+
+
+class PlayedFuture:
+    """An actor that is made, a little later or never."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.released = False
+
+    def __await__(self) -> Any:
+        return asyncio.sleep(self._seconds, result="an actor").__await__()
+
+    def release(self) -> None:
+        self.released = True
+
+
+class PlayedClient:
+    """What DaskWorkers asks of Dask's client. workers: resources by name; an address is the name after tcp://."""
+
+    def __init__(self, workers: dict[str, dict[str, int]]) -> None:
+        self.workers = workers
+        self.create_s = 1.0
+        self.submitted: list[dict[str, Any]] = []
+        self.restarted: list[str] = []
+        self.scheduler = self
+
+    async def identity(self, n_workers: int) -> dict[str, Any]:
+        return {
+            "workers": {
+                f"tcp://{name}": {"name": name, "host": "host", "resources": resources}
+                for name, resources in self.workers.items()
+            }
+        }
+
+    def submit(self, cls: type[Any], *args: Any, **options: Any) -> PlayedFuture:
+        self.submitted.append(options)
+        return PlayedFuture(self.create_s)
+
+    async def restart_workers(self, addresses: list[str], timeout: float, raise_for_error: bool) -> None:
+        self.restarted += addresses
+        await asyncio.sleep(0.7)
+
+
+def on(
+    script: Callable[[DaskWorkers, PlayedClient], Awaitable[None]],
+    workers: list[str] | dict[str, dict[str, int]],
+    num_heavy: int,
+) -> None:
+    """A run on these workers, alone on its cluster."""
+
+    async def work() -> None:
+        client = PlayedClient(workers if isinstance(workers, dict) else {name: {} for name in workers})
+        placing = DaskWorkers(client=client, local=None, run="job", start_s=50.0, num_heavy=num_heavy)
+        await script(placing, client)
+        await asyncio.gather(*placing.restarts)
+
+    virtual_time.run(work())
+
+
+async def place(placing: DaskWorkers, *roles: str) -> list[str]:
+    """Where actors of these roles come to live, named by role and number."""
+    return [(await placing.place(f"{role}-{i}", role, object)).worker for i, role in enumerate(roles)]
+
+
+def test_heavy_actors_have_a_process_each_and_light_ones_leave_them_room() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        where = await place(placing, "server", "reward", "reward", "rollout", "rollout", "trainer")
+        assert where[:3] == ["a", "a", "a"], "four workers, three of which heavy actors need"
+        assert sorted(where[3:]) == ["b", "c", "d"]
+        assert all(not options["allow_other_workers"] for options in client.submitted)
+        assert len({options["key"] for options in client.submitted}) == 6
+
+    on(script, ["a", "b", "c", "d"], num_heavy=3)
+
+
+def test_light_actors_have_a_process_each_where_there_are_enough() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        where = await place(placing, "server", "reward", "rollout", "trainer")
+        assert len(set(where)) == 4
+
+    on(script, ["a", "b", "c", "d"], num_heavy=2)
+
+
+def test_declared_resources_say_who_may_live_where() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        assert await place(placing, "trainer", "rollout", "server", "reward") == ["t", "r", "s", "s"]
+
+    on(script, {"r": {"rollout": 1}, "s": {"server": 1, "reward": 1}, "t": {"trainer": 1}}, num_heavy=2)
+
+
+def test_a_role_no_worker_can_hold_is_named_after_start_s() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        await place(placing, "rollout")
+        begin = asyncio.get_running_loop().time()
+        waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
+        await asyncio.sleep(10.0)
+        assert placing.waiting == {
+            "rollout-1": "a free worker process, with resource rollout=1 if any declare resources"
+        }
+        with pytest.raises(
+            ConfigError, match=r"no free worker for rollout-1 after 50 s \(deadlines.start_s\).*rollout=1"
+        ):
+            await waits
+        assert asyncio.get_running_loop().time() - begin == pytest.approx(50.0, abs=0.3)
+        assert placing.waiting == {}
+
+    on(script, ["a"], num_heavy=2)
+
+
+def test_an_actor_waits_for_a_worker_that_joins() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        await place(placing, "rollout")
+        waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
+        await asyncio.sleep(30.0)
+        client.workers["b"] = {}
+        assert (await waits).worker == "b"
+
+    on(script, ["a"], num_heavy=2)
+
+
+def test_an_actor_that_does_not_come_up_is_lost_at_start_s() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        client.create_s = 1e6
+        with pytest.raises(ActorLost, match=r"rollout-0 was not ready within 50 s \(deadlines.start_s\)"):
+            await place(placing, "rollout")
+        assert asyncio.get_running_loop().time() == pytest.approx(50.0)
+
+    on(script, ["a"], num_heavy=1)
+
+
+def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -> None:
+    """A hung one is still listed."""
+
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        lost = await placing.place("rollout-0", "rollout", object)
+        beside = await placing.place_beside(lost, "parameters-host", "parameters", object)
+        assert beside.address == lost.address
+        placing.lose("rollout-0")
+        assert placing.placed == {}, "what stood beside it is gone too"
+        assert lost.future.released
+        assert beside.future.released
+        assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b"
+        assert client.restarted == ["tcp://a"]
+
+    on(script, ["a", "b"], num_heavy=1)
+
+
+def test_a_process_that_holds_what_cannot_be_replaced_is_not_restarted() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        assert await place(placing, "server", "reward", "rollout", "trainer") == ["a", "a", "b", "c"]
+        placing.lose("reward-1")
+        assert "server-0" in placing.placed
+        await asyncio.sleep(5.0)
+        assert client.restarted == []
+
+    on(script, ["a", "b", "c"], num_heavy=2)

@@ -1,0 +1,281 @@
+"""Whole runs over actors in the test's own process: driven to their end in virtual time, and held to their promises."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import loading
+from pipeline.config.deciding import make_coordinator
+from pipeline.config.model_facts import ModelFacts
+from pipeline.config.schema import RunConfig
+from pipeline.coordination import journal
+from pipeline.coordination.snapshot import Snapshot
+from pipeline.runtime import actors, driver, instance_link
+from pipeline.runtime.outcomes import Outcomes
+from pipeline.runtime.resumption import Resumption
+from stores.base import StepRecord
+from stores.memory import MemoryStore
+from stores.trajectory import Fate
+from tests.support import virtual_time
+from tests.support.in_process import Fault, InProcessWorkers
+from tests.support.scripted import World, response
+
+JOB = """
+name = "job"
+runs_dir = "{runs}"
+steps = 3
+seed = 1
+
+[batch]
+groups_per_step = 2
+group_size = 2
+
+[rollout]
+instances = 2
+max_new_tokens = 100
+
+[rollout.engine]
+name = "emulated"
+max_running = 4
+kv_tokens = 2000
+
+[rollout.cost]
+tolerance = 1e9
+
+[deadlines]
+start_s = 50
+call_s = 3
+sample_s = 20
+train_s = 40
+stuck_s = 30
+"""
+"""A job of three steps of four trajectories on two instances. No two deadlines are alike."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The modules a run is made of; tests/runtime/mutations.py puts broken ones in their place."""
+
+    actors: Any = actors
+    instance_link: Any = instance_link
+    driver: Any = driver
+
+
+@dataclass
+class Run:
+    """A run that has ended, and what is left of it."""
+
+    config: RunConfig
+    world: World
+    workers: InProcessWorkers
+    driver: Any = None
+    actors: Any = None
+    error: Exception | None = None
+    stopped_at_once: bool = False
+    said: list[tuple[float, Snapshot, Outcomes, str]] = field(default_factory=list)
+    """What was told to `progress`: when (on the loop's clock), with what."""
+    ended_s: float = 0.0
+    """On the loop's clock, before anything was closed."""
+    losses_said: list[int] = field(default_factory=list)
+    """How many losses were known at each call of `progress`."""
+
+    @property
+    def outcomes(self) -> Outcomes:
+        outcomes: Outcomes = self.driver.outcomes
+        return outcomes
+
+    @property
+    def store(self) -> MemoryStore:
+        return self.world.stores[str(self.config.run_dir / "store")]
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return self.store.steps()
+
+    @property
+    def entries(self) -> list[journal.JournalEntry]:
+        """The journal, as it is read from its file."""
+        return list(journal.read(self.config.run_dir / "events.jsonl"))
+
+    def events(self, name: str) -> list[tuple[float, Any]]:
+        """(when, event) of one kind."""
+        return [(e.now, e.event) for e in self.entries if type(e.event).__name__ == name]
+
+    def commands(self, *names: str) -> list[Any]:
+        """Commands of these kinds, in the order given."""
+        return [c for e in self.entries for c in e.commands if type(c).__name__ in names]
+
+    def raised(self) -> Exception:
+        """What ended the run; fails if nothing did."""
+        assert self.error is not None, "the run ended well"
+        return self.error
+
+    # -- promises ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """It ended well, did all its steps and kept every promise."""
+        if self.error is not None:
+            raise self.error
+        assert not self.outcomes.stopped
+        assert [r.kind for r in self.records] == ["step"] * self.config.steps + ["end"]
+        self.check_kept()
+        fates = Counter(row.fate for row in self.store.ended())
+        assert fates[Fate.CONSUMED] == self.config.steps * self.config.trajectories_per_step
+        assert len(self.outcomes.steps) == self.config.steps
+        assert self.outcomes.snapshot is not None
+
+    def check_kept(self) -> None:
+        """Whatever was stored is whole, however the run ended: conservation, the bound, every token in its place, and a
+        journal that gives the same commands again."""
+        self._check_ledger()
+        self._check_rows()
+        self._check_journal()
+
+    def _check_ledger(self) -> None:
+        rows = list(self.store.ended())
+        seen = 0
+        for record in self.records:
+            seen += record.num_rows
+            ledger = record.ledger
+            ended = sum(ledger.num_ended.values())
+            assert ended == seen, f"step {record.step}: {ended} ended, {seen} stored"
+            assert ledger.num_started == ended + ledger.num_live, f"step {record.step}: conservation"
+        fates = Counter(f"{row.fate.value}:{row.reason.value}" for row in rows)
+        if self.records:
+            assert dict(fates) == {k: n for k, n in self.records[-1].ledger.num_ended.items() if n}
+        steps = [r for r in self.records if r.kind == "step"]
+        assert [r.step for r in steps] == list(range(len(steps)))
+        for record in steps:
+            assert (record.ledger.version, record.ledger.next_step) == (record.step, record.step + 1)
+            assert record.weight_fingerprint == self.world.fingerprint(record.step + 1)
+            for version, held in record.loaded_fingerprints.values():
+                assert held == self.world.fingerprint(version)
+
+    def _check_rows(self) -> None:
+        for row in self.store.ended():
+            t = row.trajectory
+            held = [int(x) for x in t.response_tokens]
+            whole = []
+            for segment in t.segments:
+                whole += response(t.id, len(whole) + len(segment.tokens))[len(whole) :]
+            assert held == whole
+            assert list(t.versions) == sorted(t.versions)
+            if row.fate is Fate.CONSUMED:
+                whole_tokens = min(self.world.length(t.id), self.config.rollout.max_new_tokens)
+                assert t.num_tokens == whole_tokens, f"trajectory {t.id} is cut off, or more than whole"
+                assert 0 <= row.step - t.v_traj <= self.config.bound
+                assert all(t.v_traj <= v <= row.step for v in t.versions)
+
+    def _check_journal(self) -> None:
+        entries = self.entries
+        assert all(a.now <= b.now for a, b in itertools.pairwise(entries)), "time went backwards"
+        coordinator = make_coordinator(self.config, validate_each=True)
+        assert journal.replay(coordinator, iter(entries)).difference == ""
+
+
+Script = Callable[[Run], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The actors of a run, placed, and nobody who drives them."""
+
+    config: RunConfig
+    world: World
+    workers: InProcessWorkers
+    actors: Any
+
+
+FACTS = ModelFacts(context=1000, eos=(1,), nonce="0")
+
+
+class Body:
+    """Makes runs in a folder, each in one of its own."""
+
+    def __init__(self, folder: Path, runtime: Runtime | None = None) -> None:
+        self._folder = folder
+        self.runtime = runtime or Runtime()
+        self._numbers = itertools.count()
+
+    def config(self, *overrides: str) -> RunConfig:
+        """A job in a new folder."""
+        folder = self._folder / str(next(self._numbers))
+        folder.mkdir(parents=True)
+        (folder / "job.toml").write_text(JOB.format(runs=folder))
+        config = loading.load(folder / "job.toml", overrides)
+        config.run_dir.mkdir()
+        return config
+
+    def run(
+        self,
+        *overrides: str,
+        faults: Sequence[Fault] = (),
+        world: World | None = None,
+        hosts: Sequence[str] = ("one",),
+        meanwhile: Script | None = None,
+        resumption: Resumption | None = None,
+        config: RunConfig | None = None,
+    ) -> Run:
+        """Drive a run to its end. meanwhile: runs beside it. config: instead of a new one, to go on with its folder."""
+        config = config or self.config(*overrides)
+        world = world or World()
+        run = Run(config=config, world=world, workers=InProcessWorkers(world.actors, faults, hosts))
+        virtual_time.run(self._drive(run, meanwhile, resumption))
+        return run
+
+    def place(
+        self,
+        script: Callable[[Stage], Awaitable[None]],
+        *overrides: str,
+        faults: Sequence[Fault] = (),
+        world: World | None = None,
+        hosts: Sequence[str] = ("one",),
+    ) -> Stage:
+        """Place the actors of a run, and have the script do with them what it wants to."""
+        config, world = self.config(*overrides), world or World()
+        workers = InProcessWorkers(world.actors, faults, hosts)
+
+        async def work() -> Stage:
+            stage = Stage(config, world, workers, self.runtime.actors.Actors(config, workers, config.run_dir, FACTS))
+            try:
+                await stage.actors.place_all(0.0)
+                await script(stage)
+            finally:
+                await stage.actors.close()
+                await workers.end()
+            return stage
+
+        return virtual_time.run(work())
+
+    async def _drive(self, run: Run, meanwhile: Script | None, resumption: Resumption | None) -> None:
+        loop = asyncio.get_running_loop()
+
+        def progress(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+            run.said.append((loop.time(), snapshot, outcomes, doing))
+            run.losses_said.append(len(outcomes.losses))
+
+        run.actors = self.runtime.actors.Actors(run.config, run.workers, run.config.run_dir, FACTS)
+        run.driver = self.runtime.driver.Driver(run.config, run.actors, run.config.run_dir, progress, resumption)
+        beside = asyncio.ensure_future(meanwhile(run)) if meanwhile is not None else None
+        try:
+            await run.driver.run()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            run.stopped_at_once = True
+        except Exception as error:  # noqa: BLE001  the test looks at it
+            run.error = error
+        finally:
+            run.ended_s = loop.time()
+            if beside is not None:
+                await asyncio.wait_for(beside, 0) if beside.done() else beside.cancel()
+                await asyncio.gather(beside, return_exceptions=True)
+            await run.driver.close()
+            await run.workers.end()

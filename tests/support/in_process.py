@@ -1,0 +1,265 @@
+"""Worker processes and actors inside the test's own process, and faults that are scripted call by call.
+
+`InProcessWorkers` keeps the contract of pipeline/runtime/base.py as a Dask cluster does: an actor is called through a
+proxy; a call takes a moment to arrive and its answer a moment to come back; a caller that stops waiting does not stop
+the method; a call to a process that died fails with OSError in flight and with RuntimeError later, or hangs for ever if
+an actor made it. Arguments and answers are copied, so that nothing is shared by accident.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipeline.runtime.base import Placed
+from stores.errors import ActorLost
+
+TRAVEL_S = 0.001
+"""Seconds a call takes to arrive, and its answer to come back."""
+CREATE_S = 1.0
+"""Seconds until a new actor is ready."""
+
+Moment = Literal["before", "after"]
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside an actor", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong at the n-th call of a method of an actor, counted from 1; at every call if `nth` is 0. Calls to
+    replacements count on, if the name is given without what a replacement appends to it. "__init__" is the actor's
+    creation.
+
+    dies, silent: the process dies, or never answers this call, before or after the method ran. late_s: the answer comes
+    so much later. error: raised instead of calling. change: of the answer. twice: the method is called once more, and
+    that answer comes back. act: called as the call arrives."""
+
+    actor: str
+    method: str
+    nth: int = 1
+    dies: Moment | None = None
+    silent: Moment | None = None
+    late_s: float = 0.0
+    error: Exception | None = None
+    change: Callable[[Any], Any] | None = None
+    twice: bool = False
+    act: Callable[[], None] | None = None
+
+
+NOTHING = Fault(actor="", method="")
+"""The fault of a call that goes well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call that was made."""
+
+    at_s: float
+    actor: str
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Process:
+    """A worker process; its actors live and die with it."""
+
+    address: str
+    host: str
+    dead: bool = False
+    running: dict[asyncio.Task[None], None] = field(default_factory=dict)
+    """Methods that are being carried out, in the order in which they were called; so that a run can be repeated."""
+    waiting: dict[asyncio.Future[Any], None] = field(default_factory=dict)
+    """Answers that the driver waits for."""
+
+    def die(self) -> None:
+        """As `kill -9` ends it."""
+        self.dead = True
+        for task in self.running:
+            task.cancel()
+        for answer in list(self.waiting):
+            if not answer.done():
+                answer.set_exception(OSError("connection closed"))
+
+
+class Proxy:
+    """An actor as others see it."""
+
+    def __init__(self, workers: InProcessWorkers, name: str, process: Process, actor: Any) -> None:
+        self._workers, self._name, self._process, self._actor = workers, name, process, actor
+
+    def __getattr__(self, method: str) -> Callable[..., asyncio.Future[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def call(*args: Any) -> asyncio.Future[Any]:
+            return self._workers.carry(self._name, self._process, self._actor, method, args)
+
+        return call
+
+    def __deepcopy__(self, memo: object) -> Proxy:
+        return self
+
+
+class InProcessWorkers:
+    """One process an actor, a process beside another where that is asked for. actors: what is made for the classes that
+    are asked for. hosts: processes are spread over them in turn."""
+
+    def __init__(
+        self, actors: dict[type[Any], Callable[..., Any]], faults: Sequence[Fault] = (), hosts: Sequence[str] = ("one",)
+    ) -> None:
+        self._actors = actors
+        self._faults = faults
+        self._counts: dict[tuple[str, str], int] = {}
+        self._hosts = hosts
+        self._processes: list[Process] = []
+        self._objects: dict[str, Any] = {}
+        self.placed: dict[str, Placed] = {}
+        self.names: list[str] = []
+        """Of all actors that were ever placed."""
+        self.calls: list[Call] = []
+        self.nanny = True
+        """Whether the process of a lost actor is ended; without, it may go on and answer late."""
+
+    # -- the contract --------------------------------------------------------------------------------------------
+
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        number = len(self._processes)
+        process = Process(address=f"process-{number}", host=self._hosts[number % len(self._hosts)])
+        self._processes.append(process)
+        return await self._create(process, name, role, cls, args)
+
+    async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        return await self._create(neighbour.future, name, role, cls, args)
+
+    def lose(self, name: str) -> None:
+        lost = self.placed.pop(name)
+        for other in [p for p in self.placed.values() if p.future is lost.future]:
+            del self.placed[other.name]
+        if self.nanny:
+            lost.future.die()
+
+    # -- for tests -----------------------------------------------------------------------------------------------
+
+    def kill(self, name: str) -> None:
+        """End the process of an actor at once."""
+        self.placed[name].future.die()
+
+    def actor(self, name: str) -> Any:
+        """The object behind an actor, also behind a lost one."""
+        return self._objects[name]
+
+    def methods(self, actor: str) -> list[str]:
+        """What was called on an actor, in order."""
+        return [c.method for c in self.calls if c.actor == actor]
+
+    async def end(self) -> None:
+        """End all processes."""
+        running = [task for process in self._processes for task in process.running]
+        for process in self._processes:
+            process.die()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    async def _create(self, process: Process, name: str, role: str, cls: type[Any], args: tuple[Any, ...]) -> Placed:
+        assert role != "rollout" or name not in self.names, f"{name} was another's name: its late answers would match"
+        self.names.append(name)
+        fault = self._fault(name, "__init__")
+        await asyncio.sleep(CREATE_S + fault.late_s)
+        if fault.act is not None:
+            fault.act()
+        if fault.error is not None:
+            raise fault.error
+        if fault.dies or fault.silent:
+            raise ActorLost(f"{name} could not start on {process.address}")
+        actor = self._actors[cls](process.host, *copy.deepcopy(args))
+        self._objects[name] = actor
+        proxy = Proxy(self, name, process, actor)
+        placed = Placed(
+            name=name, role=role, worker=process.address, address=process.address, host=process.host, actor=proxy,
+            future=process,
+        )  # fmt: skip
+        self.placed[name] = placed
+        return placed
+
+    def carry(self, name: str, process: Process, actor: Any, method: str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
+        """Have a process carry out a method; the answer's future."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        self.calls.append(Call(at_s=loop.time(), actor=name, method=method, args=args))
+        if process.dead:
+            if not _inside.get():
+                answer.set_exception(RuntimeError("the worker holding this actor was lost"))
+            return answer
+        if not _inside.get():
+            process.waiting[answer] = None
+            answer.add_done_callback(lambda done: process.waiting.pop(done, None))
+        serving = self._serve(process, actor, method, copy.deepcopy(args), self._fault(name, method), answer)
+        task = loop.create_task(serving, name=f"{name}.{method}")
+        process.running[task] = None
+        task.add_done_callback(lambda done: process.running.pop(done, None))
+        return answer
+
+    async def _serve(
+        self,
+        process: Process,
+        actor: Any,
+        method: str,
+        args: tuple[Any, ...],
+        fault: Fault,
+        answer: asyncio.Future[Any],
+    ) -> None:
+        _inside.set(True)
+        await asyncio.sleep(TRAVEL_S)
+        if fault.act is not None:
+            fault.act()
+        if fault.dies == "before":
+            process.die()
+        if fault.error is not None:
+            _put(answer, None, fault.error)
+        if fault.error is not None or "before" in (fault.dies, fault.silent):
+            return
+        result, error = await self._outcome(actor, method, args)
+        if fault.twice:
+            result, error = await self._outcome(actor, method, args)
+        if fault.dies == "after":
+            process.die()
+        if "after" in (fault.dies, fault.silent):
+            return
+        if fault.change is not None:
+            result = fault.change(result)
+        await asyncio.sleep(fault.late_s + TRAVEL_S)
+        _put(answer, copy.deepcopy(result), error)
+
+    async def _outcome(self, actor: Any, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+        try:
+            return await getattr(actor, method)(*args), None
+        except Exception as error:  # noqa: BLE001  an actor's rim: it travels to the caller
+            return None, error
+
+    def _fault(self, name: str, method: str) -> Fault:
+        plain = name.partition(".")[0]
+        for key in dict.fromkeys((name, plain)):
+            self._counts[key, method] = self._counts.get((key, method), 0) + 1
+        for fault in self._faults:
+            if (
+                fault.method == method
+                and fault.actor in (name, plain)
+                and fault.nth in (0, self._counts[fault.actor, method])
+            ):
+                return fault
+        return NOTHING
+
+
+def _put(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    """Answer, if anybody still waits."""
+    if answer.done():
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)

@@ -1,0 +1,366 @@
+"""The actors of a run without model, processes or disk, in virtual time: what InProcessWorkers makes of each class.
+
+Trajectory server, rollout instance and reward worker are the real classes over an engine, a reward and a store that
+need nothing; trainer and parameter server are played. tests/runtime/test_in_process.py compares their methods with the
+real ones, so that they cannot drift. Everything sampled is a function of trajectory and position: a token that was
+lost, doubled or swapped on its way to the store shows there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from stores.base import RunHeader
+from stores.errors import ProtocolViolation, StoreError
+from stores.memory import MemoryStore
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from tasks.actors.calls import call
+from tasks.actors.parameter_server import ParameterServer
+from tasks.actors.reward_worker import RewardWorker
+from tasks.actors.rollout_instance import Evaluated, RolloutInstance
+from tasks.actors.trainer import StepResult, Trainer
+from tasks.actors.trajectory_server import ServerSettings, TrajectoryServer
+from tasks.engines.base import EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.emulated import word_logprobs, words
+from tasks.scoring import ScoredResponse
+from tasks.workload import DrawnWorkload, WorkloadSettings
+
+PROMPTS = DrawnWorkload(
+    WorkloadSettings(
+        kind="lognormal", prompt_tokens=6, median=10, sigma=0, long_share=0, long_ratio=1, exponent=1, turns=1,
+        tool_s=0, tool_tokens=0, group_correlation=0, signal_share=1, members=2, max_tokens=100, seed=0,
+    )
+)  # fmt: skip
+"""Prompts of six tokens; nothing else of it is used."""
+
+
+@dataclass(kw_only=True)
+class World:
+    """What the actors of a run share: how long things take, what is stored, which weights are on which host."""
+
+    tokens_per_s: float = 20.0
+    """Of one trajectory; an engine samples all at once."""
+    length: Callable[[int], int] = lambda trajectory: 8 + 5 * (trajectory % 4)
+    """Tokens of a trajectory's response."""
+    reward: Callable[[str], float] = lambda text: float(len(text) % 2)
+    reward_error: Callable[[str], str] = lambda text: ""
+    """What scoring a response fails with; empty if it does not."""
+    train_s: float = 1.0
+    publish_s: float = 0.1
+    reward_s: float = 0.02
+    stores: dict[str, MemoryStore] = field(default_factory=dict)
+    weights: dict[str, set[int]] = field(default_factory=dict)
+    """Published versions that are there, by host."""
+    loads_wrong: bool = False
+    """Whether engines end up with other weights than they read."""
+    drift: float = 0.0
+    """Nats that engines' logprobs of the probe are off."""
+
+    def path(self, version: int) -> str:
+        return f"/memory/v{version}"
+
+    def fingerprint(self, version: int) -> str:
+        return f"weights-{version}"
+
+    @property
+    def actors(self) -> dict[type[Any], Callable[..., Any]]:
+        """What is made for each class, given the host and what the class is made of."""
+        return {
+            TrajectoryServer: lambda host, *args: server_class(self)(*args),
+            RolloutInstance: lambda host, settings, *args: VirtualRolloutInstance(VirtualSettings(self), *args),
+            RewardWorker: lambda host, *args: VirtualRewardWorker(self, *args),
+            Trainer: lambda host, *args: PlayedTrainer(self, host, *args),
+            ParameterServer: lambda host, *args: PlayedParameterServer(self, host, *args),
+        }
+
+
+def response(trajectory: int, count: int) -> list[int]:
+    """The first tokens of a trajectory's response."""
+    return [int(t) for t in words(trajectory, 0, count)]
+
+
+# -- the trajectory server: the real one, its store in memory ----------------------------------------------------
+
+
+def server_class(world: World) -> type[TrajectoryServer]:
+    """The trajectory server whose store is one of the world's."""
+
+    class Stores:
+        @staticmethod
+        def create(path: Path, header: RunHeader) -> MemoryStore:
+            if str(path) in world.stores:
+                raise StoreError(f"{path}: is there already")
+            return world.stores.setdefault(str(path), MemoryStore(header))
+
+        @staticmethod
+        def open(path: Path) -> MemoryStore:
+            return world.stores[str(path)]
+
+    class InMemoryServer(TrajectoryServer):
+        stores: ClassVar[Any] = Stores
+
+        def __init__(self, settings: ServerSettings, start_s: float) -> None:
+            prompts = dataclasses.replace(settings.prompts, workload=PROMPTS)
+            super().__init__(dataclasses.replace(settings, prompts=prompts), start_s)
+
+    return InMemoryServer
+
+
+# -- the rollout instance: the real one, over an engine in virtual time ------------------------------------------
+
+
+@dataclass
+class VirtualSettings:
+    world: World
+
+    def build(self, instance: InstanceId, threads: int) -> VirtualEngine:
+        return VirtualEngine(self.world, instance)
+
+
+@dataclass
+class _Request:
+    request: Request
+    since: float
+    """When it was submitted."""
+    marks: list[tuple[PolicyVersion, int]]
+    """(version, response tokens there were when sampling under it began), oldest first."""
+
+
+class VirtualEngine:
+    """Samples every request at one rate, whatever else runs. `events` is a coroutine: in virtual time an executor waits
+    for it as a thread would block."""
+
+    def __init__(self, world: World, instance: InstanceId) -> None:
+        self._world = world
+        self._instance = instance
+        self.version = PolicyVersion(0)
+        self._stood_still_s: float | None = None
+        self._requests: dict[TrajectoryId, _Request] = {}
+        self._ended: list[Sampled | Failed] = []
+        self._changed = asyncio.Event()
+        self._begin = self._now()
+        self._sampled = 0
+        """Tokens of the requests that are no longer here."""
+        self.closed = False
+
+    def stand_still(self) -> None:
+        """Sample nothing more from now on, and answer as ever."""
+        self._stood_still_s = self._now()
+
+    def _now(self) -> float:
+        """When the engine lives: its decoding stands still in time where it stands still."""
+        return asyncio.get_running_loop().time() if self._stood_still_s is None else self._stood_still_s
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._advance()
+        for request in requests:
+            held = self._requests.get(request.trajectory)
+            if held is None or held.request.epoch < request.epoch:
+                self._requests[request.trajectory] = _Request(
+                    request=request, since=self._now(), marks=[(self.version, request.num_prior)]
+                )
+        self._changed.set()
+
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+        self._advance()
+        stopped = [(self._requests[t], self._tokens(self._requests[t])) for t in trajectories if t in self._requests]
+        for held, tokens in stopped:
+            del self._requests[held.request.trajectory]
+            self._sampled += tokens - held.request.num_prior
+        return [self._result(held, tokens, FinishReason.UNFINISHED) for held, tokens in stopped]
+
+    def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
+        self.interrupt(trajectories)
+        self._ended = [e for e in self._ended if e.trajectory not in trajectories]
+
+    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+        self._advance()
+        assert str(weights) == self._world.path(version)
+        self.version = version
+        for held in self._requests.values():
+            held.marks.append((version, self._tokens(held)))
+        held_version = version - 1 if self._world.loads_wrong else version
+        return Loaded(version=version, fingerprint=self._world.fingerprint(held_version), elapsed_s=0.0, stalled_s=0.0)
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        return tuple(float(x) + self._world.drift for x in word_logprobs(np.asarray(tokens[1:], np.int32)))
+
+    async def events(self, timeout_s: float) -> list[Sampled | Failed]:
+        time = asyncio.get_running_loop().time
+        deadline = time() + timeout_s
+        while True:
+            self._advance()
+            left_s = deadline - time()
+            if self._ended or left_s <= 1e-9:
+                ended, self._ended = self._ended, []
+                return ended
+            self._changed.clear()
+            ends = [self._end_s(held) for held in self._requests.values() if self._stood_still_s is None]
+            first_s = min(ends, default=deadline) - time()
+            try:
+                await asyncio.wait_for(self._changed.wait(), min(left_s, max(0.0, first_s) + 1e-6))
+            except TimeoutError:
+                continue
+
+    def load_statistics(self) -> EngineLoad:
+        self._advance()
+        progress = tuple((t, self._tokens(held)) for t, held in self._requests.items())
+        return EngineLoad(
+            version=self.version,
+            running=len(progress),
+            kv_tokens=sum(len(held.request.tokens) for held in self._requests.values()),
+            busy_s=self._now() - self._begin,
+            tokens_sampled=self._sampled + sum(n - self._requests[t].request.num_prior for t, n in progress),
+            progress=progress,
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _length(self, held: _Request) -> int:
+        prior = held.request.num_prior
+        return max(prior + 1, min(self._world.length(held.request.trajectory), prior + held.request.max_new_tokens))
+
+    def _end_s(self, held: _Request) -> float:
+        return held.since + (self._length(held) - held.request.num_prior) / self._world.tokens_per_s
+
+    def _tokens(self, held: _Request) -> int:
+        sampled = int((self._now() - held.since) * self._world.tokens_per_s + 1e-9)
+        return min(self._length(held), held.request.num_prior + sampled)
+
+    def _advance(self) -> None:
+        for trajectory, held in list(self._requests.items()):
+            if self._end_s(held) <= self._now() + 1e-9:
+                del self._requests[trajectory]
+                self._sampled += self._length(held) - held.request.num_prior
+                self._ended.append(self._result(held, self._length(held), FinishReason.STOP))
+
+    def _result(self, held: _Request, tokens: int, finish: FinishReason) -> Sampled:
+        key, segments = held.request.trajectory, []
+        ends = [*(begin for _, begin in held.marks[1:]), tokens]
+        for (version, begin), end in zip(held.marks, ends, strict=True):
+            if end > begin:
+                ids = words(key, begin, end - begin)
+                segments.append(
+                    Segment(version=version, instance=self._instance, tokens=ids, logprobs=word_logprobs(ids))
+                )
+        return Sampled(trajectory=key, epoch=held.request.epoch, segments=tuple(segments), finish=finish)
+
+
+class VirtualRolloutInstance(RolloutInstance):
+    """The real one but for its evaluation, which blocks a thread on the engine."""
+
+    @property
+    def engine(self) -> VirtualEngine:
+        engine: Any = self._engine
+        assert isinstance(engine, VirtualEngine)
+        return engine
+
+    async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
+        """A response of as many tokens as its prompt has, three seconds later."""
+
+        async def wait() -> None:
+            await asyncio.sleep(3.0)
+
+        await asyncio.get_running_loop().run_in_executor(self._waiting, wait)
+        return [Evaluated(tokens=tuple(response(sum(prompt), len(prompt)))) for prompt in prompts]
+
+
+# -- the reward worker: the real one, its function played --------------------------------------------------------
+
+
+class VirtualRewardWorker(RewardWorker):
+    """The real one but for its scoring process."""
+
+    def __init__(self, world: World, *args: Any) -> None:
+        super().__init__(*args)
+        self._world = world
+
+    async def check(self) -> None:
+        """There is nothing to load."""
+
+    async def score_texts(self, items: list[tuple[str, Any]]) -> list[ScoredResponse]:
+        await asyncio.sleep(self._world.reward_s * len(items))
+        texts_errors = [(text, self._world.reward_error(text)) for text, _ in items]
+        return [ScoredResponse(reward=0.0 if e else self._world.reward(text), error=e) for text, e in texts_errors]
+
+
+# -- the trainer and the parameter server, played ----------------------------------------------------------------
+
+
+class PlayedTrainer:
+    """Fetches batches as the real one does, trains for as long as the world says, publishes a number."""
+
+    def __init__(
+        self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
+        point_every: int,
+    ) -> None:  # fmt: skip
+        self._world, self._host, self._call_s = world, host, call_s
+        self._probe: tuple[int, ...] = ()
+        self._version = PolicyVersion(0)
+        self.saved: list[str] = []
+        """Folders of the checkpoints."""
+
+    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion) -> StepResult:
+        self._probe, self._version = probe, version
+        return self._publish({})
+
+    async def train(
+        self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
+    ) -> StepResult:
+        if step != self._version:
+            raise ProtocolViolation(f"step {step} is to be trained, the weights are of version {self._version}")
+        await call(server, "batch", step, trajectories, versions, within_s=self._call_s, who="trajectory server")
+        await asyncio.sleep(self._world.train_s)
+        self._version = PolicyVersion(step + 1)
+        await asyncio.sleep(self._world.publish_s)
+        return self._publish({"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s})
+
+    async def save_checkpoint(self, folder: str) -> None:
+        self.saved.append(folder)
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    def _publish(self, metrics: dict[str, float]) -> StepResult:
+        self._world.weights.setdefault(self._host, set()).add(self._version)
+        return StepResult(
+            version=self._version,
+            metrics=metrics,
+            fingerprint=self._world.fingerprint(self._version),
+            path=self._world.path(self._version),
+            probe=tuple(word_logprobs(np.asarray(self._probe[1:], np.int32)).tolist()),
+        )
+
+
+class PlayedParameterServer:
+    """Says where weights lie; one that was removed or never published is an error."""
+
+    def __init__(self, world: World, host: str, folder: str, call_s: float) -> None:
+        self._here = world.weights.setdefault(host, set())
+        self._world, self._call_s = world, call_s
+
+    async def ensure(self, version: PolicyVersion, source: Any) -> str:
+        if version not in self._here:
+            await call(source, "read_chunk", version, 0, 1, within_s=self._call_s, who="parameter server")
+            self._here.add(version)
+        return self._world.path(version)
+
+    async def read_chunk(self, version: PolicyVersion, offset: int, size: int) -> bytes:
+        if version not in self._here:
+            raise ProtocolViolation(f"version {version} is asked for and is not there: {sorted(self._here)}")
+        return b""
+
+    async def prune(self, used: tuple[PolicyVersion, ...]) -> None:
+        newest = max(self._here, default=0)
+        self._here.intersection_update({*used, newest})
+
+    async def close(self) -> None:
+        """There is nothing to close."""

@@ -1,0 +1,135 @@
+"""An asyncio event loop whose clock jumps to the next thing to do when there is nothing to do now.
+
+A deadline of a minute takes microseconds, and the order of what happens depends on nothing but the program. Invariants:
+- Time passes only while every task waits, and then exactly up to the earliest timer.
+- A loop in which every task waits and no timer runs would wait for ever: `run` raises Deadlock, naming the tasks and
+  the lines they wait on. So it does when the tasks keep each other busy and time stands still, or goes on past LIMIT_S.
+- `run` leaves no task behind: tasks that outlive its coroutine raise LeftOver.
+- What is handed to an executor runs in the loop's own thread, one at a time an executor, in order. It takes no time,
+  unless it returns a coroutine: then it takes as long as that. Like a thread it may outlive who started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import selectors
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+TURNS = 20_000
+"""Turns of the loop without any time passing that count as no end: a run of thousands of events takes far fewer."""
+
+LIMIT_S = 600.0
+"""Virtual seconds after which a run counts as one without end."""
+
+
+class Deadlock(AssertionError):
+    """Nothing can happen any more, or things happen for ever and time stands still."""
+
+
+class LeftOver(AssertionError):
+    """Tasks outlived the coroutine that was run."""
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Where the loop would sleep, time passes instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.turns = 0
+        """Of the loop, since time last passed."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if timeout is None and not ready:
+            raise Deadlock("every task waits and no timer runs")
+        if timeout:
+            self.now_s += timeout
+            self.turns = 0
+        if self.now_s > LIMIT_S:
+            self.now_s = 0.0  # for what ends the tasks
+            raise Deadlock(f"no end after {LIMIT_S:g} s")
+        self.turns += 1
+        if self.turns > TURNS:
+            raise Deadlock(f"{TURNS} turns at {self.now_s:g} s and no end")
+        return ready
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """See the module's head."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+        self._queues: dict[int, asyncio.Lock] = {}
+        self.threads: set[asyncio.Task[Any]] = set()
+        """What executors are doing."""
+
+    def begin_anew(self) -> None:
+        """Count the turns from here on, after a deadlock."""
+        self._jumping.turns = 0
+
+    def time(self) -> float:
+        return self._jumping.now_s
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """Cancelling what it returns cancels the waiting, not the work, as with threads."""
+
+        async def work() -> Any:
+            async with self._queues.setdefault(id(executor), asyncio.Lock()):
+                result = func(*args)
+                return await result if inspect.isawaitable(result) else result
+
+        async def alone() -> Any:
+            result = func(*args)
+            return await result if inspect.isawaitable(result) else result
+
+        task = self.create_task(alone() if executor is None else work(), name="executor")
+        self.threads.add(task)
+        task.add_done_callback(self.threads.discard)
+        return asyncio.shield(task)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in virtual time that begins at 0."""
+    loop = VirtualTimeLoop()
+    try:
+        result = loop.run_until_complete(main)
+        _cancel(loop, set(loop.threads))
+        if asyncio.all_tasks(loop):
+            raise LeftOver(f"still there when the run had ended:\n{_waiting(loop)}")
+        return result
+    except Deadlock as deadlock:
+        raise Deadlock(f"{deadlock}:\n{_waiting(loop)}") from None
+    finally:
+        _cancel(loop, asyncio.all_tasks(loop))
+        loop.close()
+
+
+def _waiting(loop: VirtualTimeLoop) -> str:
+    """The tasks that are not done, and the line each waits on."""
+    return "\n".join(f"  {task.get_name()}: {_where(task)}" for task in asyncio.all_tasks(loop))
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    coroutine: Any = task.get_coro()
+    calls = []
+    while getattr(coroutine, "cr_frame", None) is not None:
+        calls.append(f"{coroutine.__qualname__}:{coroutine.cr_frame.f_lineno}")
+        coroutine = coroutine.cr_await
+    return " > ".join(calls)
+
+
+def _cancel(loop: VirtualTimeLoop, tasks: set[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    loop.begin_anew()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=60))
