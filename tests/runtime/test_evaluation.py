@@ -27,6 +27,7 @@ from pipeline.runtime.evaluation import (
 from pipeline.runtime.outcomes import Outcomes
 from stores.base import LedgerState, StepRecord
 from stores.errors import StoreError
+from stores.metrics import with_rate
 from stores.trajectory import InstanceId, TrajectoryId
 from stores.versioned import VersionedStore
 from tasks.actors.reward_worker import RewardWorker
@@ -150,7 +151,7 @@ def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pyt
         ),
         0.0,
     )  # fmt: skip
-    outcomes = Outcomes(steps=[step], evaluations=[none, Evaluation.from_json(EARLIER)], notes=["one"])
+    outcomes = Outcomes(steps=[with_rate(step, None)], evaluations=[none, Evaluation.from_json(EARLIER)], notes=["one"])
     summary = json.loads(json.dumps(report.write_report(config, outcomes, config.run_dir)))
     assert summary["evaluations"][0]["sampled"] is None
     assert summary["notes"] == ["one"]
