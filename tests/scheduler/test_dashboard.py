@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import json
-import re
 import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -156,16 +153,3 @@ def test_a_browser_shows_live_data() -> None:
             await browser.close()
 
     with_two_jobs(look)
-
-
-def test_the_board_knows_every_verb_that_it_is_asked() -> None:
-    root, asked = Path(__file__).parents[2], set[str]()
-    for room in ("cli", "pipeline"):
-        for module in (root / room).rglob("*.py"):
-            asked |= set(re.findall(r"board\.ask\(\s*[\w.]+,\s*\"(\w+)\"", module.read_text()))
-    assert {"submit", "report", "claim", "jobs"} <= asked
-    for verb in asked:
-        with contextlib.suppress(TypeError):  # without arguments, most are
-            board.Board().asked(verb)
-    with pytest.raises(ValueError, match="knows no 'sing'"):
-        board.Board().asked("sing")

@@ -5,28 +5,23 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from pipeline.config import loading
-from pipeline.coordination.commands import Train
 from pipeline.jobs import summary
 from pipeline.jobs.summary import summarize
-from pipeline.runtime.actors import Actors
-from pipeline.runtime.driver import Driver
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.scheduler import dashboard
 from pipeline.simulator.measure import measure, steady_tokens_per_s
 from pipeline.simulator.trace import Trace, TrainedStep
 from stores import metrics
-from stores.trajectory import PolicyVersion
-from tasks.actors.trainer import StepResult, Trainer
-from tasks.actors.trajectory_server import _batch_metrics
+from tasks.actors.trainer import Trainer
 from tasks.training.emulated import EmulatedTraining
 from tasks.training.packing import Row
 from tests.stores.store_conformance import ended
+from tests.support.bodies import Body
 from tests.tasks.test_numerics import trainer
 
 STEPS = [
@@ -92,51 +87,18 @@ def test_names_are_unique_and_pictures_have_one_unit() -> None:
         assert all(metrics.STEP[name].label for name in series)
 
 
-class OneStep:
-    """The part of a run's actors that a driver needs for one training step: answers for the trainer with a result."""
-
-    def __init__(self, result: StepResult) -> None:
-        self.result = result
-        self.instances: dict[str, Any] = {}
-
-    def actor(self, name: str) -> str:
-        return name
-
-    async def ask(self, name: str, method: str, *arguments: Any, **options: Any) -> StepResult:
-        return self.result
-
-    def publish(self, result: StepResult) -> None:
-        pass
-
-    async def prune(self, ordered: set[PolicyVersion]) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
-
-def test_a_step_records_exactly_the_metrics_that_are_listed(tmp_path: Path) -> None:
-    """What the trajectory server, the trainer and the driver each add, in the order of a step."""
-    (tmp_path / "job.toml").write_text("")
-    config = loading.load(tmp_path / "job.toml", ("model.path=x", "steps=3"))
-    rng = np.random.default_rng(0)
+def test_steps_record_exactly_the_metrics_that_are_listed(tmp_path: Path) -> None:
+    """What server, trainer and driver add in a run over in-process actors, whose trainer reports times only, and what
+    the real trainer adds."""
+    run = Body(tmp_path / "runs").run()
+    recorded = {name for record in run.records for name in record.metrics}
+    shown = {name for step in run.outcomes.steps for name in step}
     settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
-
-    async def step() -> dict[str, float]:
-        trainer = Trainer(settings, str(tmp_path / "weights"), 1, 9.0, str(tmp_path / "points"), 0)
-        result = trainer._train(0, [Row.of(ended(rng, 1, 1))], fetch_s=0.5)
-        driver = Driver(config, cast(Actors, OneStep(result)), tmp_path, lambda *_: None)
-        await driver._train(Train(step=0, trajectories=(), versions=(), cause=""))
-        driver._after_training(result)
-        await asyncio.sleep(0)  # what it does beside
-        await trainer.close()
-        await driver.close()
-        return result.metrics
-
-    of_batch = _batch_metrics([ended(rng, 1, 1)], np.asarray([[1.0]]), np.asarray([[True]]))
-    recorded = asyncio.run(step())
-    assert not of_batch.keys() & recorded.keys()
-    assert of_batch.keys() | recorded.keys() == metrics.NAMES - metrics.DERIVED
+    trainer = Trainer(settings, str(tmp_path / "weights"), 1, 9.0, str(tmp_path / "points"), 0)
+    reported = trainer._train(0, [Row.of(ended(np.random.default_rng(0), 1, 1))], fetch_s=0.5).metrics
+    asyncio.run(trainer.close())
+    assert recorded | reported.keys() == metrics.NAMES - metrics.DERIVED
+    assert shown - recorded == metrics.DERIVED | {"step"}
 
 
 def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:
