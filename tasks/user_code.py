@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import zlib
 from functools import lru_cache
@@ -48,14 +47,15 @@ def _of_file(path: Path) -> ModuleType:
 
 @lru_cache(maxsize=64)
 def _loaded(path: Path, mtime_ns: int) -> ModuleType:
-    """Executed once per process until the file changes, so that its classes keep their identity."""
+    """Executed once per process until the file changes, so that its classes keep their identity. No bytecode is read or
+    written: a run's folder holds sources only, and a file edited twice within a second is not taken for the older."""
     name = f"staleflow_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    sys.modules[name] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        exec(code, module.__dict__)
     except BaseException:
         del sys.modules[name]
         raise

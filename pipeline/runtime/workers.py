@@ -23,7 +23,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.runtime.base import Placed
 from pipeline.runtime.clock import now_s
 from pipeline.scheduler import board
-from pipeline.scheduler.connection import Where
+from pipeline.scheduler.connection import CONNECT_S, Where
 from pipeline.scheduler.plugin import ensure
 from stores.errors import ActorLost, ConfigError, StaleflowError
 
@@ -265,7 +265,7 @@ async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
         named = Where(address=cluster.address, security=security)
         if cluster.kind == "file":
             named = Where(scheduler_file=cluster.scheduler_file, security=security)
-        client = await named.client(direct_to_workers=True)
+        client = await named.client(direct_to_workers=True, file_within_s=CONNECT_S)
     return DaskWorkers(
         client=client,
         local=local,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +24,10 @@ CONNECT_S = 10.0
 """Longest to wait for a scheduler."""
 
 
+FILE_POLL_S = 0.1
+"""Seconds between two looks for a scheduler file that is not there yet."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
     """A Dask cluster, as the command line or a job file names it: by address, by scheduler file, or as Dask is
@@ -37,9 +42,16 @@ class Where:
         """Whether any cluster is named, here or in Dask's own configuration."""
         return bool(self.address or self.scheduler_file or dask.config.get("scheduler-address", None))
 
-    async def client(self, *, direct_to_workers: bool = False, as_default: bool = True) -> Any:
+    async def client(
+        self, *, direct_to_workers: bool = False, as_default: bool = True, file_within_s: float = 0.0
+    ) -> Any:
         """An asynchronous client with the board on its scheduler. as_default: whether Dask's functions in this process
-        use it from now on. Raises ConfigError, in one line, if no scheduler can be reached."""
+        use it from now on. file_within_s: how long a scheduler file may take to appear. Raises ConfigError, in one
+        line, if no scheduler can be reached."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + file_within_s
+        while self.scheduler_file and not Path(self.scheduler_file).is_file() and loop.time() < deadline:
+            await asyncio.sleep(FILE_POLL_S)
         options = {"direct_to_workers": direct_to_workers, "set_as_default": as_default}
         try:
             client = await Client(**self._target(), asynchronous=True, **options)
