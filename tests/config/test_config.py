@@ -121,10 +121,14 @@ WRITTEN = Path(__file__).parent / "golden"
 """What `config explain` printed, and the config.toml a run of the example left, when each key was declared by hand."""
 
 
-def without_meaning(text: str) -> list[tuple[str, str]]:
-    """Each row's key and value, and its limits; what a key means may be said in better words."""
+def without_meaning(text: str) -> list[tuple[str, str, str]]:
+    """Each row's mark and key, its value's first word, and its limits; what a key means may be said in better words."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return [(" ".join(line.split()[:2]), line[line.rfind("[") :] if line.endswith("]") else "") for line in lines]
+    column = max(len(line[2:].split()[0]) for line in lines) + 4  # where values begin
+    return [
+        (line[:column].strip(), line[column:].partition(" ")[0], line[line.rfind("[") :] if line.endswith("]") else "")
+        for line in lines
+    ]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
