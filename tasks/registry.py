@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from stores.errors import ConfigError
 from tasks import user_code
-from tasks.knobs import Knob, default_of, knob_field, knobs, names_own_code, read, spec_of
+from tasks.knobs import Knob, default_of, knob_field, knobs, names_user_code, read, spec_of
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Callable[..., Any])
@@ -114,7 +114,7 @@ class Registry(Generic[T]):
 
     def load(self, name: str) -> Callable[..., T]:
         """What is registered as `name`, or what it names of the user's own. Raises ConfigError, in one line."""
-        if name in self or not (self.own and names_own_code(name)):
+        if name in self or not (self.own and names_user_code(name)):
             return self.find(name)
         found: Callable[..., T] = user_code.load(name, self.key, "class" if self._contract else "function")
         return found
@@ -136,7 +136,7 @@ class Registry(Generic[T]):
         """The one that `section`, the table of a job file, chooses: with its knobs as set there, and with what it asks
         for of what is given, by name. Raises ConfigError if one of the user's own cannot be made."""
         name = getattr(section, self.field)
-        if name not in self and self.own and names_own_code(name):
+        if name not in self and self.own and names_user_code(name):
             return self._make_own(name, getattr(section, self.options, {}), given or {})
         found = self.find(name)
         known = dict(given or {}) | {name: getattr(section, name) for name in _declared(found)}
