@@ -161,7 +161,7 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     assert exported.returncode == 0, exported.stderr
     assert len((tmp_path / "far.jsonl").read_text().splitlines()) == len(list(store.ended()))
     log = cluster("logs", id)
-    assert "going on from version" in log.stdout
+    assert "resuming from version" in log.stdout
     assert "step 19/20" in log.stdout
     followed = cluster("logs", id[:-2], "-f")  # the beginning of an id will do, and it has ended
     assert followed.stdout == log.stdout
