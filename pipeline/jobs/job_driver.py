@@ -82,14 +82,14 @@ async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive
             if not isinstance(error, StaleflowError):
                 logging.getLogger(__name__).exception("job %s failed", submission.id)
             state, why = "failed", f"{type(error).__name__}: {error}"
-        await reporting.tell(client, submission.id, state, why)
+        await reporting.report_state(client, submission.id, state, why)
         return state
 
 
 async def _run_to_end(submission: Submission, slot: DriverSlot, client: Any, scheduler: str) -> tuple[str, str]:
     """Run the job, resuming after recoverable losses. Returns the final state and the reason, if any."""
-    config = at_home(submission, scheduler)
-    async with held(config, submission):
+    config = on_this_cluster(submission, scheduler)
+    async with claimed_for_job(config, submission):
         return await _resume_to_end(config, submission, slot, client)
 
 
@@ -98,7 +98,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
     trained, resumes = -1, 0
     while True:
         exists = (config.run_dir / "store").is_dir()
-        steps, ended = stored(config.run_dir) if exists else (0, False)
+        steps, ended = committed_steps(config.run_dir) if exists else (0, False)
         if ended and steps >= config.steps:
             return "done", ""
         if stop := (await find(client, submission.id))["stop"]:
@@ -119,13 +119,13 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
             resumes += 1
             if resumes > MAX_RESUMES:
                 raise
-            await reporting.tell(client, submission.id, "waiting", f"lost: {lost}; resuming")
+            await reporting.report_state(client, submission.id, "waiting", f"lost: {lost}; resuming")
             continue
         return ("stopped", end.stopped) if end.stopped else ("done", "")
 
 
 @contextlib.asynccontextmanager
-async def held(config: RunConfig, submission: Submission) -> AsyncIterator[None]:
+async def claimed_for_job(config: RunConfig, submission: Submission) -> AsyncIterator[None]:
     """Lock the run folder and record this job in it. Raises ConfigError, having written nothing, if it holds a run that
     this job must not continue, or another process uses it."""
     run_dir, deadline = config.run_dir, time.monotonic() + config.deadlines.start_s
@@ -145,13 +145,13 @@ async def held(config: RunConfig, submission: Submission) -> AsyncIterator[None]
         yield
 
 
-def stored(run_dir: Path) -> tuple[int, bool]:
+def committed_steps(run_dir: Path) -> tuple[int, bool]:
     """Number of training steps that a run has committed, and whether its end is stored too."""
     records = VersionedStore.open(run_dir / "store").steps()
     return sum(r.kind == "step" for r in records), bool(records) and records[-1].kind == "end"
 
 
-def at_home(submission: Submission, scheduler: str) -> RunConfig:
+def on_this_cluster(submission: Submission, scheduler: str) -> RunConfig:
     """The submitted job with this cluster's address, and its user code referenced in the run folder."""
     tree = tomllib.loads(submission.job)
     tree["cluster"] |= {"kind": "address", "address": scheduler, "scheduler_file": ""}

@@ -105,7 +105,7 @@ class Reporter:
         return str(answer)
 
 
-async def tell(client: Any, id: str, state: str, why: str) -> None:
+async def report_state(client: Any, id: str, state: str, why: str) -> None:
     """Report a run's state and the reason for it."""
     reporter = Reporter(id, 0)
     reporter.say(f"{state}: {why}" if why else state)

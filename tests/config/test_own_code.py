@@ -15,7 +15,7 @@ from pipeline.config.fields import to_toml
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Route
 from pipeline.coordination.events import GroupsArrived, InstanceJoined, NewGroup
-from pipeline.jobs.job_driver import Submission, at_home
+from pipeline.jobs.job_driver import Submission, on_this_cluster
 from pipeline.runtime.run_folder import load_job, prepare_run_dir, write_code
 from pipeline.strategies.routing import Candidate, OwnRouting
 from stores.errors import ConfigError
@@ -248,7 +248,7 @@ def test_what_a_job_names_by_file_travels_with_it(mine: Path, monkeypatch: pytes
     config, code = user_files.with_code(user_files.located(here))
     assert code == dict.fromkeys(("rollout_mine.py", "training_mine.py", "loss_mine.py"), MINE)
     mine.unlink()
-    there = at_home(Submission(id="x", job=to_toml(config), code=code), "tcp://far:8786")
+    there = on_this_cluster(Submission(id="x", job=to_toml(config), code=code), "tcp://far:8786")
     write_code(there.run_dir, code)
     assert there.rollout.routing == f"{there.run_dir}/code/rollout_mine.py:Fullest"
     user_files.check(there)
