@@ -120,7 +120,7 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
     from pipeline.runtime.run_folder import only_here
 
     open_store(Path(run))
-    # Storing a branch would conflict with the commits of a run in progress; reading does not.
+    # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
     alone = only_here(Path(run)) if branch else contextlib.nullcontext()
     with alone, pool_at(where, workers) as pool, progress_bar("read", quiet=as_json) as progress:
         result = rescoring.rescore(Path(run), model, pool, branch=branch, where=selection, progress=progress)
