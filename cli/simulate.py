@@ -175,7 +175,7 @@ def simulate_all(jobs: list[tuple[Variant, RunConfig]], *, quiet: bool) -> list[
         return [simulate_one(jobs[0][1])]
     from rich.progress import track
 
-    # Not forked: a store opened here has threads, whose locks would stay held for ever in a fork.
+    # Not forked: a store opened here has threads, whose locks would stay locked forever in a fork.
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         done = pool.map(simulate_one, [config for _, config in jobs])
         try:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def run_header(config: RunConfig) -> RunHeader:
+    """The header of this job's store."""
     return RunHeader(
         run=config.name,
         eta=config.bound,
@@ -48,8 +49,8 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
 
 
 def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int | None) -> PromptSettings:
-    """context: tokens the model can attend to; unlimited for prompts already stored. held_out: as in the store's
-    RunHeader."""
+    """Settings of the prompt stream. context: tokens the model can attend to; unlimited for prompts already stored.
+    held_out: as in the store's RunHeader."""
     from tasks.prompts import PromptSettings
 
     return PromptSettings(
@@ -68,7 +69,7 @@ def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int | 
 
 
 def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bool = False) -> ServerSettings:
-    """context: tokens the model can attend to. resumed: append to the existing store."""
+    """Settings of the trajectory server. context: tokens the model can attend to. resumed: append to the store."""
     from tasks.actors.trajectory_server import ServerSettings
 
     return ServerSettings(
@@ -110,8 +111,8 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
 def engine_settings(
     config: RunConfig, index: int, eos: tuple[int, ...], *, attempt: int = 0, life: int = 0
 ) -> EngineSettings:
-    """index: the instance's number; attempt: times it was replaced; life: earlier starts of the run. Each combination
-    has its own sampling seed. eos: ids that end a response."""
+    """Settings of one instance's engine. index: the instance's number; attempt: times it was replaced; life: earlier
+    starts of the run. Each combination has its own sampling seed. eos: ids that end a response."""
     engine = config.rollout.engine
     given = values(engine) | {
         "model": config.model.path,

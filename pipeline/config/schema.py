@@ -286,6 +286,7 @@ class RunConfig:
 
     @property
     def groups_started(self) -> int:
+        """groups_per_step + extra_groups."""
         return self.batch.groups_per_step + self.batch.extra_groups
 
     @property
@@ -317,6 +318,7 @@ class RunConfig:
 
     @property
     def members_started(self) -> int:
+        """group_size + extra_members."""
         return self.batch.group_size + self.batch.extra_members
 
     @property

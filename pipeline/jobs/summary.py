@@ -35,7 +35,7 @@ def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[s
 
 
 def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, Any]:
-    """Evaluation before and after, steps, tokens, staleness histogram, seconds by phase, drops by reason."""
+    """A run's evaluations, steps, tokens, staleness histogram, seconds by phase, and drops by reason."""
     from stores.versioned import VersionedStore
 
     staleness: Counter[int] = Counter()

@@ -112,7 +112,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return True
 
     def release(self, owner: str, addresses: Sequence[str]) -> None:
-        """Release workers, on which the owner has left no actors."""
+        """Release workers. The owner must have left no actors on them."""
         for address in addresses:
             if address in self.claims and self.claims[address].owner == owner:
                 del self.claims[address]

@@ -21,9 +21,9 @@ class LaggingInstance:
     max_running: int
     kv_tokens: int
     fed: int
-    """Trajectories that would be routed to it at the version it serves."""
+    """Number of trajectories that would be routed to it at the version it serves."""
     fed_if_pulled: int
-    """Trajectories that would be routed to it if it had the new version."""
+    """Number of trajectories that would be routed to it if it had the new version."""
     added_kv_tokens: float
     """KV tokens that each of these would add."""
     interval_s: float
@@ -77,8 +77,8 @@ class Status:
 class Hypothesis:
     """Pull when the work that the new version would bring is worth the interruption.
 
-    Gain: the rise in throughput, until the next version is due. Loss: the present throughput, for the seconds that
-    loading and prefilling the contexts again take. Both change with time: as the instance drains, less has to be
+    Gain: the rise in throughput, until the next version is due. Loss: the present throughput, for the seconds of
+    loading and of prefilling the contexts again. Both change with time: as the instance drains, less has to be
     prefilled and more is gained.
     """
 
