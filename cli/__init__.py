@@ -1,1 +1,1 @@
-"""How you ask: the staleflow command."""
+"""The staleflow command line."""

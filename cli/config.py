@@ -10,7 +10,7 @@ import click
 
 @click.group("config")
 def command() -> None:
-    """What a job file means."""
+    """Explain a job file, or print the schema of job files."""
 
 
 @command.command("explain")
@@ -18,7 +18,7 @@ def command() -> None:
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(config_path: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Every value, its meaning and limits, and the derived numbers."""
+    """Print every value with its meaning and limits, and the derived numbers."""
     from pipeline.config import loading, schema
 
     rows = schema.explain(loading.load(config_path, overrides))
@@ -35,7 +35,7 @@ def explain(config_path: str, overrides: tuple[str, ...], as_json: bool) -> None
 
 @command.command("schema")
 def schema_command() -> None:
-    """The JSON Schema of job files. Editors check and complete a file whose first line is `#:schema PATH`."""
+    """Print the JSON Schema of job files. Editors check and complete a file whose first line is `#:schema PATH`."""
     from pipeline.config.json_schema import json_schema
     from pipeline.config.schema import RunConfig
 

@@ -1,6 +1,6 @@
-"""The live view of a run in a terminal; in a pipe, one line a step. Reads snapshots and decides nothing.
+"""The live view of a run in a terminal; in a pipe, one line per step. Reads snapshots and decides nothing.
 
-Where the log is shown too (`-v`), it has these lines, and the view leaves them out.
+If the log is shown too (`-v`), it contains these lines and the view leaves them out.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pipeline.runtime.outcomes import Outcomes
 from stores.metrics import tokens_per_s
 
 BAR_CELLS = 24
-"""Width of a staleness buffer's picture."""
+"""Width of a staleness buffer's bar, in characters."""
 
 
 class Display:
-    """Use as a context manager around a run."""
+    """The live view; use as a context manager around a run."""
 
     def __init__(self, config: RunConfig, *, quiet: bool, verbosity: int = 0) -> None:
-        """quiet: print nothing by itself. verbosity: of the log that is shown on `console` beside the view."""
+        """quiet: print nothing. verbosity: of the log that is shown on `console` with the view."""
         self._config = config
         self._quiet = quiet
         self._verbosity = verbosity
@@ -57,11 +57,12 @@ class Display:
             self._live.__exit__(kind, error, trace)
 
     def announce(self, line: str) -> None:
+        """Print a line above the view."""
         if not self._quiet:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def progress(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
-        """Show where the run stands. `doing` names a phase outside training; empty keeps the last."""
+        """Show the run's progress. `doing` names a phase outside training; empty keeps the last."""
         if self._quiet:
             return
         if doing:
@@ -71,7 +72,7 @@ class Display:
                     f"[{time.monotonic() - self._begin:6.1f} s] {doing}", highlight=False, markup=False, soft_wrap=True
                 )
         if self._live is not None:
-            self._live.update(self._picture(snapshot, outcomes))
+            self._live.update(self._view(snapshot, outcomes))
         for evaluation in outcomes.evaluations[self._num_evaluated :]:
             if not self._verbosity:
                 self.announce(evaluation.line)
@@ -82,7 +83,7 @@ class Display:
                 self.console.print(step_line(step, self._config.steps), highlight=False, markup=False, soft_wrap=True)
         self._num_printed = len(outcomes.steps)
 
-    def _picture(self, snapshot: Snapshot, outcomes: Outcomes) -> Group:
+    def _view(self, snapshot: Snapshot, outcomes: Outcomes) -> Group:
         config, steps = self._config, outcomes.steps
         head = Table.grid(padding=(0, 2))
         recent = [s["reward"] for s in steps[-10:]]
@@ -104,28 +105,28 @@ class Display:
         )
         buffers = Table.grid(padding=(0, 1))
         for view in snapshot.buffers:
-            done, promised = sum(view.occupied.values()), sum(view.reserved.values())
-            scale = BAR_CELLS / max(view.capacity, done + promised, 1)
-            bar = "[green]" + "█" * round(done * scale) + "[/][yellow]" + "▒" * round(promised * scale) + "[/]"
-            bar += "·" * (BAR_CELLS - round(done * scale) - round(promised * scale))
-            buffers.add_row(f"buffer {view.step}", bar, f"{done} finished, {promised} promised of {view.capacity}")
-        lanes = Table.grid(padding=(0, 2))
-        for lane in snapshot.instances:
-            lanes.add_row(
-                lane.instance,
-                f"v{lane.version}" + (" pulling" if lane.pulling else ""),
-                f"{lane.num_running}/{lane.max_running} running",
-                f"{lane.kv_tokens}/{lane.kv_capacity} KV tokens",
+            done, reserved = sum(view.occupied.values()), sum(view.reserved.values())
+            scale = BAR_CELLS / max(view.capacity, done + reserved, 1)
+            bar = "[green]" + "█" * round(done * scale) + "[/][yellow]" + "▒" * round(reserved * scale) + "[/]"
+            bar += "·" * (BAR_CELLS - round(done * scale) - round(reserved * scale))
+            buffers.add_row(f"buffer {view.step}", bar, f"{done} finished, {reserved} reserved of {view.capacity}")
+        instances = Table.grid(padding=(0, 2))
+        for one in snapshot.instances:
+            instances.add_row(
+                one.instance,
+                f"v{one.version}" + (" pulling" if one.pulling else ""),
+                f"{one.num_running}/{one.max_running} running",
+                f"{one.kv_tokens}/{one.kv_capacity} KV tokens",
             )
-        return Group(head, buffers, lanes)
+        return Group(head, buffers, instances)
 
     def summarize(self, end: RunEnd) -> None:
-        """The end of a run, and how to look at it."""
+        """Print the results of a run, and the commands that show more."""
         console, summary = self.console, end.summary
         rows: Any = summary["evaluations"]
         evaluations = [Evaluation.from_json(row) for row in rows]
         table = Table(title=f"{self._config.name}: {summary['steps']} steps")
-        for column in ("held-out reward", "at temperature", "greedy", "over"):
+        for column in ("held-out reward", "sampled", "greedy", "basis"):
             table.add_column(column)
         for e in evaluations:
             sampled, greedy = shown(e.sampled, e.sampled_stderr), shown(e.greedy, e.greedy_stderr)
@@ -144,8 +145,8 @@ class Display:
             soft_wrap=True,
         )
         console.print(
-            f"own cost: trainer waits though a batch is ready {overhead['trainer_waits_though_ready']:.1%}, "
-            f"instances idle though work is routable {overhead['rollout_idle_though_routable']:.1%}",
+            f"overhead: trainer waiting with a batch ready {overhead['trainer_waits_though_ready']:.1%}, "
+            f"instances idle with work to route {overhead['rollout_idle_though_routable']:.1%}",
             highlight=False,
             soft_wrap=True,
         )
@@ -157,19 +158,17 @@ class Display:
         ratio = cost["measured_over_predicted"]
         if self._config.weighs_costs and cost["drifted"]:
             console.print(
-                f"[yellow]decode steps took {ratio:.2f} times what the cost model says that strategies went by[/]; "
-                f"staleflow profile {os.path.relpath(end.run_dir)} has what this run measured",
+                f"[yellow]decode steps took {ratio:.2f} times as long as the strategies' cost model predicts[/]; "
+                f"staleflow profile {os.path.relpath(end.run_dir)} fits it to this run",
                 highlight=False,
                 soft_wrap=True,
             )
         if end.stopped:
-            console.print(
-                f"stopped: {end.stopped}; all {summary['steps']} steps that were finished are stored", highlight=False
-            )
+            console.print(f"stopped: {end.stopped}; all {summary['steps']} finished steps are stored", highlight=False)
         run_dir = os.path.relpath(end.run_dir)
         console.print(
-            f"look: {run_dir}/summary.png, staleflow store show {run_dir} --worst 3, staleflow store audit {run_dir}; "
-            f"train on it again: staleflow train-offline {run_dir}",
+            f"see: {run_dir}/summary.png, staleflow store show {run_dir} --worst 3, staleflow store audit {run_dir}; "
+            f"retrain: staleflow train-offline {run_dir}",
             highlight=False,
             soft_wrap=True,
         )

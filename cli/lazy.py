@@ -1,4 +1,4 @@
-"""Groups of commands that are imported when they are called, so that --help is instant."""
+"""Command groups whose commands are imported only when called, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import click
 
 
 class LazyGroup(click.Group):
-    """Knows its commands by name and one line; loads a module only to run its command."""
+    """A group that knows the names and one-line helps of its commands and imports a module only to run its command."""
 
     def __init__(self, *args: Any, commands_at: dict[str, tuple[str, str]] | None = None, **kwargs: Any) -> None:
-        """commands_at: by name, (module, or module:attribute; one line of help)."""
+        """commands_at: by name, (module or module:attribute, one line of help)."""
         super().__init__(*args, **kwargs)
         self._commands_at = commands_at or {}
 

@@ -1,4 +1,4 @@
-"""The `staleflow` command. Subcommands are imported when they are called, so that --help is instant."""
+"""The `staleflow` command. Subcommands are imported only when called, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from cli.lazy import LazyGroup
 
 COMMANDS = {
     "run": ("cli.run", "run a job from start to end, with live progress"),
-    "resume": ("cli.resume", "go on with a stored run where it left off"),
-    "submit": ("cli.jobs:submit", "hand a job to a Dask cluster; it goes on when you leave"),
-    "jobs": ("cli.jobs:list_jobs", "the jobs of a cluster"),
-    "status": ("cli.jobs:status", "how a job stands, and what it waits for"),
-    "logs": ("cli.jobs:logs", "what a job has said"),
-    "cancel": ("cli.jobs:cancel", "ask a job to stop at its next step"),
-    "train-offline": ("cli.train_offline", "train on stored trajectories, without any rollout"),
-    "simulate": ("cli.simulate", "the same job in virtual time: what a run would take, and why"),
+    "resume": ("cli.resume", "resume a stored run where it stopped"),
+    "submit": ("cli.jobs:submit", "submit a job to a Dask cluster; it keeps running after you disconnect"),
+    "jobs": ("cli.jobs:list_jobs", "list the jobs of a cluster"),
+    "status": ("cli.jobs:status", "show a job's progress and what it waits for"),
+    "logs": ("cli.jobs:logs", "print a job's log"),
+    "cancel": ("cli.jobs:cancel", "stop a job at its next step"),
+    "train-offline": ("cli.train_offline", "train on stored trajectories, without rollout"),
+    "simulate": ("cli.simulate", "run a job in virtual time: how long it would take, and why"),
     "profile": ("cli.profile", "measure an engine's decode steps and fit the cost model"),
-    "config": ("cli.config", "what a job file means"),
-    "store": ("cli.store", "look at stored runs, and prove what they promise"),
-    "replay": ("cli.replay", "feed a run's recorded events to the coordinator again"),
-    "doctor": ("cli.doctor", "what works on this machine"),
+    "config": ("cli.config", "explain a job file, or print the schema"),
+    "store": ("cli.store", "inspect, audit and process stored runs"),
+    "replay": ("cli.replay", "replay a run's recorded events and compare the commands"),
+    "doctor": ("cli.doctor", "check what works on this machine"),
 }
 
 
@@ -33,7 +33,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point: wrong input is one line and exit code 2, a fault of ours a story and exit code 1."""
+    """Entry point. Errors are one line; exit code 2 for wrong input, 1 for failures."""
     from stores.errors import ConfigError, StaleflowError
 
     try:

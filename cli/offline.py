@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cli.jobs import cluster_options
-from cli.stored import open_store, progress_bar, quietly, say_errors
+from cli.stored import open_store, print_errors, progress_bar, quiet_libraries
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def worked_on(function: Command) -> Command:
-    """What every command has that puts workers to work on a run."""
+def worker_options(function: Command) -> Command:
+    """Decorator: options of the commands that process a run on Dask workers."""
     for option in (
         cluster_options,
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
@@ -31,7 +31,7 @@ def worked_on(function: Command) -> Command:
             type=click.IntRange(1, 1024),
             default=2,
             show_default=True,
-            help="Local processes, unless a cluster is named.",
+            help="Local worker processes, unless a cluster is named.",
         ),
     ):
         function = option(function)
@@ -41,11 +41,11 @@ def worked_on(function: Command) -> Command:
 @click.command("reprocess")
 @click.argument("run", type=click.Path())
 @click.option("--reward", required=True, help="task, math_verify, path/to/file.py:name, or module:name.")
-@click.option("--branch", required=True, help="Name of the branch that gets the new rewards.")
-@worked_on
+@click.option("--branch", required=True, help="Name of the new branch for the rewards.")
+@worker_options
 def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, where: Where) -> None:
-    """Score the stored responses again, with Dask, onto a branch. Exit code 1 if the reward function failed on some."""
-    quietly()
+    """Score the stored responses again and store the rewards on a branch. Exit code 1 if some could not be scored."""
+    quiet_libraries()
     from pipeline.offline import reprocessing
     from pipeline.offline.pool import pool_at
     from pipeline.runtime.run_folder import only_here
@@ -57,11 +57,11 @@ def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, w
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:
         click.echo(
-            f"branch {branch}: {result.scored} responses of {result.rows} trajectories scored, mean reward of what was "
-            f"trained on {result.mean_before:.3f} -> {result.mean_after:.3f}"
+            f"branch {branch}: {result.scored} responses of {result.rows} trajectories scored; mean reward of those "
+            f"trained on: {result.mean_before:.3f} -> {result.mean_after:.3f}"
         )
-        say_errors(result.errors, "could not be scored; the rest is stored")
-        click.echo(f"look: staleflow store diff {run} main {branch}")
+        print_errors(result.errors, "could not be scored; the rest is stored")
+        click.echo(f"see: staleflow store diff {run} main {branch}")
     if result.errors:
         sys.exit(1)
 
@@ -72,7 +72,7 @@ def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, w
 @click.argument("second")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(run: str, first: str, second: str, as_json: bool) -> None:
-    """What two branches' rewards have made of the same trajectories."""
+    """Compare the rewards of the same trajectories on two branches."""
     from pipeline.offline.differences import difference
 
     open_store(Path(run))
@@ -101,25 +101,33 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 @click.command("rescore-logprobs")
 @click.argument("run", type=click.Path())
 @click.option("--model", required=True, help="Folder of a checkpoint, or a hub name.")
-@click.option("--branch", default="", help="Keep the logprobs on a new branch; `store show --branch` colours by them.")
-@click.option("--where", "selection", default="", metavar="EXPR", help='Such as "staleness <= 1 and reward > 0".')
-@worked_on
+@click.option(
+    "--branch", default="", help="Store the logprobs on a new branch; `store show --branch` colours tokens by them."
+)
+@click.option(
+    "--where",
+    "selection",
+    default="",
+    metavar="EXPR",
+    help='Only trajectories that match, such as "staleness <= 1 and reward > 0".',
+)
+@worker_options
 def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
-    """Read the stored responses under any checkpoint: how far it is from what sampled them, by staleness."""
-    quietly()
+    """Compute logprobs of the stored responses under a checkpoint, and its distance from the sampling policy."""
+    quiet_libraries()
     from pipeline.offline import rescoring
     from pipeline.offline.pool import pool_at
     from pipeline.runtime.run_folder import only_here
 
     open_store(Path(run))
-    # A branch is a commit, and a run that is under way commits, too; reading disturbs nobody.
+    # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
     alone = only_here(Path(run)) if branch else contextlib.nullcontext()
     with alone, pool_at(where, workers) as pool, progress_bar("read", quiet=as_json) as progress:
         result = rescoring.rescore(Path(run), model, pool, branch=branch, where=selection, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:
-        click.echo(f"{result.rows} responses of {run} under {model}")
+        click.echo(f"logprobs of {result.rows} responses of {run} under {model}")
         click.echo(
             f"{'staleness':>14} {'trajectories':>12} {'tokens':>9} {'KL, nats':>10} {'ESS tokens':>10} "
             f"{'responses':>9} {'clipped':>8} {'mean |log r|':>12} {'largest':>8}"
@@ -130,9 +138,9 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
                 f"{lag:>14} {row.trajectories:12} {row.tokens:9} {row.kl:10.3g} {row.ess_tokens:10.1%} "
                 f"{row.ess_sequences:9.1%} {row.clipped:8.1%} {row.distance:12.3g} {row.farthest:8.3g}"
             )
-        say_errors(result.errors, "could not be read; the rest is counted")
+        print_errors(result.errors, "could not be read; the rest is counted")
         if branch:
-            click.echo(f"look: staleflow store show {run} --branch {branch} --worst 3")
+            click.echo(f"see: staleflow store show {run} --branch {branch} --worst 3")
     if result.errors:
         sys.exit(1)
 
@@ -140,15 +148,26 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
 @click.command("export")
 @click.argument("run", type=click.Path())
 @click.option(
-    "--to", required=True, type=click.Choice(["parquet", "jsonl", "hf"]), help="hf: for load_dataset(FOLDER)."
+    "--to",
+    required=True,
+    type=click.Choice(["parquet", "jsonl", "hf"]),
+    help="Format; hf: a folder for datasets.load_dataset.",
 )
-@click.option("--out", default="", help="Folder to make (a file for jsonl); NAME.parquet and so on by default.")
-@click.option("--branch", default="main", show_default=True, help="With the rewards of this branch.")
-@click.option("--where", "selection", default="", metavar="EXPR", help='Such as "staleness <= 1 and reward > 0".')
-@worked_on
+@click.option(
+    "--out", default="", help="Output folder (a file for jsonl); NAME.parquet, NAME.jsonl or NAME.hf by default."
+)
+@click.option("--branch", default="main", show_default=True, help="Branch whose rewards to use.")
+@click.option(
+    "--where",
+    "selection",
+    default="",
+    metavar="EXPR",
+    help='Only trajectories that match, such as "staleness <= 1 and reward > 0".',
+)
+@worker_options
 def export(run: str, to: str, out: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
-    """Write the trajectories, texts and tokens, for others to read."""
-    quietly()
+    """Export trajectories, as texts and tokens, for other tools."""
+    quiet_libraries()
     from pipeline.offline import exporting
     from pipeline.offline.pool import pool_at
 
@@ -161,6 +180,6 @@ def export(run: str, to: str, out: str, branch: str, selection: str, workers: in
     else:
         files = f"{result.files} file{'s' if result.files != 1 else ''}"
         click.echo(f"{result.path}: {result.rows} trajectories, {result.bytes / 2**20:.1f} MiB in {files}")
-        say_errors(result.errors, "could not be read and are left out")
+        print_errors(result.errors, "could not be read and were left out")
     if result.errors:
         sys.exit(1)

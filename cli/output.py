@@ -1,4 +1,4 @@
-"""Where a command will write: found out before it works for minutes."""
+"""Checking a command's output folder before it works for minutes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from stores.errors import ConfigError
 
 
 def claim_folder(folder: Path, option: str) -> None:
-    """Make the folder, and see whether a file can be written there. option: that names it, for the message."""
+    """Create the folder and check that it is writable. option: names it, for messages. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ConfigError(
-            f"{folder}: cannot be written: {error.strerror}; choose another place with {option}"
+            f"{folder}: cannot be written: {error.strerror}; choose another folder with {option}"
         ) from error

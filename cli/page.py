@@ -1,4 +1,4 @@
-"""Trajectories as one page of HTML: no script, nothing fetched, so it can be kept and sent."""
+"""Trajectories as a self-contained HTML page, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pipeline.offline.views import TokenView, TrajectoryView
 
 HUES = (200, 30, 130, 290, 60, 350)
-"""Of the versions in a trajectory, oldest first."""
+"""Hues of the versions in a trajectory, oldest first."""
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
@@ -27,12 +27,12 @@ span[title] { border-radius: .2rem; }
 
 
 def page(run: str, shown: Sequence[TrajectoryView], what: str) -> str:
-    """The whole page. what: the branch or model that was asked for."""
+    """The HTML of the page. what: branch or model, for the title."""
     body = "\n".join(_article(one) for one in shown)
     title = escape(f"{run}: {len(shown)} trajectories ({what})")
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
-        f"<h1>{title}</h1>\n<p class=legend>Point at a token for its version, instance, logprob and ratio.</p>\n"
+        f"<h1>{title}</h1>\n<p class=legend>Hover over a token for its version, instance, logprob and ratio.</p>\n"
         f"{body}\n</html>\n"
     )
 
@@ -57,29 +57,29 @@ def _short(value: object) -> str:
 
 
 def _token(token: TokenView, versions: list[int]) -> str:
-    told = f"version {token.version} on {token.instance}, logprob {token.logprob:.4f}, id {token.id}"
+    tooltip = f"version {token.version} on {token.instance}, logprob {token.logprob:.4f}, id {token.id}"
     if token.ratio is not None:
-        told += f", ratio {token.ratio:.4f}"
-    return f'<span title="{escape(told)}" style="background:{_colour(token, versions)}">{escape(token.text)}</span>'
+        tooltip += f", ratio {token.ratio:.4f}"
+    return f'<span title="{escape(tooltip)}" style="background:{_colour(token, versions)}">{escape(token.text)}</span>'
 
 
 def _colour(token: TokenView, versions: list[int]) -> str:
     if token.ratio is None:
-        return _of_version(versions.index(token.version))
+        return _version_colour(versions.index(token.version))
     # Red above 1, blue below, full at a factor of e.
     strength = min(1.0, abs(math.log(max(token.ratio, 1e-30))))
     return f"hsl({0 if token.ratio > 1 else 220} 90% 55% / {0.75 * strength:.2f})"
 
 
-def _of_version(place: int) -> str:
+def _version_colour(place: int) -> str:
     return f"hsl({HUES[place % len(HUES)]} 80% 55% / .3)"
 
 
 def _legend(one: TrajectoryView, versions: list[int]) -> str:
     if one.tokens and one.tokens[0].ratio is not None:
-        return "<p class=legend>Red: likelier under the model than when it was sampled; blue: less likely.</p>"
+        return "<p class=legend>Red: more likely under the model than when sampled; blue: less likely.</p>"
     marks = " ".join(
-        f'<span style="background:{_of_version(i)}">&nbsp;version {version}&nbsp;</span>'
+        f'<span style="background:{_version_colour(i)}">&nbsp;version {version}&nbsp;</span>'
         for i, version in enumerate(versions)
     )
     return f"<p class=legend>{marks}</p>"

@@ -19,45 +19,43 @@ if TYPE_CHECKING:
 @click.command("profile")
 @click.argument("source", metavar="CONFIG|RUN", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
-@click.option("--out", type=click.Path(), help="The file to write; profiles/NAME.json by default.")
-@click.option(
-    "--steps", type=click.IntRange(4), default=40, show_default=True, help="Decode steps a batch is timed for."
-)
+@click.option("--out", type=click.Path(), help="Output file; profiles/NAME.json by default.")
+@click.option("--steps", type=click.IntRange(4), default=40, show_default=True, help="Decode steps timed per batch.")
 @click.option("--max-running", type=click.IntRange(1), help="Largest batch; rollout.engine.max_running by default.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")
 def command(
     source: str, overrides: tuple[str, ...], out: str | None, steps: int, max_running: int | None, as_json: bool
 ) -> None:
-    """Fit the cost model that routing and simulate go by.
+    """Fit the cost model that strategies and simulations use.
 
-    CONFIG: measure the job's engine, alone on this machine. RUN: the folder of a finished run; take what it measured
-    while engine, trainer and all the rest shared their machines, with the latencies of everything but decoding.
+    CONFIG: measure the job's engine alone on this machine. RUN: folder of a finished run; use what it measured under
+    real load, including the latencies of everything but decoding.
     """
     from pipeline.config import loading
     from pipeline.profiling import measure as profiling
 
     if Path(source).is_dir():
         profile = profiling.profile_run(Path(source))
-        path = claimed(out, Path(source).resolve().name)
+        path = output_path(out, Path(source).resolve().name)
     else:
         config = loading.load(source, overrides)
-        path = claimed(out, config.name)
-        profile = measured(config, steps, max_running, quiet=as_json)
+        path = output_path(out, config.name)
+        profile = measure_engine(config, steps, max_running, quiet=as_json)
     profiling.write_profile(path, profile)
     if as_json:
         click.echo(json.dumps({**profile.as_dict(), "path": str(path)}, indent=2))
     else:
-        say(profile, path)
+        print_profile(profile, path)
 
 
-def claimed(out: str | None, name: str) -> Path:
-    """Where the profile goes."""
+def output_path(out: str | None, name: str) -> Path:
+    """Path of the profile; its folder is created. Raises ConfigError."""
     path = Path(out or f"profiles/{name}.json")
     claim_folder(path.parent, "--out")
     return path
 
 
-def measured(config: RunConfig, steps: int, max_running: int | None, *, quiet: bool) -> Profile:
+def measure_engine(config: RunConfig, steps: int, max_running: int | None, *, quiet: bool) -> Profile:
     """Build the job's engine in this process and time it."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -72,7 +70,7 @@ def measured(config: RunConfig, steps: int, max_running: int | None, *, quiet: b
     rollout = config.rollout
     longest = min(rollout.engine.kv_tokens, facts.context) - steps - 16
     most = min(max_running or rollout.engine.max_running, rollout.engine.max_running)
-    # No id ends a response here: a batch must stay whole while it is timed.
+    # No id ends a response: a batch must stay complete while it is timed.
     engine = actor_settings.engine_settings(config, 0, ()).build(InstanceId("profile"), config.cluster.threads)
     try:
         grid = profiling.make_grid(most, max(8, min(longest, 4 * rollout.max_new_tokens)), steps)
@@ -83,13 +81,13 @@ def measured(config: RunConfig, steps: int, max_running: int | None, *, quiet: b
     return profiling.Profile(source=rollout.engine.name, fit=fit, hardware=profiling.hardware(), points=tuple(points))
 
 
-def say(profile: Profile, path: Path) -> None:
-    """The numbers, how far to trust them, and how to use them."""
+def print_profile(profile: Profile, path: Path) -> None:
+    """Print the coefficients, their errors and how to use them."""
     stored, fit = profile.as_dict(), profile.fit
     for name, value in {**stored["coefficients"], **stored["latencies"]}.items():
         click.echo(f"  {name:8} {value:.4g} s")
     click.echo(
         f"{fit.num_points} steps timed, {fit.running[0]} to {fit.running[1]} running, up to {fit.kv_tokens[1]:,.0f} KV "
-        f"tokens; on steps kept from the fit it is off by {fit.error_median:.1%} (median), {fit.error_p90:.1%} (90 %)"
+        f"tokens; on steps left out of the fit the error is {fit.error_median:.1%} (median), {fit.error_p90:.1%} (90 %)"
     )
     click.echo(f'{path}: use it with --set profile="{path}"')

@@ -12,12 +12,12 @@ import click
 
 @click.command("replay")
 @click.argument("run", type=click.Path())
-@click.option("--story", "trajectory", type=int, help="Tell this trajectory's life, event by event.")
+@click.option("--story", "trajectory", type=int, help="Print the events of this trajectory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(run: str, trajectory: int | None, as_json: bool) -> None:
-    """Feed a run's recorded events to a fresh coordinator: it must answer with exactly the recorded commands.
+    """Replay a run's recorded events in a new coordinator, which must decide exactly the recorded commands.
 
-    Exit code 1 if it does not, or if the run has stored more than its journal covers."""
+    Exit code 1 if it does not, or if the store holds more than the journal covers."""
     from pipeline.jobs.replaying import replay_run
     from stores.trajectory import TrajectoryId
 

@@ -20,22 +20,21 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, and no progress.")
 @click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
 def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose: int) -> None:
-    """Run a job from start to end. Ctrl-C stops it cleanly; what was stored stays."""
+    """Run a job from start to end. Ctrl-C stops it cleanly and keeps what is stored."""
     from pipeline.config import loading
 
-    carry_out(loading.load(config_path, overrides), as_json=as_json, verbose=verbose, resume=False)
+    execute_job(loading.load(config_path, overrides), as_json=as_json, verbose=verbose, resume=False)
 
 
-def carry_out(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
-    """Run a job with a live view, or go on with it; ends the process with 130 if it was stopped. verbose: see
-    cli/verbosity.py."""
+def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
+    """Run or resume a job with a live view; exits with 130 if it was stopped. verbose: see cli/verbosity.py."""
     # Before torch is loaded anywhere below: its thread pools spin on shared cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Dask's comings and goings at start and end are no news, and its processes write across a live view; read by it
-    # when it is imported, here and in workers.
+    # Dask's routine messages would be written across the live view. It reads this variable when it is imported, here
+    # and in workers.
     os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info" if verbose > 1 else "critical")
 
     from cli.display import Display

@@ -1,4 +1,4 @@
-"""staleflow store show RUN: its steps, a step's batch, or trajectories for people to read."""
+"""staleflow store show RUN: a run's steps, a step's batch, or readable trajectories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.stored import open_store, quietly
+from cli.stored import open_store, quiet_libraries
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -21,25 +21,29 @@ if TYPE_CHECKING:
     from stores.versioned import VersionedStore
 
 VERSION_STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
-"""Of the versions in a trajectory, oldest first; then again from the start."""
+"""Styles of the versions in a trajectory, oldest first, repeated if there are more."""
 RATIO_STYLES = (
     (0.5, "bold blue"), (0.8, "blue"), (0.95, "bright_blue"), (1.05, ""), (1.25, "bright_red"), (2.0, "red"),
     (float("inf"), "bold red"),
 )  # fmt: skip
-"""Below which importance ratio a token has which colour."""
+"""Upper limits of the importance ratio, with the style of tokens below them."""
 
 
 @click.command("show")
 @click.argument("run", type=click.Path())
 @click.option("--trajectory", type=int, help="The trajectory with this id.")
-@click.option("--worst", type=click.IntRange(1), metavar="N", help="Those with the lowest reward.")
-@click.option("--best", type=click.IntRange(1), metavar="N", help="Those with the highest reward.")
-@click.option("--longest", type=click.IntRange(1), metavar="N", help="Those with the most response tokens.")
-@click.option("--where", "selection", default="", metavar="EXPR", help='Among those, such as "staleness == 1".')
-@click.option("--at-step", type=int, help="The batch of this training step, in the store as it was then.")
-@click.option("--branch", default="main", show_default=True, help="With the rewards or logprobs of this branch.")
-@click.option("--model", default="", help="Colour tokens by importance ratio under these weights; else by version.")
-@click.option("--html", type=click.Path(), help="Write the trajectories to this page.")
+@click.option("--worst", type=click.IntRange(1), metavar="N", help="The N trajectories with the lowest reward.")
+@click.option("--best", type=click.IntRange(1), metavar="N", help="The N trajectories with the highest reward.")
+@click.option(
+    "--longest", type=click.IntRange(1), metavar="N", help="The N trajectories with the most response tokens."
+)
+@click.option(
+    "--where", "selection", default="", metavar="EXPR", help='Only trajectories that match, such as "staleness == 1".'
+)
+@click.option("--at-step", type=int, help="The batch of this training step, from the store as of that step.")
+@click.option("--branch", default="main", show_default=True, help="Branch whose rewards or logprobs to use.")
+@click.option("--model", default="", help="Checkpoint folder or hub name: colour tokens by importance ratio under it.")
+@click.option("--html", type=click.Path(), help="Write the trajectories to this HTML file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     run: str,
@@ -54,16 +58,16 @@ def command(
     html: str | None,
     as_json: bool,
 ) -> None:
-    """A run's steps; with --at-step the batch of one; or trajectories, readable, their tokens coloured by the policy
+    """Show a run's steps; with --at-step the batch of one step; or trajectories, with tokens coloured by the policy
     version that sampled them or by importance ratio."""
     from stores.errors import ConfigError
     from stores.trajectory import TrajectoryId
 
     orders = {name: n for name, n in (("worst", worst), ("best", best), ("longest", longest)) if n is not None}
     if len(orders) + (trajectory is not None) > 1:
-        raise ConfigError("one of --trajectory, --worst, --best and --longest at a time")
+        raise ConfigError("give only one of --trajectory, --worst, --best and --longest at a time")
     if at_step is not None and branch != "main":
-        raise ConfigError("--at-step looks at what the run stored; leave --branch out")
+        raise ConfigError("--at-step shows only what the run stored; leave out --branch")
     store = open_store(Path(run), at_step, branch)
     if orders or trajectory is not None:
         chosen = [] if trajectory is None else [TrajectoryId(trajectory)]
@@ -71,7 +75,7 @@ def command(
             chosen = in_order(store, order, count, selection, at_step)
         show_trajectories(Path(run), store, chosen, model, branch, html, as_json)
     elif selection or model or html:
-        raise ConfigError("which trajectories? name --trajectory, --worst, --best or --longest")
+        raise ConfigError("no trajectories selected; give --trajectory, --worst, --best or --longest")
     elif at_step is None:
         show_steps(store, as_json)
     elif not show_batch(store, at_step, as_json):
@@ -79,7 +83,7 @@ def command(
 
 
 def in_order(store: VersionedStore, order: str, count: int, selection: str, at_step: int | None) -> list[TrajectoryId]:
-    """The first of an order, of one step's batch if one is named."""
+    """The first `count` trajectories of an order, of one step's batch if at_step is given."""
     from pipeline.offline.views import ranked
 
     if at_step is not None:
@@ -96,8 +100,8 @@ def show_trajectories(
     html: str | None,
     as_json: bool,
 ) -> None:
-    """On the terminal, as a page, or as JSON."""
-    quietly()
+    """Print trajectories to the terminal or as JSON, or write them to an HTML page."""
+    quiet_libraries()
     from pipeline.offline.views import view
 
     shown = view(run, store, chosen, model)
@@ -106,7 +110,7 @@ def show_trajectories(
     elif as_json:
         click.echo(json.dumps([_plain(one) for one in shown], indent=2))
     elif not shown:
-        click.echo("no trajectory is like that")
+        click.echo("no trajectory matches")
     for one in shown if html is None and not as_json else ():
         print_trajectory(one)
 
@@ -117,7 +121,7 @@ def _plain(one: TrajectoryView) -> dict[str, Any]:
 
 
 def show_steps(store: VersionedStore, as_json: bool) -> None:
-    """A line a commit."""
+    """Print one line per commit."""
     from stores.base import CODEC
 
     records = store.steps()
@@ -126,7 +130,7 @@ def show_steps(store: VersionedStore, as_json: bool) -> None:
         return
     header = store.header
     click.echo(
-        f"{header.run}: {header.groups_per_step} groups of {header.group_size} a step, staleness bound {header.eta}"
+        f"{header.run}: {header.groups_per_step} groups of {header.group_size} per step, staleness bound {header.eta}"
     )
     if others := sorted(store.branches()):
         click.echo(f"other branches: {', '.join(others)}")
@@ -143,7 +147,7 @@ def show_steps(store: VersionedStore, as_json: bool) -> None:
 
 
 def show_batch(store: VersionedStore, step: int, as_json: bool) -> bool:
-    """What a step trained on, in its order, and whether it reads back as the trainer received it."""
+    """Print a step's batch in training order. Returns whether it reads back as the trainer received it."""
     from stores.base import batch_fingerprint
 
     rows = list(store.ended(step=step))
@@ -193,7 +197,7 @@ def _summary(row: Any) -> dict[str, Any]:
 
 
 def print_trajectory(one: TrajectoryView) -> None:
-    """Facts on a line, then prompt and response, then what the colours mean."""
+    """Print facts on one line, then prompt and response, then the legend of the colours."""
     from rich.console import Console
     from rich.text import Text
 
@@ -212,7 +216,7 @@ def print_trajectory(one: TrajectoryView) -> None:
 
 
 def printable(text: str) -> str:
-    """With control characters made visible: a response may hold some that would write over the terminal."""
+    """Text with control characters made visible, since a response's could corrupt the terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
@@ -236,7 +240,7 @@ def coloured(one: TrajectoryView) -> Text:
 
 
 def legend(one: TrajectoryView) -> Text:
-    """Which colour is what, and who sampled what."""
+    """Meaning of the colours, and the instances that sampled each version."""
     from rich.text import Text
 
     text = Text("         ", style="dim")
@@ -255,9 +259,9 @@ def legend(one: TrajectoryView) -> Text:
 
 
 def write_page(path: Path, run: str, shown: Sequence[TrajectoryView], what: str) -> None:
-    """The trajectories as a page of HTML. Raises StoreError."""
+    """Write the trajectories as an HTML page. Raises StoreError."""
     from cli.page import page
     from stores.files import replace_text
 
-    replace_text(path, page(run, shown, what), "choose another place with --html")
+    replace_text(path, page(run, shown, what), "choose another file with --html")
     click.echo(f"{path}: {len(shown)} trajectories")

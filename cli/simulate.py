@@ -26,7 +26,7 @@ BASELINES = (
     ("backlog (AReaL)", ("staleness.admission=backlog", "rollout.synchronization=greedy")),
 )
 PICTURE_STEPS = 12
-"""Steps a picture shows at most: more, and a pull is thinner than a line."""
+"""Most steps in a picture; with more, pulls would be too thin to see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,19 @@ class Variant:
 @click.command("simulate")
 @click.argument("config_path", metavar="[CONFIG]", type=click.Path(), default="")
 @click.option(
-    "--from", "run", default="", metavar="RUN", help="In place of CONFIG: a stored run's job, with what it saw."
+    "--from",
+    "run",
+    default="",
+    metavar="RUN",
+    help="In place of CONFIG: a stored run's job, with its responses and measured times.",
 )
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
 @click.option(
-    "--sweep", "sweeps", metavar="KEY=V1,V2", multiple=True, help="One row a value; several: all combinations."
+    "--sweep", "sweeps", metavar="KEY=V1,V2", multiple=True, help="One row per value; several sweeps: all combinations."
 )
-@click.option("--baselines", is_flag=True, help="Add a row for each peer's rule at the same bound.")
-@click.option("--explain", is_flag=True, help="Say where the time went, against the physical bound of a step.")
-@click.option("--out", type=click.Path(), help="Write simulate.json and a picture a row into this folder.")
+@click.option("--baselines", is_flag=True, help="Add a row for each other system's admission rule, at the same bound.")
+@click.option("--explain", is_flag=True, help="Show where the time goes, compared with the lower bound on step time.")
+@click.option("--out", type=click.Path(), help="Write simulate.json and a picture per row into this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and no table.")
 def command(
     config_path: str,
@@ -60,30 +64,30 @@ def command(
     out: str | None,
     as_json: bool,
 ) -> None:
-    """The same job in virtual time: what a run would take, before anyone spends a GPU.
+    """Run a job in virtual time: how long it would take, without using a GPU.
 
-    With --from: what if a stored run had been another? The responses are those it stored, decode steps and latencies
-    those it measured; `simulate --from RUN --set staleness.eta=2`.
+    With --from, vary a stored run: responses are those it stored, decode steps and latencies those it measured, as in
+    `simulate --from RUN --set staleness.eta=2`.
     """
     from pipeline.config import loading
     from pipeline.simulator.measure import explanation
     from stores.errors import ConfigError
 
     if bool(config_path) == bool(run):
-        raise ConfigError("simulate what? a job file, or --from RUN")
+        raise ConfigError("give a job file or --from RUN")
     if run:
         config_path = str(Path(run) / "config.toml")
-        overrides = (*recorded(Path(run), quiet=as_json), *overrides)
-    rows = swept(sweeps)
+        overrides = (*recorded_overrides(Path(run), quiet=as_json), *overrides)
+    rows = sweep_variants(sweeps)
     job = loading.load(config_path, overrides)
     if baselines:
         rows += [Variant(label, (*extra, f"staleness.alpha={job.staleness.eta}")) for label, extra in BASELINES]
     jobs = [(row, loading.load(config_path, (*overrides, *row.overrides))) for row in rows]
     if out is not None:
         claim_folder(Path(out), "--out")
-    results = simulated(jobs, quiet=as_json)
+    results = simulate_all(jobs, quiet=as_json)
     if out is not None:
-        written(Path(out), jobs, results)
+        write_results(Path(out), jobs, results)
     if as_json:
         click.echo(json.dumps([as_dict(r, m) for (r, _), (m, _) in zip(jobs, results, strict=True)], indent=2))
         return
@@ -96,8 +100,8 @@ def command(
         click.echo(f"\n{out}: simulate.json and {len(jobs)} pictures")
 
 
-def recorded(run: Path, *, quiet: bool) -> tuple[str, ...]:
-    """What a stored run saw, as overrides of its job file."""
+def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
+    """A stored run's responses and measured times, as overrides of its job file."""
     from dataclasses import asdict
 
     from pipeline.profiling.measure import profile_run
@@ -110,7 +114,7 @@ def recorded(run: Path, *, quiet: bool) -> tuple[str, ...]:
     try:
         profile = profile_run(run)
     except ConfigError as error:
-        click.echo(f"{error}; going by the job's own [rollout.cost] and [simulation]", err=True)
+        click.echo(f"{error}; using the job's [rollout.cost] and [simulation]", err=True)
         return tuple(found)
     found += [f"rollout.cost.{name}={value!r}" for name, value in asdict(profile.fit.model).items()]
     found += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
@@ -121,14 +125,14 @@ def recorded(run: Path, *, quiet: bool) -> tuple[str, ...]:
         steps = [r.metrics for r in store.steps() if r.kind == "step"]
         click.echo(
             f"the run itself: {steady_tokens_per_s(steps, store.header.eta):,.0f} tokens/s, "
-            f"{tokens_per_s(steps):,.0f} with its beginning and end, {summary['seconds']['wall_s']:.1f} s for "
+            f"{tokens_per_s(steps):,.0f} with warm-up and end, {summary['seconds']['wall_s']:.1f} s for "
             f"{summary['steps']} steps, staleness {', '.join(histogram)}: {shares}"
         )
     return tuple(found)
 
 
-def swept(sweeps: tuple[str, ...]) -> list[Variant]:
-    """The rows that the sweeps ask for; one row of the job as it is if there are none."""
+def sweep_variants(sweeps: tuple[str, ...]) -> list[Variant]:
+    """Variants that the sweeps ask for; without sweeps, only the unchanged job."""
     from stores.errors import ConfigError
 
     axes: list[list[str]] = []
@@ -143,13 +147,13 @@ def swept(sweeps: tuple[str, ...]) -> list[Variant]:
 
 
 def _short(override: str) -> str:
-    """`key=value` without the tables of the key."""
+    """`key=value` without the table names of the key."""
     key, _, value = override.partition("=")
     return f"{key.rpartition('.')[2]}={value}"
 
 
 def simulate_one(config: RunConfig) -> tuple[Measures, Trace]:
-    """Run one variant; in a process of its own when there are several."""
+    """Simulate one variant. Picklable, to run in a worker process."""
     from pipeline.config import actor_settings
     from pipeline.simulator.body import SimulatedRun
     from pipeline.simulator.measure import measure
@@ -158,8 +162,8 @@ def simulate_one(config: RunConfig) -> tuple[Measures, Trace]:
     return measure(config, trace), trace
 
 
-def simulated(jobs: list[tuple[Variant, RunConfig]], *, quiet: bool) -> list[tuple[Measures, Trace]]:
-    """All variants, a process a core, with a progress bar."""
+def simulate_all(jobs: list[tuple[Variant, RunConfig]], *, quiet: bool) -> list[tuple[Measures, Trace]]:
+    """Simulate all variants, one process per core, with a progress bar. Raises ActorLost."""
     import multiprocessing
     import os
     from concurrent.futures import ProcessPoolExecutor
@@ -171,19 +175,19 @@ def simulated(jobs: list[tuple[Variant, RunConfig]], *, quiet: bool) -> list[tup
         return [simulate_one(jobs[0][1])]
     from rich.progress import track
 
-    # Not forked: a store that was opened here has threads, whose locks a fork would find held for ever.
+    # Not forked: a store opened here has threads, whose locks would stay locked forever in a fork.
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         done = pool.map(simulate_one, [config for _, config in jobs])
         try:
             return list(track(done, description="simulating", total=len(jobs), transient=True, disable=quiet))
         except BrokenProcessPool as error:
             raise ActorLost(
-                "a simulating process was killed, perhaps for its memory; sweep fewer values or simulate fewer steps"
+                "a simulation process was killed, perhaps for its memory; sweep fewer values or simulate fewer steps"
             ) from error
 
 
-def written(folder: Path, jobs: list[tuple[Variant, RunConfig]], results: list[tuple[Measures, Trace]]) -> None:
-    """simulate.json, and a picture a row. Raises StoreError if the folder cannot be written."""
+def write_results(folder: Path, jobs: list[tuple[Variant, RunConfig]], results: list[tuple[Measures, Trace]]) -> None:
+    """Write simulate.json and a picture per row. Raises StoreError if the folder cannot be written."""
     from pipeline.simulator.picture import draw_run
     from stores.files import replace_file, replace_text
 
@@ -215,7 +219,7 @@ def print_table(rows: list[tuple[str, Measures]]) -> None:
     for name in ("", "tokens/s", "ratio", "s/step", "of bound", "trainer idle", "rollout idle", "staleness 0, 1, ..."):
         table.add_column(name, justify="left" if not name or name.startswith("stale") else "right")
     table.add_column("dropped")
-    table.add_column("again prefilled", justify="right")
+    table.add_column("prefilled again", justify="right")
     first = rows[0][1].steady_tokens_per_s
     for label, m in rows:
         total = sum(m.staleness.values()) or 1

@@ -1,4 +1,4 @@
-"""staleflow store ls | audit; the group's other commands are in modules of their own."""
+"""staleflow store ls | audit; the other commands of the group are in other modules."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from cli.lazy import LazyGroup
 from cli.stored import open_store
 
 COMMANDS = {
-    "ls": ("cli.store:ls", "the runs in a folder"),
-    "show": ("cli.show", "a run's steps, a step's batch, or trajectories: the worst, the best, the longest"),
-    "audit": ("cli.store:audit", "prove the bound, single consumption and conservation from the stored data alone"),
-    "reprocess": ("cli.offline:reprocess", "score the stored responses again, onto a branch"),
-    "diff": ("cli.offline:diff", "what two branches' rewards have made of the same trajectories"),
+    "ls": ("cli.store:ls", "list the runs in a folder"),
+    "show": ("cli.show", "show a run's steps, a step's batch, or the worst, best or longest trajectories"),
+    "audit": ("cli.store:audit", "verify the bound, single consumption and conservation from the stored data alone"),
+    "reprocess": ("cli.offline:reprocess", "score the stored responses again, on a branch"),
+    "diff": ("cli.offline:diff", "compare the rewards of two branches"),
     "rescore-logprobs": (
         "cli.offline:rescore",
-        "read the stored responses under other weights: KL, ESS, clipped share",
+        "compute logprobs under other weights: KL, ESS, clipped share",
     ),
-    "export": ("cli.offline:export", "write Parquet, JSON lines or a Hugging Face dataset"),
+    "export": ("cli.offline:export", "export Parquet, JSON lines or a Hugging Face dataset"),
 }
 
 
 @click.group("store", cls=LazyGroup, commands_at=COMMANDS)
 def command() -> None:
-    """Look at stored runs, and prove what they promise."""
+    """Inspect, audit and process stored runs."""
 
 
 @click.command("ls")
 @click.argument("runs_dir", default="runs", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(runs_dir: str, as_json: bool) -> None:
-    """The runs in a folder."""
+    """List the runs in a folder."""
     from pipeline.runtime.run_folder import list_runs
     from stores.errors import StaleflowError
 
@@ -74,7 +74,7 @@ def ls(runs_dir: str, as_json: bool) -> None:
 @click.argument("run", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def audit(run: str, as_json: bool) -> None:
-    """Prove the bound, single consumption and conservation from the stored data alone. Exit code 1 if it fails."""
+    """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails."""
     from stores.audit import audit as audit_store
 
     store = open_store(Path(run))

@@ -1,4 +1,4 @@
-"""What the commands on stored runs share: opening one, a bar for long work, saying what failed."""
+"""Helpers of the commands on stored runs: opening a run, progress bars, printing errors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ ERRORS_SHOWN = 10
 
 
 def open_store(run: Path, at_step: int | None = None, branch: str = "main") -> VersionedStore:
-    """A run's store, given its folder. Raises ConfigError, StoreError."""
+    """The store of a run folder. Raises ConfigError, StoreError."""
     from stores.errors import ConfigError
     from stores.versioned import VersionedStore
 
     if not (run / "config.toml").is_file():
-        raise ConfigError(f"{run}: no such run; `staleflow store ls` lists the ones there are")
+        raise ConfigError(f"{run}: no such run; `staleflow store ls` lists runs")
     return VersionedStore.open(run / "store", at_step, branch)
 
 
-def quietly() -> None:
-    """Before Dask, torch or transformers are imported: their news is not this command's."""
+def quiet_libraries() -> None:
+    """Silence the progress and logs of Dask, torch and transformers. Call before they are imported."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -37,7 +37,7 @@ def quietly() -> None:
 
 @contextlib.contextmanager
 def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal; nothing elsewhere."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -47,8 +47,8 @@ def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], Non
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def say_errors(errors: Mapping[int, str], what: str) -> None:
-    """The first few of the trajectories that failed, and how many did. what: that happened to them."""
+def print_errors(errors: Mapping[int, str], what: str) -> None:
+    """Print the first errors by trajectory, and their number. what: completes "N responses ..."."""
     for trajectory, error in sorted(errors.items())[:ERRORS_SHOWN]:
         click.echo(f"  trajectory {trajectory}: {error}")
     if errors:

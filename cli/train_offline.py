@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.jobs import cluster_options
-from cli.stored import open_store, quietly, say_errors
+from cli.stored import open_store, print_errors, quiet_libraries
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
@@ -21,11 +21,19 @@ if TYPE_CHECKING:
 
 @click.command("train-offline")
 @click.argument("run", type=click.Path())
-@click.option("--branch", default="main", show_default=True, help="With the rewards and advantages of this branch.")
-@click.option("--where", "selection", default="", metavar="EXPR", help='Such as "staleness <= 1 and reward > 0".')
-@click.option("--epochs", type=click.IntRange(1), default=1, show_default=True, help="Times over the stored batches.")
-@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Of training, model or seed.")
-@click.option("--out", default="", help="Folder to make; RUN-offline by default.")
+@click.option("--branch", default="main", show_default=True, help="Branch whose rewards and advantages to use.")
+@click.option(
+    "--where",
+    "selection",
+    default="",
+    metavar="EXPR",
+    help='Only trajectories that match, such as "staleness <= 1 and reward > 0".',
+)
+@click.option("--epochs", type=click.IntRange(1), default=1, show_default=True, help="Passes over the stored batches.")
+@click.option(
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of [training], [model], or seed."
+)
+@click.option("--out", default="", help="Output folder; RUN-offline by default.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")
 @cluster_options
 def command(
@@ -38,19 +46,19 @@ def command(
     as_json: bool,
     where: Where,
 ) -> None:
-    """Train on what a run has stored: its batches in their order, the same trainer and losses, no rollout.
+    """Train on a run's stored batches, in their order, with the same trainer and losses, without rollout.
 
-    Over everything, with nothing changed, that gives the run's own weights again, bit for bit. A training that was
-    killed goes on where it was when it is asked for again.
+    With all trajectories and nothing changed, this reproduces the run's weights bit for bit. Run a killed command again
+    to resume it.
     """
-    quietly()
+    quiet_libraries()
     from pipeline.offline.pool import pool_at
     from pipeline.offline.training import planned, train_offline
 
     open_store(Path(run), branch=branch)
     folder = Path(out or f"{Path(run).resolve()}-offline")
-    planned(Path(run), folder, overrides, branch, selection, epochs)  # said before any worker is started
-    with pool_at(where, 1) as pool, told(quiet=as_json) as report:
+    planned(Path(run), folder, overrides, branch, selection, epochs)  # reports wrong input before any worker starts
+    with pool_at(where, 1) as pool, progress(quiet=as_json) as report:
         result = train_offline(
             Path(run), folder, pool, overrides=overrides, branch=branch, where=selection, epochs=epochs, report=report
         )
@@ -62,15 +70,15 @@ def command(
             click.echo(f"  {result.before.line}\n  {result.after.line}")
         if result.same_steps is not None:
             same = f"{result.same_steps} of {result.steps}"
-            click.echo(f"  after {same} steps the weights were, bit for bit, those that the run published")
-        say_errors(result.errors, "could not be read and were left out")
+            click.echo(f"  after {same} steps the weights equalled those the run published, bit for bit")
+        print_errors(result.errors, "could not be read and were left out")
     if result.errors:
         sys.exit(1)
 
 
 @contextlib.contextmanager
-def told(*, quiet: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A bar on a terminal; in a pipe a line every tenth step."""
+def progress(*, quiet: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Yield a function that shows training events: a bar on a terminal, in a pipe a line every ten steps."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

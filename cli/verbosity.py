@@ -1,4 +1,4 @@
-"""What `-v` and `-vv` show: the log of staleflow's own packages, on the same console as the live view."""
+"""The log that `-v` and `-vv` show: that of staleflow's packages, on the same console as the live view."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = ("cli", "pipeline", "tasks", "stores")
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints records through a console, which knows how to keep a live view below them."""
+    """A log handler that prints through a rich console, which keeps the live view below the records."""
 
     def __init__(self, console: Console, level: int) -> None:
         super().__init__(level)
@@ -25,8 +25,8 @@ class ConsoleHandler(logging.Handler):
 
 @contextlib.contextmanager
 def logging_to(console: Console, verbosity: int) -> Iterator[None]:
-    """Show the log on a console. verbosity: 0 errors; 1 also each training step and what befalls a run (INFO); 2 also
-    single placements and pulls (DEBUG). Of other libraries warnings at most, and those only when verbose."""
+    """Show the log on a console. verbosity: 0 errors; 1 also training steps and run events (INFO); 2 also single
+    placements and pulls (DEBUG). Other libraries show at most warnings, and only when verbose."""
     level = {0: logging.ERROR, 1: logging.INFO}.get(verbosity, logging.DEBUG)
     root, ours = logging.getLogger(), [logging.getLogger(name) for name in PACKAGES]
     handler, before = ConsoleHandler(console, level), [logger.level for logger in ours]

@@ -1,11 +1,11 @@
-"""A knob: a field of a frozen dataclass that carries its meaning, its limits and its default.
+"""Knobs: fields of a frozen dataclass that carry their meaning, limits and default.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Pull:
-        share: float = knob(0.5, "share of an instance's places that must be free", low=0, high=1)
+        share: float = knob(0.5, "share of an instance's capacity that must be free", low=0, high=1)
 
-Whatever is set from outside is checked against them once, in `read`, with the key, the limit and the nearest name in
-the message; a default beyond its own limits fails where it is declared.
+Values from outside are checked once, in `read`; messages name the key, the limit and the closest known name. A default
+outside its limits fails where it is declared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeVar, overload
 from stores.errors import ConfigError
 
 METADATA = "knob"
-"""Where a field's metadata holds its Knob."""
+"""The key of a field's metadata that holds its Knob."""
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
@@ -30,9 +30,9 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """What a field says of itself. low <= value <= high, value > above, or one of `choices`.
+    """Meaning and limits of a field. low <= value <= high, value > above, or one of `choices`.
 
-    own: it may also name code of the user's own, file.py:NAME or module:NAME. shown: also while it has its default.
+    own: it may also name user code, file.py:NAME or module:NAME. shown: listed even while it has its default.
     """
 
     doc: str
@@ -45,15 +45,15 @@ class Knob:
 
     @property
     def limits(self) -> str:
-        """The limits for people, such as `>= 0, <= 1`; empty if there are none."""
+        """The limits as text, such as `>= 0, <= 1`; empty if there are none."""
         if self.choices:
             return " | ".join(self.choices)
         bounds = ((">", self.above), (">=", self.low), ("<=", self.high))
         return ", ".join(f"{sign} {_number(bound)}" for sign, bound in bounds if bound is not None)
 
     def fault(self, value: object) -> str:
-        """What is wrong with a value of the right type, to be read after its key; empty if it keeps the limits."""
-        if self.choices and value not in self.choices and not (self.own and names_own_code(value)):
+        """What is wrong with a value of the right type, worded to follow its key; empty if it is within the limits."""
+        if self.choices and value not in self.choices and not (self.own and names_user_code(value)):
             near = difflib.get_close_matches(str(value), self.choices, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             return f"must be one of {', '.join(self.choices)}, not {value!r}{hint}"
@@ -67,7 +67,7 @@ class Knob:
         return ""
 
 
-def names_own_code(value: object) -> bool:
+def names_user_code(value: object) -> bool:
     """Whether a value has the form file.py:NAME or module:NAME."""
     where, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     return bool(where and colon) and name.isidentifier()
@@ -93,12 +93,12 @@ def knob(
     choices: Sequence[str] = (),
     shown: bool = True,
 ) -> object:
-    """A field with its meaning and its limits. Raises ValueError if the default does not keep them."""
+    """A dataclass field with its meaning and limits. Raises ValueError if the default violates them."""
     return knob_field(default, Knob(doc=doc, low=low, high=high, above=above, choices=tuple(choices), shown=shown))
 
 
 def knob_field(default: object, spec: Knob, **more: object) -> Any:
-    """A dataclass field for this knob. more: further entries of its metadata."""
+    """A dataclass field for this knob. more: further metadata entries."""
     if fault := spec.fault(default):
         raise ValueError(f"a knob's default breaks its own limits ({spec.doc!r}): {fault}")
     metadata = {METADATA: spec, **more}
@@ -109,7 +109,7 @@ def knob_field(default: object, spec: Knob, **more: object) -> Any:
 
 
 def spec_of(declared: dataclasses.Field[Any]) -> Knob | None:
-    """What a field says of itself; None if it is no knob."""
+    """A field's Knob; None if it is not a knob."""
     return declared.metadata.get(METADATA)
 
 
@@ -120,12 +120,12 @@ def default_of(declared: dataclasses.Field[Any]) -> Any:
 
 
 def knobs(cls: object) -> dict[str, dataclasses.Field[Any]]:
-    """The knobs of a class by name; none if it is no dataclass."""
+    """The knobs of a class by name; empty if it is not a dataclass."""
     return {f.name: f for f in dataclasses.fields(cls) if spec_of(f)} if dataclasses.is_dataclass(cls) else {}
 
 
 def values(section: Any) -> dict[str, Any]:
-    """The fields of a dataclass instance by name, not copied."""
+    """The field values of a dataclass instance by name, not copied."""
     return {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
 
 
@@ -135,9 +135,10 @@ def build(cls: type[T], tree: object, where: str, prefix: str = "") -> T:
 
 
 def read(cls: type[Any], tree: object, where: str, prefix: str = "") -> dict[str, Any]:
-    """Nested plain values, checked against the knobs of `cls` and of the dataclasses in it; what is not set is left
-    out. where: names the source in messages. A key in the REFUSED of its class is answered with the reason given there.
-    Raises ConfigError."""
+    """Nested plain values, checked against the knobs of `cls` and its nested dataclasses; unset keys are left out.
+
+    where: the source, for messages. A key in its class's REFUSED is rejected with the reason given there. Raises
+    ConfigError."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where}: {prefix.rstrip('.')} must be a table, not {tree!r}")
     hints = typing.get_type_hints(cls)
@@ -147,7 +148,7 @@ def read(cls: type[Any], tree: object, where: str, prefix: str = "") -> dict[str
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if why := getattr(cls, "REFUSED", {}).get(name):
-            raise ConfigError(f"{where}: {key} is not offered: {why}")
+            raise ConfigError(f"{where}: {key} is not supported: {why}")
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known) or 'none'}"

@@ -1,7 +1,7 @@
-"""The names a job file may use, apart from what they name: checking a job loads neither torch nor vllm."""
+"""Names a job file may use, apart from what they name, so that checking a job loads neither torch nor vllm."""
 
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant_length")
 SCHEDULE_NAMES = ("constant", "cosine")
 WORKLOAD_NAMES = ("lognormal", "bimodal", "power_law", "agentic", "recorded")
 REWARD_TOKEN = 2
-"""First token of an emulated response without reward; one more with it."""
+"""First token of an emulated response whose reward is 0; REWARD_TOKEN + 1 if it is 1."""

@@ -1,1 +1,1 @@
-"""The job file, and what is built from it."""
+"""The job file, and the objects built from it."""

@@ -1,4 +1,4 @@
-"""From a job file to the objects that run it: the coordinator, and the settings each actor starts with."""
+"""The settings that a job's actors start with, built from its job file."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def run_header(config: RunConfig) -> RunHeader:
+    """The header of this job's store."""
     return RunHeader(
         run=config.name,
         eta=config.bound,
@@ -48,8 +49,8 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
 
 
 def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int | None) -> PromptSettings:
-    """context: tokens the model can attend to; unlimited for prompts that are stored already. held_out: the store's,
-    see RunHeader."""
+    """Settings of the prompt stream. context: tokens the model can attend to; unlimited for prompts already stored.
+    held_out: as in the store's RunHeader."""
     from tasks.prompts import PromptSettings
 
     return PromptSettings(
@@ -68,7 +69,7 @@ def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int | 
 
 
 def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bool = False) -> ServerSettings:
-    """context: tokens the model can attend to. resumed: the store is gone on with."""
+    """Settings of the trajectory server. context: tokens the model can attend to. resumed: append to the store."""
     from tasks.actors.trajectory_server import ServerSettings
 
     return ServerSettings(
@@ -110,8 +111,8 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
 def engine_settings(
     config: RunConfig, index: int, eos: tuple[int, ...], *, attempt: int = 0, life: int = 0
 ) -> EngineSettings:
-    """index: of the instance; attempt: how often it was replaced; life: how often the run was started before. Each
-    samples with a seed of its own. eos: ids that end a response."""
+    """Settings of one instance's engine. index: the instance's number; attempt: times it was replaced; life: earlier
+    starts of the run. Each combination has its own sampling seed. eos: ids that end a response."""
     engine = config.rollout.engine
     given = values(engine) | {
         "model": config.model.path,
@@ -131,7 +132,7 @@ def engine_settings(
 
 
 def make_workload(config: RunConfig) -> Workload:
-    """The responses this job's simulated or emulated instances give. Reads a store if it is a recorded one."""
+    """Responses of this job's simulated or emulated instances. A recorded workload is read from its store."""
     if config.workload.kind == "recorded":
         return _recorded_workload(Path(config.workload.run))
     fields = {name: value for name, value in values(config.workload).items() if name != "run"}
@@ -143,7 +144,7 @@ def make_workload(config: RunConfig) -> Workload:
 
 
 def _recorded_workload(run: Path) -> RecordedWorkload:
-    """Prompts, lengths and rewards of the groups that a stored run consumed, in the order of their ids."""
+    """Prompts, lengths and rewards of the groups that a stored run consumed, ordered by group id."""
     from stores.versioned import VersionedStore
 
     table = VersionedStore.open(run / "store").table()
@@ -153,7 +154,7 @@ def _recorded_workload(run: Path) -> RecordedWorkload:
         groups.setdefault(int(table["group"][row]), []).append(int(row))
     rows = np.asarray([groups[g] for g in sorted(groups)], np.int64)
     if not len(rows):
-        raise ConfigError(f"workload.run = {str(run)!r}: no trajectory was trained on there; name a finished run")
+        raise ConfigError(f"workload.run = {str(run)!r}: no trajectory of it was trained on; name a finished run")
     return RecordedWorkload(
         table["prompt_tokens"][rows[:, 0]].astype(np.int64),
         table["response_tokens"][rows].astype(np.int64),

@@ -1,4 +1,4 @@
-"""The coordinator a job file asks for. Pure: both bodies and a replay build it here."""
+"""The coordinator and strategies of a job file, as runs, simulations and replays build them. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def cost_model(config: RunConfig) -> CostModel:
 
 
 def make_strategies(config: RunConfig) -> Strategies:
-    """The rules this job names, with their knobs. Raises ConfigError."""
+    """The strategies this job names, with their knobs. Raises ConfigError."""
     cost, rollout = cost_model(config), config.rollout
     given = {"cost": cost, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
-    # A pull that interrupts nothing computes no context again.
+    # A pull that interrupts nothing recomputes no context.
     pulling = cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0)
     return Strategies(
         admission=ADMISSION.make(config.staleness, given),
@@ -41,7 +41,7 @@ def make_strategies(config: RunConfig) -> Strategies:
 
 
 def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coordinator:
-    """The coordinator this job asks for. Both bodies, and a replay, build it here."""
+    """A new coordinator for this job. validate_each: check all invariants after every event."""
     batch, cost = config.batch, cost_model(config)
     strategies = make_strategies(config)
     ledger = StalenessLedger(

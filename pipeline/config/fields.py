@@ -1,4 +1,4 @@
-"""A tree of knobs as people see it: explained line by line, written as TOML, overridden from the command line."""
+"""Explaining a tree of knobs, writing it as TOML, and overriding its values from the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Explained:
 
 
 def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`tree` with the values of `over` in it, table by table."""
+    """`tree` updated with the values of `over`, table by table."""
     result = dict(tree)
     for key, value in over.items():
         below = result.get(key, {})
@@ -33,7 +33,7 @@ def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explained(tree: Any) -> list[Explained]:
-    """Every value of the tree with its meaning and limits, in the order of the fields."""
+    """Every value of the tree with its meaning and limits, in field order."""
     return [
         Explained(key=key, value=value, default=default_of(declared), limits=spec.limits, doc=spec.doc)
         for key, declared, spec, value in _leaves(tree, "")

@@ -1,4 +1,4 @@
-"""The job file as a JSON Schema, by which editors complete and check it. Says what one key may be; rules that need more
+"""JSON Schema of job files, with which editors complete and check them. It covers single keys; rules that involve more
 than one key (pipeline/config/rules.py) are not in it."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from tasks.knobs import Knob, default_of, spec_of
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
-OWN_CODE = r"^.+:[A-Za-z_]\w*$"
+USER_CODE = r"^.+:[A-Za-z_]\w*$"
 """file.py:NAME or module:NAME."""
 
 
 def json_schema(cls: type[Any]) -> dict[str, Any]:
-    """The schema of a tree of knobs. Unknown keys are refused, as they are when a job file is read."""
+    """The schema of a tree of knobs. Unknown keys are rejected, as when a job file is read."""
     return {"$schema": DRAFT, "title": "staleflow job", **_table(cls)}
 
 
@@ -35,8 +35,8 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
     schema: dict[str, Any] = {"description": spec.doc, "default": default}
     kind = TYPES[typing.get_origin(hint) or hint]
     if spec.choices and spec.own:
-        own = {"type": kind, "pattern": OWN_CODE, "description": "file.py:NAME or module:NAME, your own"}
-        return schema | {"anyOf": [{"enum": list(spec.choices)}, own]}
+        user_code = {"type": kind, "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}
+        return schema | {"anyOf": [{"enum": list(spec.choices)}, user_code]}
     schema["type"] = kind
     if spec.choices:
         schema["enum"] = list(spec.choices)

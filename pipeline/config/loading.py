@@ -1,4 +1,4 @@
-"""Reading a job file: TOML, overrides, a profile's numbers; checked once."""
+"""Loading and checking job files: TOML, overrides, and the numbers of a profile."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
-    """A job file as nested plain values, unchecked. Raises ConfigError if it is no TOML."""
+    """A job file as nested plain values, unchecked. Raises ConfigError if it is not valid TOML."""
     path = Path(path)
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such job file; examples/demo.toml is one to start from") from None
+        raise ConfigError(f"{path}: no such job file; start from examples/demo.toml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
@@ -34,7 +34,7 @@ def read_tree(path: str | Path) -> dict[str, Any]:
 
 
 def from_overridden(tree: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
-    """Build and check a RunConfig from nested plain values, which get the overrides."""
+    """Apply overrides to nested plain values, then build and check a RunConfig from them."""
     for override in overrides:
         apply_override(tree, override)
     return from_tree(tree, where)
@@ -48,8 +48,8 @@ def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
 
 
 def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The tree with the numbers of the profile it names in that name's place: what a run goes by must not change when a
-    file does."""
+    """The tree with the profile's name replaced by its numbers, so that later changes to the file do not affect the
+    run."""
     name = tree.get("profile")
     if not name or not isinstance(name, str):
         return tree
@@ -61,6 +61,6 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"{what}: cannot be read: {error}; `staleflow profile` writes one") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{what}: not a profile ({error!r}); make it anew with `staleflow profile`") from error
+        raise ConfigError(f"{what}: not a profile ({error!r}); create it again with `staleflow profile`") from error
     measured = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
     return merged(tree, measured)

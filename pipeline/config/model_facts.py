@@ -1,4 +1,4 @@
-"""What a run needs to know about its model before any actor loads it, checked once."""
+"""Facts about a run's model that are needed before any actor loads it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelFacts:
 
 
 def inspect_model(config: RunConfig) -> ModelFacts:
-    """Read the model's configuration and tokenizer, but no weights. Raises ConfigError."""
+    """Read the model's configuration and tokenizer, not its weights. Raises ConfigError."""
     if config.emulated:
         if config.workload.kind == "agentic":
             raise ConfigError('workload.kind = "agentic": only `staleflow simulate` has tool calls; choose another')

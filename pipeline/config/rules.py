@@ -1,4 +1,4 @@
-"""Rules of a job file that need more than one key. Each is answered in one line that says what to change."""
+"""Checks of a job file that involve more than one key. A failure is one line that says what to change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.training.loss import LOSSES
 
 
 def check_across(config: RunConfig, where: str) -> None:
-    """Raise ConfigError for the first rule that is broken. where: names the source."""
+    """Raise ConfigError for the first rule that is broken. where: the source, for messages."""
     if not config.model.path and not config.emulated:
         raise ConfigError(f"{where}: model.path is missing; name a folder or a hub model")
     if "{prompt}" not in config.task.template:
@@ -25,7 +25,7 @@ def check_across(config: RunConfig, where: str) -> None:
     advantage = config.training.advantage
     needs_groups = advantage in ADVANTAGES and advantage not in NEED_NO_GROUP
     if needs_groups and config.batch.group_size < 2:
-        raise ConfigError(f"{where}: batch.group_size = 1 gives {advantage} nothing to compare with; it must be >= 2")
+        raise ConfigError(f"{where}: batch.group_size = 1 leaves {advantage} nothing to compare; it must be >= 2")
     if config.training.minibatches > config.batch.groups_per_step * config.batch.group_size:
         raise ConfigError(
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
@@ -45,16 +45,16 @@ def check_across(config: RunConfig, where: str) -> None:
 
 
 def _check_engine(config: RunConfig, where: str) -> None:
-    """Rules of what the engines can do."""
+    """Check what the job's engine supports."""
     engine = config.rollout.engine
     settings: Any = ENGINES.find(engine.name)
     if config.rollout.on_pull == "keep" and not settings.keeps:
         raise ConfigError(
-            f'{where}: rollout.on_pull = "keep" is not known to the {engine.name} engine; use "interrupt"'
+            f'{where}: rollout.on_pull = "keep" is not supported by the {engine.name} engine; use "interrupt"'
         )
     for option in values(engine)["options"]:
         if "options" not in knobs(settings):
-            raise ConfigError(f"{where}: rollout.engine.options is not known to the {engine.name} engine; remove it")
+            raise ConfigError(f"{where}: rollout.engine.options: not supported by the {engine.name} engine; remove it")
         if why := settings.refused_options.get(option):
             raise ConfigError(f"{where}: rollout.engine.options.{option}: {why}; remove it")
     if engine.kv_tokens < config.rollout.max_new_tokens:
@@ -65,7 +65,7 @@ def _check_engine(config: RunConfig, where: str) -> None:
 
 
 def _check_virtual(config: RunConfig, where: str) -> None:
-    """Rules of what is simulated or emulated."""
+    """Check the keys of simulated and emulated runs."""
     cost = config.rollout.cost
     if cost.k4 + max(cost.k2, cost.b + cost.k3) <= 0:
         raise ConfigError(f"{where}: rollout.cost: a decode step of one trajectory takes no time; set k2 or k4 above 0")

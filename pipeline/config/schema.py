@@ -1,7 +1,7 @@
-"""The job file: one frozen tree, read from TOML, checked once. Below this module nothing re-checks it.
+"""The job file: one frozen tree, read from TOML and checked once. Code that receives it does not check it again.
 
-Every knob carries its meaning, unit and range, which is also what `staleflow config explain` prints. Those of a
-strategy, a loss or an engine are declared with it; the table that chooses one is `composed` of them.
+Every knob carries its meaning, unit and range, which `staleflow config explain` prints. Knobs of a strategy, a loss or
+an engine are declared in its class; `composed` adds them to the table that selects it.
 """
 
 from __future__ import annotations
@@ -26,230 +26,241 @@ from tasks.training.settings import TrainingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The policy."""
+    """The policy model."""
 
     path: str = knob("", "folder of a Hugging Face causal LM with its tokenizer, or a hub name")
-    dtype: str = knob("float32", "weights in the trainer and the engines", choices=("float32", "bfloat16"))
-    device: str = knob("auto", "where models run; auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
+    dtype: str = knob("float32", "data type of the weights in trainer and engines", choices=("float32", "bfloat16"))
+    device: str = knob("auto", "device that models run on; auto: CUDA if available", choices=("auto", "cpu", "cuda"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
-    """Where prompts come from."""
+    """Source of prompts, and how they are presented to the model."""
 
     source: str = knob(
         "reasoning_gym:chain_sum",
-        "reasoning_gym:DATASET, jsonl:FILE with prompt and answer fields, or your own, path/to/file.py:NAME",
+        "reasoning_gym:DATASET, jsonl:FILE with fields prompt and answer, or your own class, path/to/file.py:NAME",
     )
-    options: dict[str, Any] = knob({}, "passed to the reasoning-gym dataset, such as min_terms")
-    template: str = knob("{prompt}", "text put around each prompt; must contain {prompt}")
+    options: dict[str, Any] = knob({}, "arguments of the source, such as min_terms of a reasoning-gym dataset")
+    template: str = knob("{prompt}", "text around each prompt; must contain {prompt}")
     chat: bool = knob(False, "wrap the prompt in the tokenizer's chat template, as a user turn")
     answer_pattern: str = knob(
-        "", "regular expression whose first group is the answer within a response; empty: all of it"
+        "", "regular expression whose first group is the answer in a response; empty: the whole response"
     )
-    eval_prompts: int = knob(200, "held-out prompts evaluated before and after, each once; 0 for none", low=0)
+    eval_prompts: int = knob(200, "held-out prompts of the evaluations before and after training; 0: none", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
     """How responses are scored."""
 
-    function: str = knob("task", "task (the source's own verifier), math_verify, path/to/file.py:name, or module:name")
-    workers: int = knob(1, "reward workers", low=1, high=1024)
+    function: str = knob(
+        "task", "task (the verifier of task.source), math_verify, path/to/file.py:name, or module:name"
+    )
+    workers: int = knob(1, "reward worker processes", low=1, high=1024)
     timeout_s: float = knob(
-        10.0, "seconds one scoring may take; then its process is killed and an error recorded", above=0
+        10.0, "seconds allowed to score one response; after that its process is killed and an error recorded", above=0
     )
     max_error_share: float = knob(
-        0.5, "share of a batch that may fail to be scored before the run stops", low=0, high=1
+        0.5, "share of a batch whose scoring may fail; beyond it the run stops", low=0, high=1
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 @composed
 class BatchConfig:
-    """What one training step consumes."""
+    """The batch of one training step."""
 
-    groups_per_step: int = knob(16, "prompts a step", low=1)
-    group_size: int = knob(8, "trajectories a prompt that an advantage is taken over", low=1)
-    extra_groups: int = knob(0, "redundancy: groups a step started beyond groups_per_step", low=0)
-    extra_members: int = knob(0, "redundancy: trajectories a group started beyond group_size", low=0)
-    filtering: str = choice(FILTERING, "keep_all", "no_signal drops and replaces groups of equal rewards")
+    groups_per_step: int = knob(16, "prompts per training step", low=1)
+    group_size: int = knob(8, "trajectories per prompt, over which advantages are computed", low=1)
+    extra_groups: int = knob(0, "redundancy: groups started per step beyond groups_per_step", low=0)
+    extra_members: int = knob(0, "redundancy: trajectories started per group beyond group_size", low=0)
+    filtering: str = choice(FILTERING, "keep_all", "no_signal drops and replaces groups whose rewards are all equal")
     stragglers: str = choice(
         STRAGGLERS,
         "wait",
-        "the last unfinished groups of a step that is stuck: wait, retry on the fastest instance, truncate",
+        "what to do with the last unfinished groups of a stuck step: wait, retry on the fastest instance, truncate",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 @composed
 class StalenessConfig:
-    """The promise."""
+    """The staleness bound, and the rule that admits work under it."""
 
     eta: int = knob(
-        1, "bound: a trajectory is trained at most this many versions after its oldest token", low=0, high=1000
+        1,
+        "staleness bound: most versions a trajectory's oldest token may lag the step that trains on it",
+        low=0,
+        high=1000,
     )
     admission: str = choice(
         ADMISSION,
         "staleflow",
-        "who may start: by reservation, or as another system does; backlog keeps no bound, the store says so",
+        "which groups may start: staleflow reserves, the others imitate other systems; backlog keeps no bound",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 @composed
 class EngineConfig:
-    """What samples."""
+    """The inference engine of a rollout instance."""
 
-    name: str = choice(ENGINES, "transformers", "the engine", knobs_after="max_batch_tokens")
-    max_running: int = knob(64, "trajectories an instance decodes at once", low=1)
-    kv_tokens: int = knob(16384, "KV cache of an instance, tokens", low=64)
-    page_tokens: int = knob(32, "tokens a cache page", low=4)
-    max_batch_tokens: int = knob(1024, "tokens one forward pass may hold (prefill and decode together)", low=1)
-    time_scale: float = knob(1.0, "emulated: seconds of the cost model that pass in one second", above=0)
+    name: str = choice(ENGINES, "transformers", "engine that samples responses", knobs_after="max_batch_tokens")
+    max_running: int = knob(64, "most trajectories that an instance decodes at once", low=1)
+    kv_tokens: int = knob(16384, "size of an instance's KV cache, tokens", low=64)
+    page_tokens: int = knob(32, "tokens per cache page", low=4)
+    max_batch_tokens: int = knob(1024, "most tokens in one forward pass (prefill and decode together)", low=1)
+    time_scale: float = knob(1.0, "emulated: cost-model seconds that pass in one second of real time", above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConfig:
     """Decode-step cost: k1 * kv + max(k2, b + k3 * n) + k4 seconds; see tasks/engines/cost_model.py.
 
-    Defaults: a published fit of a 7B model; `staleflow profile` measures yours."""
+    The defaults are a published fit of a 7B model; `staleflow profile` measures yours."""
 
-    k1: float = knob(3.35e-08, "seconds a KV token", low=0)
-    k2: float = knob(0.0064, "floor of reading the weights, seconds", low=0)
-    k3: float = knob(0.0001231, "seconds a running trajectory", low=0)
-    k4: float = knob(0.0028, "seconds every step", low=0)
-    b: float = knob(0.0027, "offset of the compute-bound part, seconds", low=0)
-    prefill: float = knob(0.0001231, "seconds a token of a prompt, or of a context that is computed again", low=0)
+    k1: float = knob(3.35e-08, "seconds per KV token", low=0)
+    k2: float = knob(0.0064, "seconds to read the weights, floor of the compute term", low=0)
+    k3: float = knob(0.0001231, "seconds per running trajectory", low=0)
+    k4: float = knob(0.0028, "constant seconds per step", low=0)
+    b: float = knob(0.0027, "offset of the compute-bound term, seconds", low=0)
+    prefill: float = knob(0.0001231, "seconds per token of a prompt, or of a recomputed context", low=0)
     tolerance: float = knob(
-        0.25, "difference from measured steps beyond which a run says that the model drifted", above=0
+        0.25, "relative error on measured decode steps above which a run reports that the cost model drifted", above=0
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 @composed
 class RolloutConfig:
-    """Sampling."""
+    """Sampling of responses on the rollout instances."""
 
     REFUSED: ClassVar[Mapping[str, str]] = SAMPLING_REFUSED
 
     instances: int = knob(1, "rollout instances, one Dask worker each", low=1, high=4096)
-    max_new_tokens: int = knob(64, "tokens a response may have", low=1)
+    max_new_tokens: int = knob(64, "most tokens in a response", low=1)
     temperature: float = knob(
-        1.0, "sampling temperature; the trainer recomputes logprobs at the same one", above=0, high=10
+        1.0, "sampling temperature; the trainer computes logprobs at the same one", above=0, high=10
     )
-    routing: str = choice(ROUTING, "least_requests", "which instance gets a trajectory")
-    routing_options: dict[str, Any] = knob({}, "knobs of a routing rule from a file", shown=False)
-    synchronization: str = choice(SYNCHRONIZATION, "greedy", "when an instance pulls weights", knobs_after="on_pull")
+    routing: str = choice(ROUTING, "least_requests", "which instance samples a trajectory")
+    routing_options: dict[str, Any] = knob({}, "knobs of a routing rule defined in a user file", shown=False)
+    synchronization: str = choice(
+        SYNCHRONIZATION, "greedy", "when an instance pulls new weights", knobs_after="on_pull"
+    )
     on_pull: str = knob(
         "interrupt",
-        "what runs while new weights are pulled: interrupt computes its cache again, keep goes on with the old one",
+        "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one",
         choices=("interrupt", "keep"),
     )
-    pace_slack: float = knob(1.0, "deadline: by how much the plan's seconds may be exceeded", above=0)
-    migration: str = choice(MIGRATION, "none", "moving single running trajectories to lighter instances")
+    pace_slack: float = knob(1.0, "deadline: factor on the planned seconds per decode step", above=0)
+    migration: str = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
     drift_limit: float = knob(
         0.0,
-        "nats that an instance's logprobs of a probe may differ from the trainer's before it is named; 0: by dtype",
+        "nats by which an instance's logprobs of a probe may differ from the trainer's without alarm; 0: by dtype",
         low=0,
     )
-    max_attempts: int = knob(3, "engine failures or lost instances a trajectory survives", low=0)
+    max_attempts: int = knob(3, "most retries of a trajectory after engine failures or lost instances", low=0)
     engine: EngineConfig = EngineConfig()
     cost: CostConfig = CostConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """Where it runs."""
+    """The Dask cluster that the job runs on."""
 
     kind: str = knob(
         "local", "local processes, a scheduler's address, or a scheduler file", choices=("local", "address", "file")
     )
-    address: str = knob("", "of the scheduler, for kind = address, such as tcp://host:8786")
-    scheduler_file: str = knob("", "path of the scheduler file, for kind = file")
-    threads: int = knob(1, "torch threads a process; more on shared cores makes them spin", low=1, high=1024)
+    address: str = knob("", "scheduler address for kind = address, such as tcp://host:8786")
+    scheduler_file: str = knob("", "path of the scheduler file for kind = file")
+    threads: int = knob(1, "torch threads per process; more than its cores slows them down", low=1, high=1024)
     dashboard: bool = knob(True, "serve the Dask dashboard and its staleflow page (kind = local)")
-    shared_memory: str = knob("/dev/shm", "folder in memory that weights are published in, one per host")
+    shared_memory: str = knob("/dev/shm", "in-memory folder on each host that weights are published in")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineConfig:
-    """How long to wait before something counts as lost or stuck."""
+    """Time limits, after which something counts as lost or stuck."""
 
-    start_s: float = knob(180.0, "for all actors to be ready", above=0)
-    call_s: float = knob(60.0, "for an actor to answer a short call; then the instance counts as lost", above=0)
+    start_s: float = knob(180.0, "seconds until all actors must be ready", above=0)
+    call_s: float = knob(60.0, "seconds for an actor to answer a short call; after that it counts as lost", above=0)
     sample_s: float = knob(
-        120.0, "that an instance with work may sample nothing; then its engine hangs, and it is replaced", above=0
+        120.0, "seconds an instance with work may sample nothing; after that it is replaced", above=0
     )
-    train_s: float = knob(3600.0, "for one training step", above=0)
-    stuck_s: float = knob(300.0, "without any progress before the run stops and says what it waits for", above=0)
+    train_s: float = knob(3600.0, "seconds for one training step", above=0)
+    stuck_s: float = knob(
+        300.0, "seconds without progress before the run stops and reports what it was waiting for", above=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingConfig:
-    """Where metrics go besides the store."""
+    """Where metrics are written besides the store."""
 
     tensorboard: bool = knob(True, "write TensorBoard event files into the run's folder")
-    tracker: str = knob("", "a class of your own, path/to/file.py:Name or module:Name; see pipeline/jobs/tracking.py")
+    tracker: str = knob(
+        "", "your own tracker class, path/to/file.py:Name or module:Name; see pipeline/jobs/tracking.py"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadConfig:
-    """What responses look like where no model samples them: in `staleflow simulate`, and with the emulated engine."""
+    """Responses where no model samples them: in `staleflow simulate` and with the emulated engine."""
 
-    kind: str = knob("lognormal", "how response lengths are distributed", choices=WORKLOAD_NAMES)
-    prompt_tokens: int = knob(512, "tokens of a prompt", low=1)
-    median: float = knob(2000.0, "median response length, tokens (power_law: the shortest)", low=1)
+    kind: str = knob("lognormal", "distribution of response lengths", choices=WORKLOAD_NAMES)
+    prompt_tokens: int = knob(512, "tokens per prompt", low=1)
+    median: float = knob(2000.0, "median response length, tokens (power_law: shortest length)", low=1)
     sigma: float = knob(1.0, "lognormal, agentic: standard deviation of the log length", low=0, high=10)
     long_share: float = knob(0.15, "bimodal: share of long responses", low=0, high=1)
-    long_ratio: float = knob(15.0, "bimodal: how much longer they are", low=1)
-    exponent: float = knob(1.5, "power_law: P(length > x) falls as x to the minus this", above=0)
-    turns: float = knob(5.0, "agentic: mean number of turns, the last without a tool", low=1)
-    tool_s: float = knob(5.0, "agentic: median seconds a tool takes (lognormal, sigma 1)", low=0)
-    tool_tokens: int = knob(200, "agentic: tokens a tool answers with", low=0)
+    long_ratio: float = knob(15.0, "bimodal: factor by which long responses are longer", low=1)
+    exponent: float = knob(1.5, "power_law: P(length > x) is proportional to x**-exponent", above=0)
+    turns: float = knob(5.0, "agentic: mean number of turns, the last one without a tool call", low=1)
+    tool_s: float = knob(5.0, "agentic: median seconds of a tool call (lognormal, sigma 1)", low=0)
+    tool_tokens: int = knob(200, "agentic: tokens per tool result", low=0)
     group_correlation: float = knob(
-        0.0, "correlation of log lengths within a group: how much a prompt decides of them", low=0, high=1
+        0.0, "correlation of log lengths within a group; 1: the prompt alone determines them", low=0, high=1
     )
     signal_share: float = knob(1.0, "share of groups whose rewards are not all equal", low=0, high=1)
-    run: str = knob("", "recorded: folder of a stored run, whose lengths, prompts and rewards are taken")
+    run: str = knob("", "recorded: folder of a stored run whose lengths, prompts and rewards are used")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """Seconds of everything that is not decoding, and what may go wrong, in `staleflow simulate`."""
+    """Durations of everything but decoding, and injected faults, in `staleflow simulate`."""
 
-    train_s: float = knob(20.0, "seconds a training step takes", low=0)
-    train_s_per_token: float = knob(0.0, "and for each token of its batch, prompts included", low=0)
-    draw_s: float = knob(0.0, "seconds until prompts that were asked for are there", low=0)
-    reward_s: float = knob(0.1, "seconds until a response is scored", low=0)
-    pull_s: float = knob(1.0, "seconds an instance takes to load new weights, prefill not counted", low=0)
-    command_s: float = knob(0.0, "seconds a command takes to reach an instance, and an answer to come back", low=0)
-    report_s: float = knob(2.0, "seconds between reports of an instance, and between ticks", low=0.01)
-    colocated: bool = knob(
-        False, "synchronous only: rollout and training take turns on all GPUs instead of having their own"
+    train_s: float = knob(20.0, "seconds per training step", low=0)
+    train_s_per_token: float = knob(
+        0.0, "seconds per training step for each token of its batch, prompts included; added to train_s", low=0
     )
-    gpus_per_instance: int = knob(1, "GPUs of a rollout instance", low=1)
+    draw_s: float = knob(0.0, "seconds until requested prompts arrive", low=0)
+    reward_s: float = knob(0.1, "seconds until a response is scored", low=0)
+    pull_s: float = knob(1.0, "seconds an instance takes to load new weights, without prefill", low=0)
+    command_s: float = knob(0.0, "seconds a message between coordinator and instance takes, each way", low=0)
+    report_s: float = knob(2.0, "seconds between reports of an instance and between ticks of the coordinator", low=0.01)
+    colocated: bool = knob(False, "synchronous only: rollout and training take turns on the same GPUs")
+    gpus_per_instance: int = knob(1, "GPUs per rollout instance", low=1)
     trainer_gpus: int = knob(1, "GPUs of the trainer", low=1)
-    switch_s: float = knob(0.0, "colocated: seconds to change between rollout and training, twice a step", low=0)
-    lost_every_s: float = knob(0.0, "mean seconds between losses of an instance somewhere; 0 for none", low=0)
+    switch_s: float = knob(0.0, "colocated: seconds to switch between rollout and training, twice per step", low=0)
+    lost_every_s: float = knob(0.0, "mean seconds between instance losses, over all instances; 0: none", low=0)
     replace_s: float = knob(60.0, "seconds until a lost instance is replaced", low=0)
     straggler_share: float = knob(0.0, "share of the instances that are slow", low=0, high=1)
-    straggler_factor: float = knob(3.0, "how much slower they decode", low=1)
+    straggler_factor: float = knob(3.0, "factor by which slow instances decode slower", low=1)
     slow_pull_share: float = knob(0.0, "share of pulls that are slow", low=0, high=1)
-    slow_pull_factor: float = knob(10.0, "how much longer these take", low=1)
+    slow_pull_factor: float = knob(10.0, "factor by which slow pulls take longer", low=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One job."""
+    """A job."""
 
     name: str = knob("run", "name of the run's folder")
-    runs_dir: str = knob("runs", "where run folders are made")
-    seed: int = knob(0, "of prompts, sampling and minibatch order", low=0, high=2**31)
+    runs_dir: str = knob("runs", "folder that run folders are created in")
+    seed: int = knob(0, "random seed of prompts, sampling and minibatch order", low=0, high=2**31)
     steps: int = knob(10, "training steps", low=1)
     profile: str = knob(
         "",
-        "file that `staleflow profile` wrote: its numbers take the place of rollout.cost's, a run's also simulation's",
+        "file written by `staleflow profile`; replaces rollout.cost, and parts of simulation if made from a run",
     )
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
@@ -275,37 +286,39 @@ class RunConfig:
 
     @property
     def groups_started(self) -> int:
+        """groups_per_step + extra_groups."""
         return self.batch.groups_per_step + self.batch.extra_groups
 
     @property
     def emulated(self) -> bool:
-        """Whether no model is involved: responses are drawn, and only their seconds pass."""
+        """Whether responses are drawn at random and only their time passes; no model is involved."""
         return self.rollout.engine.name == "emulated"
 
     @property
     def time_scale(self) -> float:
-        """Seconds that pass for the coordinator in one second of the clock; 1 but for an emulated engine."""
+        """Seconds that pass for the coordinator per second of real time; 1 unless the engine is emulated."""
         return self.rollout.engine.time_scale if self.emulated else 1.0
 
     @property
     def bound(self) -> int:
-        """eta; with admission backlog, which keeps no bound, all steps."""
+        """eta; with admission backlog, which keeps no bound, the number of steps."""
         return self.steps if self.staleness.admission == "backlog" else self.staleness.eta
 
     @property
     def drift_limit(self) -> float:
-        """rollout.drift_limit; by default what rounding in model.dtype explains, and some."""
+        """rollout.drift_limit; by default a little more than rounding in model.dtype explains."""
         return self.rollout.drift_limit or (1e-3 if self.model.dtype == "float32" else 1.0)
 
     @property
     def weighs_costs(self) -> bool:
-        """Whether one of its strategies goes by the cost model."""
+        """Whether one of its strategies uses the cost model."""
         rollout = self.rollout
         chosen = ((r, getattr(rollout, r.field)) for r in (ROUTING, SYNCHRONIZATION, MIGRATION))
         return any(registry.wants(name, "cost") for registry, name in chosen)
 
     @property
     def members_started(self) -> int:
+        """group_size + extra_members."""
         return self.batch.group_size + self.batch.extra_members
 
     @property
@@ -315,12 +328,12 @@ class RunConfig:
 
     @property
     def max_trajectories_in_flight(self) -> int:
-        """(eta + 1) x groups started a step x members started a group."""
+        """(eta + 1) x groups_started x members_started."""
         return (self.staleness.eta + 1) * self.groups_started * self.members_started
 
     @property
     def concurrency(self) -> int:
-        """Trajectories all instances together decode at once."""
+        """Most trajectories that all instances together decode at once."""
         return self.rollout.instances * self.rollout.engine.max_running
 
 

@@ -58,8 +58,8 @@ def check(config: RunConfig) -> None:
 
 
 def with_code(config: RunConfig, keys: Sequence[str] = CODE) -> tuple[RunConfig, dict[str, str]]:
-    """The job with the user code of these keys named by file name only, and that code by file name. Raises ConfigError
-    for an unreadable file."""
+    """The job with the user code of these keys referenced by file name only, and that code by file name. Raises
+    ConfigError for an unreadable file."""
     code: dict[str, str] = {}
     for key in keys:
         file, name = _named(config, key)
@@ -75,7 +75,7 @@ def with_code(config: RunConfig, keys: Sequence[str] = CODE) -> tuple[RunConfig,
 
 
 def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
-    """The job with such code named by its path in `folder`."""
+    """The job with that code referenced by its path in `folder`."""
     for key in CODE:
         file, name = _named(config, key)
         if file in code:

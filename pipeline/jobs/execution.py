@@ -1,4 +1,4 @@
-"""Running a job from start to end in its folder."""
+"""Executing a job from start to end in its run folder."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverSlot:
-    """Where a driver runs that is itself a task of the cluster. security: Dask's, to connect with."""
+    """The worker on which a driver runs as a Dask task. security: Dask's, for its connections."""
 
     address: str
     security: Any = None
 
 
 class DriverSlotTaken(StaleflowError):
-    """The worker that the driver is a task of belongs to another run."""
+    """The driver's worker belongs to another run."""
 
 
 async def execute(
@@ -55,11 +55,11 @@ async def execute(
     slot: DriverSlot | None = None,
     job: str = "",
 ) -> RunEnd:
-    """Run a job on the cluster it names, or go on with it where its folder left off. `announce` gets lines for people,
-    such as the dashboard's address. held: whether the caller holds the run's folder. job: its id on the cluster, if it
-    was submitted; then its task tells how it ended."""
+    """Run a job on the cluster it names, or resume it from its folder. `announce` receives lines for the user, such as
+    the dashboard's address. held: the caller has locked the run folder. job: id of a submitted job, whose task reports
+    how it ended."""
     if config.simulation.colocated:
-        raise ConfigError("simulation.colocated = true: in a run all roles have workers of their own; use simulate")
+        raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
     facts = inspect_model(config)
     config = user_files.located(config)
     user_files.check(config)
@@ -77,7 +77,7 @@ async def _execute(
     slot: DriverSlot | None,
     job: str,
 ) -> RunEnd:
-    """As `execute`, in a folder that is held."""
+    """`execute` with the run folder locked."""
     from pipeline.jobs.reporter import Reporter
     from pipeline.jobs.summary import write_report
     from pipeline.jobs.tracking import Tracking
@@ -94,7 +94,7 @@ async def _execute(
         reporter.say(line)
         announce(line)
 
-    def tell(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+    def show(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
         tracking.steps(outcomes.steps)
         reporter.progress(snapshot, outcomes, doing)
         progress(snapshot, outcomes, doing)
@@ -107,19 +107,19 @@ async def _execute(
             cluster.client, "submit", id=reporter.id, name=config.name, run_dir=str(run_dir), steps=config.steps
         )
         if not await cluster.settle("" if slot is None else slot.address):
-            raise DriverSlotTaken("this worker is another run's")
+            raise DriverSlotTaken("this worker belongs to another run")
         with reporter.listening(), contextlib.ExitStack() as stack:
             resumption = resumptions.prepare(config) if resume else None
             if resumption is not None:
-                say(f"going on from version {resumption.version}")
+                say(f"resuming from version {resumption.version}")
             tracking = stack.enter_context(
                 contextlib.closing(Tracking(config, run_dir, 0 if resumption is None else len(resumption.steps)))
             )
             actors = Actors(config, cluster, run_dir, facts)
             driver = Driver(
-                config, actors, run_dir, tell, resumption, announce=say, fingerprints=found, changed=changed
+                config, actors, run_dir, show, resumption, announce=say, fingerprints=found, changed=changed
             )
-            outcomes = await _driven(driver, reporter.attend(driver, cluster))
+            outcomes = await _run_driver(driver, reporter.attend(driver, cluster))
             ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
     finally:
         with contextlib.suppress(Exception):
@@ -129,9 +129,9 @@ async def _execute(
 
 
 def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fingerprints, list[str]]:
-    """Make the run's folder, or check that the run in it can be resumed. Returns the job, with the code that decides
-    and trains named where the folder keeps it; the fingerprints of what the run uses now; and what differs from its
-    start. Raises ConfigError, StoreError."""
+    """Create the run folder, or check that the run in it can be resumed. Returns the job, with its user code referenced
+    in the folder; the fingerprints of what the run uses now; and their differences from its start. Raises ConfigError,
+    StoreError."""
     from pipeline.runtime import resumption
 
     found = fingerprints.taken(config)
@@ -144,13 +144,13 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     return config, found, []
 
 
-async def _driven(driver: Driver, beside: Coroutine[Any, Any, None]) -> Outcomes:
-    """Drive to the end, or to a stop by a signal; closes the driver."""
+async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None]) -> Outcomes:
+    """Run the driver until it ends or a signal stops it, then close it. reporting: runs meanwhile."""
     loop = asyncio.get_running_loop()
-    attendance = asyncio.ensure_future(beside)
+    reports = asyncio.ensure_future(reporting)
     signals = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
     if threading.current_thread() is not threading.main_thread():
-        signals = {}  # they are the worker's, whose task this is
+        signals = {}  # signals belong to the worker process that runs this task
     for number, why in signals.items():
         loop.add_signal_handler(number, driver.stop, why)
     try:
@@ -160,10 +160,10 @@ async def _driven(driver: Driver, beside: Coroutine[Any, Any, None]) -> Outcomes
         if not driver.outcomes.stopped or task is None:
             raise
         task.uncancel()
-        return driver.outcomes  # stopped at once: what is committed is all there is
+        return driver.outcomes  # stopped at once: only committed steps count
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
-        attendance.cancel()
-        await asyncio.gather(attendance, return_exceptions=True)
+        reports.cancel()
+        await asyncio.gather(reports, return_exceptions=True)
         await driver.close()

@@ -1,6 +1,6 @@
-"""What a run tells the board on its scheduler: where it stands, its log; and how it hears that it is to stop.
+"""Reporting a run's progress and log to the board on its scheduler, and receiving requests to stop.
 
-Every run does, on whatever cluster: the dashboard's page, `staleflow status` and `staleflow logs` show it.
+All runs report, on any cluster: the dashboard page, `staleflow status` and `staleflow logs` show it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from stores.codec import Codec
 logger = logging.getLogger(__name__)
 
 REPORT_S = 0.5
-"""How often a run tells how it stands, and hears whether it is to stop."""
+"""Seconds between reports; each answer says whether to stop."""
 DECISIONS = 30
-"""Latest decisions that are told."""
+"""Number of latest decisions in a report."""
 CODEC = Codec()
 
 
 class Reporter:
-    """One run's voice. planned: its training steps."""
+    """Sends one run's progress and log lines to the board. planned: training steps of the run."""
 
     def __init__(self, id: str, planned: int) -> None:
         self.id = id
@@ -43,32 +43,32 @@ class Reporter:
         self._doing = ""
 
     def say(self, line: str) -> None:
-        """A line of the log."""
+        """Append a line to the log."""
         self._lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
 
     def progress(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
-        """What the driver tells twice a second, and at each step."""
+        """Take the driver's state, which it passes on twice a second and at each step."""
         if doing and doing != self._doing:
             self._doing = doing
-            self._tell(doing)
+            self._log(doing)
         for evaluation in outcomes.evaluations[self._num_evaluations :]:
-            self._tell(evaluation.line)
+            self._log(evaluation.line)
         self._num_evaluations = len(outcomes.evaluations)
         for step in outcomes.steps[self._num_steps :]:
             self._doing = "training"
             self._steps.append(step)
-            self._tell(step_line(step, self._planned))
+            self._log(step_line(step, self._planned))
         self._num_steps = len(outcomes.steps)
         self._status = {**CODEC.encode(snapshot), "doing": self._doing, "losses": list(outcomes.losses)}
 
-    def _tell(self, line: str) -> None:
-        """A line of the run's log, and of this process's."""
+    def _log(self, line: str) -> None:
+        """Append a line to the run's log and to this process's log."""
         self.say(line)
         logger.info(line)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """What is logged meanwhile becomes lines too."""
+        """Meanwhile, append warnings that are logged to the run's log."""
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: self.say(record.getMessage())  # type: ignore[method-assign]
         loggers = [logging.getLogger(name) for name in ("pipeline", "tasks", "stores")]
@@ -81,12 +81,12 @@ class Reporter:
                 one.removeHandler(handler)
 
     async def attend(self, driver: Driver, cluster: DaskWorkers) -> None:
-        """Beside the driver: report, and stop it when asked."""
+        """Report regularly while the driver runs; stop it when requested."""
         while True:
             state, why = "running", ""
             if cluster.waiting:
                 what = "; ".join(f"{name} needs {need}" for name, need in sorted(cluster.waiting.items()))
-                state, why = "waiting", f"{what}; gives up {cluster.start_s:g} s after it began"
+                state, why = "waiting", f"{what}; gives up {cluster.start_s:g} s after the start"
             more = {"decisions": driver.decisions(DECISIONS), "tokens_sampled": driver.tokens_sampled()}
             stop = await self.report(cluster.client, state, why, more)
             if stop:
@@ -95,7 +95,7 @@ class Reporter:
             await asyncio.sleep(REPORT_S)
 
     async def report(self, client: Any, state: str, why: str, more: dict[str, Any] | None = None) -> str:
-        """Tell what there is to tell; returns why the run is to stop, empty if it is not."""
+        """Send what is new to the board; returns why the run must stop, empty if it need not."""
         lines, self._lines = self._lines, []
         steps, self._steps = self._steps, []
         status = {**self._status, **(more or {})} if self._status else {}
@@ -105,8 +105,8 @@ class Reporter:
         return str(answer)
 
 
-async def tell(client: Any, id: str, state: str, why: str) -> None:
-    """That a run is in this state now, for this reason."""
+async def report_state(client: Any, id: str, state: str, why: str) -> None:
+    """Report a run's state and the reason for it."""
     reporter = Reporter(id, 0)
     reporter.say(f"{state}: {why}" if why else state)
     await reporter.report(client, state, why)

@@ -1,9 +1,7 @@
-"""Jobs on a Dask cluster, as those see them who submit, watch and stop them.
+"""Submitting jobs to a Dask cluster. Their driver is in pipeline/jobs/job_driver.py.
 
-Their driver is in pipeline/jobs/job_driver.py.
-
-The run's folder (runs_dir) must be the same for the driver, the trainer and the trajectory server: on one machine, or
-on a file system they share.
+Driver, trainer and trajectory server must see the same run folder (runs_dir): on one machine, or on a shared file
+system.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from pipeline.scheduler.connection import Where
 
 
 async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> str:
-    """Hand a job to a cluster; returns its id as soon as the scheduler has it."""
+    """Submit a job to a cluster; returns its id as soon as the scheduler has it."""
     id = f"{config.name}-{secrets.token_hex(3)}"
     config = user_files.located(config)
     user_files.check(config)

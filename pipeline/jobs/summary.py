@@ -1,4 +1,4 @@
-"""What a run leaves for people: summary.json and summary.png."""
+"""Summary of a run for people to read: summary.json and summary.png."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.runtime.outcomes import Outcomes
 from stores.files import replace_file, replace_text
 from stores.metrics import STEP, axis, tokens_per_s
 
-ROOM = "free space or move runs_dir; the run itself is stored"
+REMEDY = "free space or move runs_dir; the run itself is stored"
 AGES = {
     "staleness_mean": ("#08519c", 1.5),
     "staleness_max": ("#cb181d", 1),
@@ -22,24 +22,24 @@ AGES = {
     "staleness_in_queue": ("#fd8d3c", 1),
 }
 LENGTHS = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
-"""What summary.png draws together: metrics, with colour and width of their lines."""
+"""Metrics that summary.png draws in one plot, with colour and width of their lines."""
 
 
 def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, object]:
-    """Write both files into the run's folder; returns the summary."""
+    """Write both files into the run folder; returns the summary."""
     summary = summarize(config, outcomes, run_dir)
-    replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", ROOM)
+    replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if outcomes.steps:
-        replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), ROOM)
+        replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), REMEDY)
     return summary
 
 
 def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, Any]:
-    """Evaluation before and after, steps, tokens, staleness histogram, seconds by phase, drops by reason."""
+    """A run's evaluations, steps, tokens, staleness histogram, seconds by phase, and drops by reason."""
     from stores.versioned import VersionedStore
 
     staleness: Counter[int] = Counter()
-    if (run_dir / "store").is_dir():  # not there if the run was stopped while its actors started
+    if (run_dir / "store").is_dir():  # missing if the run was stopped while its actors started
         table = VersionedStore.open(run_dir / "store").table()
         staleness.update(int(s) for s in table["staleness"] if s >= 0)
     phases = outcomes.phases
@@ -83,7 +83,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
 
 
 def step_line(step: dict[str, float], num_steps: int) -> str:
-    """A training step on one line."""
+    """A training step as one line of text."""
     return (
         f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}  length {step['response_mean']:.1f}  "
         f"staleness {step['staleness_mean']:.2f} (max {step['staleness_max']:.0f})  loss {step['loss']:+.4f}  "
@@ -93,7 +93,7 @@ def step_line(step: dict[str, float], num_steps: int) -> str:
 
 
 def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
-    """Reward, staleness, lengths and throughput over steps."""
+    """Plot reward, staleness, lengths and throughput over steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -115,14 +115,14 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
             at, means = [e.version for e in scored], [getattr(e, label) for e in scored]
             errors = [getattr(e, f"{label}_stderr") or 0.0 for e in scored]
             reward.errorbar(at, means, errors, fmt=marker, color=color, capsize=3, label=f"held out, {label}")
-    title = "reward (held-out ones cannot be compared)" if not_comparable(outcomes.evaluations) else "reward"
+    title = "reward (held-out rewards cannot be compared)" if not_comparable(outcomes.evaluations) else "reward"
     reward.set(title=title, xlabel="step", ylim=(min(0.0, *(s["reward"] for s in steps)), None))
     reward.legend(fontsize=8, loc="lower right")
 
     stale = axes[0][1]
     for name, (color, width) in AGES.items():
         stale.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
-    if config.staleness.admission != "backlog":  # which keeps none
+    if config.staleness.admission != "backlog":  # it keeps no bound
         stale.axhline(config.bound, color="#cb181d", linestyle="--", linewidth=1, label="bound")
     most = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
     stale.set(title=axis("staleness", *AGES), xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))

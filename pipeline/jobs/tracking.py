@@ -1,4 +1,4 @@
-"""Where a run's metrics go besides its store: TensorBoard's event files, and whatever a user brings.
+"""Trackers, which write a run's metrics elsewhere than its store: TensorBoard event files, or a user's own class.
 
 A tracker is a class, named in the job file (`tracking.tracker = "mine.py:Tracker"`), with three methods:
 
@@ -7,8 +7,8 @@ A tracker is a class, named in the job file (`tracking.tracker = "mine.py:Tracke
         def step(self, step: int, metrics: dict[str, float]): ...
         def close(self): ...
 
-They are called in the driver's process, between other things: one that takes long slows the run. One that raises is
-logged and not called again; a run is not lost for the sake of its picture.
+They are called in the driver's event loop, so a slow tracker slows the run. One that raises is logged and not called
+again; the run continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """See above."""
+    """See the module's docstring."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -55,7 +55,7 @@ class TensorBoard:
 
 
 class Tracking:
-    """The trackers of one run, each fed every step once. first: steps before it are tracked already."""
+    """The trackers of one run; each receives every step once. first: steps before it are already tracked."""
 
     def __init__(self, config: RunConfig, run_dir: Path, first: int = 0) -> None:
         job = tomllib.loads(fields.to_toml(config))
@@ -66,7 +66,7 @@ class Tracking:
         self._next = first
 
     def steps(self, steps: Sequence[Mapping[str, float]]) -> None:
-        """All steps of the run so far: the ones not tracked yet are."""
+        """Track those of the run's steps so far that are not tracked yet."""
         for metrics in steps[self._next :]:
             self._next += 1
             values = {name: value for name, value in metrics.items() if name != "step"}

@@ -17,11 +17,9 @@ from pipeline.scheduler.plugin import ensure
 from stores.errors import ConfigError
 
 UNREACHABLE = (OSError, TimeoutError, ValueError, RuntimeError)
-"""What a client raises that finds no scheduler; RuntimeError where it has TLS and the scheduler has none."""
-
-
+"""Exceptions raised when no scheduler can be reached; RuntimeError if only the client uses TLS."""
 CONNECT_S = 10.0
-"""Longest to wait for a scheduler."""
+"""Seconds to wait for a scheduler."""
 
 
 FILE_POLL_S = 0.1
@@ -30,8 +28,8 @@ FILE_POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """A Dask cluster, as the command line or a job file names it: by address, by scheduler file, or as Dask is
-    configured. security: Dask's, for a cluster with TLS."""
+    """A Dask cluster, as the command line or a job file names it: by address, by scheduler file, or by Dask's
+    configuration. security: Dask's, for a cluster with TLS."""
 
     address: str = ""
     scheduler_file: str = ""
@@ -46,8 +44,8 @@ class Where:
         self, *, direct_to_workers: bool = False, as_default: bool = True, file_within_s: float = 0.0
     ) -> Any:
         """An asynchronous client with the board on its scheduler. as_default: whether Dask's functions in this process
-        use it from now on. file_within_s: how long a scheduler file may take to appear. Raises ConfigError, in one
-        line, if no scheduler can be reached."""
+        use it from now on. file_within_s: how long a scheduler file may take to appear. Raises ConfigError with a
+        one-line message if no scheduler can be reached."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + file_within_s
         while self.scheduler_file and not Path(self.scheduler_file).is_file() and loop.time() < deadline:
@@ -66,7 +64,7 @@ class Where:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[Any]:
-        """`client` for the length of a block, beside whatever else this process is a client of."""
+        """`client` for the duration of a block, without becoming the default client of this process."""
         client = await self.client(as_default=False)
         try:
             yield client
@@ -75,7 +73,7 @@ class Where:
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[Any]:
-        """`client` for synchronous code. Raises ConfigError as it does."""
+        """A synchronous client for the duration of a block. Raises ConfigError like `client`."""
         try:
             client = Client(**self._target())
         except UNREACHABLE as error:
@@ -85,9 +83,9 @@ class Where:
             yield client
 
     def _target(self) -> dict[str, Any]:
-        """Arguments for a client, checked for what it would only find out in a traceback. Raises ConfigError."""
+        """Arguments for a client, checked first so that mistakes give a one-line message. Raises ConfigError."""
         if not self.named:
-            raise ConfigError("which cluster? name it with --scheduler, --scheduler-file or DASK_SCHEDULER_ADDRESS")
+            raise ConfigError("no cluster given; name it with --scheduler, --scheduler-file or DASK_SCHEDULER_ADDRESS")
         target: dict[str, Any] = {"address": self.address} if self.address else {}
         address = self.address
         if self.scheduler_file:
@@ -112,7 +110,7 @@ class Where:
 
 
 def security_of(ca_file: str, cert: str, key: str) -> Any:
-    """Dask's security from files of PEM; None without any: then Dask's own configuration counts."""
+    """Dask's security from PEM files; None without any, in which case Dask's own configuration applies."""
     if not (ca_file or cert or key):
         return None
     for option, path in (("--tls-ca-file", ca_file), ("--tls-cert", cert), ("--tls-key", key)):
@@ -122,7 +120,7 @@ def security_of(ca_file: str, cert: str, key: str) -> Any:
 
 
 def client_security(security: Any) -> Any:
-    """Of a worker, as a client of the same cluster needs it: started with --tls-cert, it has one for workers only."""
+    """A worker's security for use by a client: a worker started with --tls-cert has a certificate for workers only."""
     if security is None or not security.tls_worker_cert or security.tls_client_cert:
         return security
     return Security(

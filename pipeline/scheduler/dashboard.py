@@ -1,7 +1,7 @@
-"""The staleflow page on the Dask dashboard, its JSON routes and its Prometheus metrics. In the scheduler's process.
+"""The staleflow page of the Dask dashboard, its JSON routes and its Prometheus metrics. In the scheduler's process.
 
-A view that could be deleted: it reads what runs have told the board, when someone looks, and decides nothing. Nothing
-here costs the scheduler's loop anything while nobody does.
+A view only: it reads what runs have reported to the board and decides nothing. It costs the scheduler's event loop
+nothing while nobody looks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pipeline.scheduler.board import Board, Job
 from stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind, axis
 
 REFRESH_MS = 500
-"""As often as runs report."""
+"""Milliseconds between refreshes: as often as runs report."""
 BY_LAG = ("#1b7837", "#7fbf7b", "#f6c244", "#f08a24", "#d6301f")
 """Colours by version lag: fresh is green, four versions behind or more is red."""
 EMPTY = "#ececec"
 STATE_COLOURS = {
     "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
 }  # fmt: skip
-PICTURES = {
+PLOTS = {
     "reward": {"reward": "#08519c"},
     "staleness": {
         "staleness_mean": "#08519c", "staleness_max": "#d6301f", "staleness_in_flight": "#807dba",
@@ -46,12 +46,12 @@ PICTURES = {
     "response length": {"response_mean": "#1b7837", "response_max": "#7fbf7b"},
     "throughput": {"tokens_per_s": "#08519c"},
 }  # fmt: skip
-"""What is drawn over steps: by title, metrics and the colours of their lines."""
-HISTORY = ("step", *(name for series in PICTURES.values() for name in series))
+"""Plots over steps, by title: metrics and the colours of their lines."""
+HISTORY = ("step", *(name for series in PLOTS.values() for name in series))
 
 
 def add_to(scheduler: Any, board: Board) -> None:
-    """Put the page, its tab and its routes on a scheduler's dashboard, if it has one."""
+    """Add the page, its tab and its routes to a scheduler's dashboard, if it has one."""
     application = getattr(scheduler, "http_application", None)
     if application is None or "dashboard" not in getattr(scheduler, "services", {"dashboard": None}):
         return
@@ -96,7 +96,7 @@ class OneJob(Jobs):
 
 
 class JobsCollector(Collector):
-    """Metrics of the jobs on every board of this process; a test or a notebook may start several schedulers in one."""
+    """Prometheus metrics of all boards in this process; tests and notebooks may start several schedulers in one."""
 
     boards: ClassVar[weakref.WeakSet[Board]] = weakref.WeakSet()
 
@@ -113,14 +113,15 @@ class JobsCollector(Collector):
 
 
 def export_metrics(board: Board) -> None:
-    """Have /metrics tell of jobs too: what is in this process's registry shows there."""
+    """Add jobs to /metrics, which shows this process's registry."""
     if not JobsCollector.boards:
-        with contextlib.suppress(ValueError):  # it is there from an earlier scheduler
+        with contextlib.suppress(ValueError):  # already registered by an earlier scheduler
             REGISTRY.register(JobsCollector())
     JobsCollector.boards.add(board)
 
 
 def last(job: Job) -> Mapping[str, float]:
+    """Metrics of a job's last step; empty without any."""
     return next(reversed(job.history.values()), {})
 
 
@@ -128,7 +129,7 @@ def last(job: Job) -> Mapping[str, float]:
 
 
 def page(board: Board, extra: Mapping[str, Any], doc: Any) -> None:
-    """One document for one viewer: of the job its address names (?job=ID), else of the latest."""
+    """The document for one viewer: of the job named in its address (?job=ID), or of the latest job."""
     arguments = doc.session_context.request.arguments if doc.session_context else {}
     (wanted,) = arguments.get("job", [b""])
     view = View(board, wanted.decode())
@@ -141,7 +142,7 @@ def page(board: Board, extra: Mapping[str, Any], doc: Any) -> None:
 
 
 class View:
-    """What one viewer sees."""
+    """The page that one viewer sees."""
 
     def __init__(self, board: Board, wanted: str) -> None:
         self._board = board
@@ -155,10 +156,10 @@ class View:
         self._history = ColumnDataSource({name: [] for name in HISTORY})
         self._drops = ColumnDataSource({name: [] for name in ("why", "count")})
         self._decisions = ColumnDataSource({name: [] for name in ("at", "who", "what", "cause")})
-        self._buffers = self._buffer_picture()
-        self._instances = self._instance_picture()
+        self._buffers = self._buffer_plot()
+        self._instances = self._instance_plot()
         self._reasons = figure(
-            title="ended without being trained on, by reason", y_range=["none"], x_range=DataRange1d(start=0),
+            title="trajectories dropped, by reason", y_range=["none"], x_range=DataRange1d(start=0),
             height=220, toolbar_location=None, sizing_mode="stretch_width",
         )  # fmt: skip
         self._reasons.hbar(y="why", right="count", height=0.6, color="#8c6bb1", source=self._drops)
@@ -167,10 +168,10 @@ class View:
             columns=[
                 TableColumn(field="at", title="at, s", width=70),
                 TableColumn(field="who", title="trajectory", width=80),
-                TableColumn(field="what", title="decision", width=360), TableColumn(field="cause", title="because of"),
+                TableColumn(field="what", title="decision", width=360), TableColumn(field="cause", title="cause"),
             ],
         )  # fmt: skip
-        lines = [self._lines(title, series) for title, series in PICTURES.items()]
+        lines = [self._lines(title, series) for title, series in PLOTS.items()]
         self.root = column(
             self._head,
             row(self._buffers, self._instances, sizing_mode="stretch_width"),
@@ -182,12 +183,12 @@ class View:
 
     # -- what is drawn -------------------------------------------------------------------------------------------
 
-    def _buffer_picture(self) -> Any:
-        picture = figure(
+    def _buffer_plot(self) -> Any:
+        plot = figure(
             title="staleness buffers: the groups of each coming step", height=240, toolbar_location=None,
             sizing_mode="stretch_width", y_range=Range1d(0, 1), x_range=Range1d(0, 1),
         )  # fmt: skip
-        picture.rect(
+        plot.rect(
             x="x",
             y="y",
             width=0.9,
@@ -197,45 +198,45 @@ class View:
             line_width=2,
             source=self._slots,
         )
-        picture.add_tools(HoverTool(tooltips="@what"))
-        picture.xaxis.axis_label = "place"
-        picture.yaxis.axis_label = "step"
-        picture.grid.visible = False
-        return picture
+        plot.add_tools(HoverTool(tooltips="@what"))
+        plot.xaxis.axis_label = "place"
+        plot.yaxis.axis_label = "step"
+        plot.grid.visible = False
+        return plot
 
-    def _instance_picture(self) -> Any:
-        picture = figure(
+    def _instance_plot(self) -> Any:
+        plot = figure(
             title="rollout instances: running trajectories (bar), KV cache (line)", height=240, toolbar_location=None,
             sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.6),
         )  # fmt: skip
-        picture.hbar(y="y", right="right", height=0.5, color="colour", source=self._lanes)
-        picture.scatter(x="kv", y="y", marker="dash", angle=1.5708, size=26, color="#222222", source=self._lanes)
-        picture.text(x=1.02, y="y", text="text", text_baseline="middle", text_font_size="11px", source=self._lanes)
-        picture.xaxis.axis_label = "share of max_running, of kv_tokens"
-        return picture
+        plot.hbar(y="y", right="right", height=0.5, color="colour", source=self._lanes)
+        plot.scatter(x="kv", y="y", marker="dash", angle=1.5708, size=26, color="#222222", source=self._lanes)
+        plot.text(x=1.02, y="y", text="text", text_baseline="middle", text_font_size="11px", source=self._lanes)
+        plot.xaxis.axis_label = "share of max_running, of kv_tokens"
+        return plot
 
     def _lines(self, what: str, series: Mapping[str, str]) -> Any:
-        picture = figure(
+        plot = figure(
             title=axis(what, *series), height=220, toolbar_location=None, sizing_mode="stretch_width",
             tools="xwheel_zoom,xpan,reset", x_axis_label="step", y_axis_label=STEP[next(iter(series))].unit,
         )  # fmt: skip
         for name, colour in series.items():
             label = STEP[name].label
-            picture.line(x="step", y=name, color=colour, line_width=2, legend_label=label, source=self._history)
-        picture.legend.location = "top_left"
-        picture.legend.label_text_font_size = "10px"
-        picture.legend.padding = 3
-        picture.legend.background_fill_alpha = 0.6
-        return picture
+            plot.line(x="step", y=name, color=colour, line_width=2, legend_label=label, source=self._history)
+        plot.legend.location = "top_left"
+        plot.legend.label_text_font_size = "10px"
+        plot.legend.padding = 3
+        plot.legend.background_fill_alpha = 0.6
+        return plot
 
     # -- what changes --------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Look at the board again."""
+        """Refresh everything from the board."""
         jobs = self._board.jobs
         job = jobs.get(self._wanted) or next(reversed(jobs.values()), None)
         if job is None:
-            self._head.text = "<h3>No job here yet.</h3><code>staleflow submit job.toml</code>"
+            self._head.text = "<h3>No job yet.</h3><code>staleflow submit job.toml</code>"
             return
         self._head.text = headline(job, list(jobs.values()))
         status = job.status
@@ -319,7 +320,7 @@ class View:
 
 
 def headline(job: Job, jobs: list[Job]) -> str:
-    """The job in one line, and the way to the others."""
+    """One line of HTML about the job, and links to the other jobs."""
     step = last(job)
     parts = [
         f"<b>{escaped(job.id)}</b>",

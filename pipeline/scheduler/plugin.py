@@ -1,4 +1,4 @@
-"""The plugin that puts the board, and a page of the dashboard that shows it, on a Dask scheduler."""
+"""The Dask scheduler plugin that adds the board, and the dashboard page that shows it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from stores.errors import ConfigError
 
 
 class BoardPlugin(Board):
-    """Registered once a scheduler, by the first client that needs it."""
+    """The board as a plugin, registered once per scheduler by the first client that needs it."""
 
     async def start(self, scheduler: Any) -> None:
         await super().start(scheduler)
         try:
             from pipeline.scheduler import dashboard
-        except ImportError:  # no bokeh there: the scheduler has no dashboard either
+        except ImportError:  # without bokeh the scheduler has no dashboard
             return
         dashboard.add_to(scheduler, self)
 
 
 async def ensure(client: Any) -> None:
-    """Put the board on the scheduler of an asynchronous client, if it has none yet. Raises ConfigError if that
+    """Register the board on an asynchronous client's scheduler unless it is there already. Raises ConfigError if the
     scheduler cannot load this package."""
     try:
         await client.register_plugin(BoardPlugin())

@@ -1,1 +1,1 @@
-"""Rules the coordinator consults: what may start, where it is sampled, when instances pull, what is dropped. Pure."""
+"""Rules the coordinator consults: what starts, where it is sampled, when instances pull, what is dropped. Pure."""

@@ -1,8 +1,8 @@
-"""How much new work may start. Each rule is one system's; what they share is counted in groups.
+"""Admission rules: how much new work may start. Each reproduces one system; all count in groups.
 
 | rule | in play (reserved and finished, not the batch being trained) | late work | keeps the bound |
 |---|---|---|---|
-| staleflow | what can be promised a place | is waited for | yes |
+| staleflow | as many as can reserve a place | is waited for | yes |
 | synchronous | one batch, while nothing trains | is waited for | yes |
 | one_step | one batch, while the one before trains | is waited for | yes |
 | credits | (1 + alpha) batches (ROLL Flash, arXiv 2510.11345) | is dropped | yes |
@@ -25,12 +25,12 @@ from tasks.registry import Registry
 
 
 class Late(Enum):
-    """What a step does about work that is due and not finished."""
+    """What a step does with work that is due but unfinished."""
 
     WAIT = "wait"
     DROP = "drop"
     TRAIN = "train"
-    """Takes what is finished, however old: the bound is not kept."""
+    """Train on whatever is finished, however old: the bound is not kept."""
 
 
 class Admission(Protocol):
@@ -38,11 +38,12 @@ class Admission(Protocol):
     def late(self) -> Late: ...
 
     def room(self, ledger: StalenessLedger) -> int:
-        """How many groups of the published version may be started now, those already queued included."""
+        """Number of groups of the published version that may be started now, including those already queued."""
         ...
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
-        """Why a fresh group must not start at `version`; None if it may. A newer version is never refused more."""
+        """Why a new group must not start at `version`; None if it may. A newer version is never refused where an older
+        one is accepted."""
         ...
 
 
@@ -52,7 +53,7 @@ ADMISSION: Registry[Admission] = Registry("admission rule", "staleness.admission
 
 @ADMISSION.register("staleflow")
 class Reservations:
-    """StaleFlow: as much as can be promised a place."""
+    """StaleFlow: as many groups as can reserve a place in a staleness buffer."""
 
     late = Late.WAIT
 
@@ -64,12 +65,13 @@ class Reservations:
 
 
 class _CappedAdmission(ABC):
-    """At most so many groups in play."""
+    """A cap on the number of groups in play."""
 
     late = Late.WAIT
 
     @abstractmethod
-    def cap(self, ledger: StalenessLedger) -> int: ...
+    def cap(self, ledger: StalenessLedger) -> int:
+        """Most groups that may be in play."""
 
     def room(self, ledger: StalenessLedger) -> int:
         left = self.cap(ledger) - ledger.num_reserved - ledger.num_occupied
@@ -84,20 +86,20 @@ class _CappedAdmission(ABC):
 
 @ADMISSION.register("synchronous")
 class Synchronous(_CappedAdmission):
-    """One batch at a time, all of it from the version that will train on it: rollout and training take turns."""
+    """One batch at a time, sampled entirely from the version it updates: rollout and training take turns."""
 
     def cap(self, ledger: StalenessLedger) -> int:
         return ledger.groups_started if ledger.version == ledger.next_step else 0
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
         if version < ledger.next_step:
-            return f"synchronous: version {version} is not the one step {ledger.next_step} starts from"
+            return f"synchronous: version {version} is not the one that step {ledger.next_step} starts from"
         return super().refusal(ledger, version)
 
 
 @ADMISSION.register("one_step")
 class OneStep(_CappedAdmission):
-    """One batch ahead: the next batch is sampled while one is trained, never a second."""
+    """One batch ahead: while one batch is trained, only the next one is sampled."""
 
     def cap(self, ledger: StalenessLedger) -> int:
         return ledger.groups_started
@@ -106,14 +108,16 @@ class OneStep(_CappedAdmission):
 @ADMISSION.register("credits")
 @dataclass(frozen=True, slots=True)
 class Credits(_CappedAdmission):
-    """ROLL Flash: B + ceil(alpha B) credits to start with, B more a step; what is too old for a step is dropped.
+    """ROLL Flash: B + ceil(alpha B) credits at the start, B more per step; work too old for its step is dropped.
 
-    alpha bounds the version gap by ceil(alpha), which must not be more than eta; a fractional alpha holds fewer groups
-    of the oldest version.
+    ceil(alpha) bounds the version gap and must not exceed eta; a fractional alpha keeps fewer groups of the oldest
+    version.
     """
 
     eta: int
-    alpha: float = knob(1.0, "credits: batches in play beyond one; versions a batch may lag, rounded up", low=0)
+    alpha: float = knob(
+        1.0, "credits: batches in play beyond the first; rounded up, the most versions a batch may lag", low=0
+    )
 
     late = Late.DROP
 
@@ -131,8 +135,8 @@ class Credits(_CappedAdmission):
 @ADMISSION.register("backlog")
 @dataclass(frozen=True, slots=True)
 class Backlog(_CappedAdmission):
-    """AReaL: (eta + version + 1) B less what was accepted and what runs. Bounds how far ahead work is started, not how
-    old it is when it is trained."""
+    """AReaL: (eta + version + 1) B minus what was accepted and what is running. Bounds how far ahead work starts, not
+    how old it is when it is trained on."""
 
     eta: int
 

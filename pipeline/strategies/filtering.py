@@ -1,4 +1,4 @@
-"""Which complete groups are not worth training on, and which unfinished ones are not worth waiting for."""
+"""Filters of complete groups not worth training on, and rules for unfinished ones not worth waiting for."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ FILTERING: Registry[Filtering] = Registry("filter", "batch.filtering", contract=
 
 @FILTERING.register("keep_all")
 class KeepAll:
+    """Every group is kept."""
+
     def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
         return None
 
@@ -38,7 +40,7 @@ class NoSignal:
 
 
 class Straggling(Enum):
-    """What becomes of the last trajectories that a step waits for."""
+    """What is done with the last trajectories that a step waits for."""
 
     WAIT = "wait"
     RETRY = "retry"
@@ -50,21 +52,24 @@ STRAGGLERS: Registry[Stragglers] = Registry("straggler rule", "batch.stragglers"
 
 @STRAGGLERS.register("wait")
 class Stragglers:
-    """When a step that waits is stuck, and what is done about the few it waits for. This one waits for ever."""
+    """When a waiting step counts as stuck, and what is done with the stragglers it waits for. This rule only waits."""
 
     action = Straggling.WAIT
 
     def stuck(self, *, waited_s: float, interval_s: float, missing: int, groups_per_step: int) -> bool:
-        """Whether a step that has waited so long for so few groups is stuck. interval_s: 0 while it is not known."""
+        """Whether a step that has waited `waited_s` for `missing` groups is stuck. interval_s: between steps; 0 while
+        unknown."""
         return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Impatient(Stragglers):
-    """A step is stuck that has waited for long and for few."""
+class _TimedStragglers(Stragglers):
+    """A step is stuck when it has waited long and for few groups."""
 
-    straggler_patience: float = knob(1.0, "intervals between steps the trainer waits before it is stuck", above=0)
-    straggler_share: float = knob(0.1, "share of groups_per_step that may count as stragglers", low=0, high=1)
+    straggler_patience: float = knob(
+        1.0, "wait of the trainer, in intervals between steps, after which a step is stuck", above=0
+    )
+    straggler_share: float = knob(0.1, "largest share of groups_per_step that counts as stragglers", low=0, high=1)
 
     def stuck(self, *, waited_s: float, interval_s: float, missing: int, groups_per_step: int) -> bool:
         if not interval_s or not missing:
@@ -75,14 +80,14 @@ class _Impatient(Stragglers):
 
 
 @STRAGGLERS.register("retry")
-class Retry(_Impatient):
-    """Continued on the instance whose decode step is fastest."""
+class Retry(_TimedStragglers):
+    """Stragglers continue on the instance whose decode step is fastest."""
 
     action = Straggling.RETRY
 
 
 @STRAGGLERS.register("truncate")
-class Truncate(_Impatient):
-    """Ended with the tokens they have, and scored."""
+class Truncate(_TimedStragglers):
+    """Stragglers end with the tokens they have, and are scored."""
 
     action = Straggling.TRUNCATE

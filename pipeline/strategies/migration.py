@@ -1,4 +1,5 @@
-"""Moving single trajectories from an instance that drowns to one that starves. A move costs one more prefill."""
+"""Migration rules: moving running trajectories from an overloaded instance to a lightly loaded one. A move costs one
+more prefill."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tasks.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
-    """A running trajectory that could run elsewhere. remaining: tokens it is still expected to sample."""
+    """A running trajectory that could move. remaining: tokens it is expected still to sample. pace_s: seconds per token
+    it can afford."""
 
     kv_tokens: int
     remaining: float
@@ -22,6 +24,8 @@ class Movable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
+    """Load of one instance. running: trajectories."""
+
     running: int
     kv_tokens: int
 
@@ -29,15 +33,15 @@ class Load:
 class Migration(Protocol):
     @property
     def active(self) -> bool:
-        """Whether it ever moves anything."""
+        """Whether the rule ever moves anything."""
         ...
 
     def worthwhile(self, source: Load, target: Load) -> bool:
-        """Whether any move between these two could gain: asked before anything is looked at one by one."""
+        """Whether any move between these two could gain; asked before trajectories are examined one by one."""
         ...
 
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
-        """Which of `movable` (indices) to take from the fuller `source` to `target`, which has room for `limit`."""
+        """Indices of `movable` to move from the fuller `source` to `target`, which has room for `limit`."""
         ...
 
 
@@ -47,7 +51,7 @@ MIGRATION: Registry[Migration] = Registry("migration rule", "rollout.migration",
 
 @MIGRATION.register("none")
 class Stay:
-    """Never."""
+    """No trajectory moves."""
 
     active = False
 
@@ -61,11 +65,13 @@ class Stay:
 @MIGRATION.register("largest_gain")
 @dataclass(frozen=True, slots=True)
 class LargestGain:
-    """The ones whose move gains most, for as long as it gains: seconds saved over what the trajectory has left to
-    sample, less the seconds its prefill takes from everyone on the target."""
+    """The moves that gain most, as long as they gain: seconds saved on the tokens a trajectory still has to sample,
+    minus the seconds its prefill costs all trajectories on the target."""
 
     cost: CostModel
-    migration_gain: float = knob(0.2, "largest_gain: share by which a decode step must be faster there", low=0, high=1)
+    migration_gain: float = knob(
+        0.2, "largest_gain: share by which a decode step must be faster on the target", low=0, high=1
+    )
 
     active = True
 
@@ -74,7 +80,7 @@ class LargestGain:
 
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
         here, there = source, target
-        # Urgent work gains most from a light instance; among equals the small contexts are cheap to move.
+        # Urgent work gains most from a light instance; among equals, small contexts are cheaper to move.
         order = sorted(range(len(movable)), key=lambda i: (movable[i].pace_s, movable[i].kv_tokens))
         moved: list[int] = []
         for i in order:
@@ -97,6 +103,6 @@ class LargestGain:
         return one.remaining * saved_s > cost.prefill * one.kv_tokens * after.running
 
     def _faster(self, here: Load, after: Load) -> bool:
-        """Whether a step on the target, once moved, is faster than here by the least gain."""
+        """Whether a decode step on the target after the move is faster than here by at least migration_gain."""
         here_s = self.cost.step_s(here.running, here.kv_tokens)
         return self.cost.step_s(after.running, after.kv_tokens) < (1 - self.migration_gain) * here_s

@@ -1,6 +1,6 @@
-"""Which instance samples a trajectory. Each rule sees the instances that may serve it and picks one, or declines.
+"""Routing rules: which instance samples a trajectory. A rule sees the instances that fit and picks one, or declines.
 
-Declined work stays in the queue, where it can still go to any instance, and to a newer version.
+Declined work stays in the queue and can still go to any instance and to a newer version.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a rule may know of a trajectory. kv_tokens: that it needs at once. pace_s: seconds a token may take if it is
-    to be in time for the step that will want it; infinite if nothing is known."""
+    """What a rule sees of a trajectory. kv_tokens: tokens of KV cache it needs at once. pace_s: seconds per token it
+    can afford to be in time for its step; infinite if unknown."""
 
     kv_tokens: int
     pace_s: float = math.inf
     planned_s: float = 0.0
-    """Seconds a decode step takes by plan: no instance need be faster for anyone's sake."""
+    """Planned seconds per decode step; no instance needs to be faster."""
     continued: bool = False
-    """It has a place promised already, and perhaps tokens."""
+    """Whether it has a reserved place already, and perhaps tokens."""
 
 
 class Loads(Protocol):
-    """What a rule may know of the instances, an element each. pace_s: what the most urgent one they run needs."""
+    """What a rule sees of the instances, arrays of shape [instances]. pace_s: least of their running trajectories'."""
 
     @property
     def running(self) -> Numbers: ...
@@ -48,25 +48,25 @@ class Loads(Protocol):
 
 
 class Routing(Protocol):
-    """Decides on the speculative state; never modifies it."""
+    """A routing rule. It reads the speculative state and never modifies it."""
 
     @property
     def knows_urgency(self) -> bool:
-        """Whether it looks at pace: then it is worth working out."""
+        """Whether the rule reads pace_s; otherwise it is not computed."""
         ...
 
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
-        """The row of an instance, one of those marked `fitting` (at least one is), or None to let it wait."""
+        """The row of an instance marked in `fitting` (at least one is), or None to let the work wait."""
         ...
 
     def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
-        """Whether an instance with this load would be given such work, if it were the only one."""
+        """Whether an instance with this load would be given this work if it were the only one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class SeenLoads:
-    """Loads that cannot be changed."""
+class ReadOnlyLoads:
+    """Loads whose arrays are read-only."""
 
     running: Numbers
     kv_tokens: Numbers
@@ -75,8 +75,8 @@ class SeenLoads:
 
 @dataclass(frozen=True, slots=True)
 class OwnRouting:
-    """A rule from a user's file, at arm's length: it is shown what it cannot change, and what it raises names it.
-    Whether the instance it chooses fits is for the coordinator to say, as with every rule."""
+    """A wrapper for a rule from a user's file: it receives read-only arrays, and its errors carry its name. As with
+    every rule, the coordinator checks that the chosen instance fits."""
 
     rule: Routing
     name: str
@@ -86,28 +86,28 @@ class OwnRouting:
         return bool(self.rule.knows_urgency)
 
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
-        seen = SeenLoads(_locked(loads.running), _locked(loads.kv_tokens), _locked(loads.pace_s))
-        row = self._asked("choose", work, seen, _locked(fitting))
+        read_only = ReadOnlyLoads(_read_only(loads.running), _read_only(loads.kv_tokens), _read_only(loads.pace_s))
+        row = self._call("choose", work, read_only, _read_only(fitting))
         try:
             return None if row is None else operator.index(row)
         except TypeError:
-            raise ConfigError(f"{self._where}: choose gave {row!r}; it must give a row's number or None") from None
+            raise ConfigError(f"{self._where}: choose returned {row!r}; it must return a row number or None") from None
 
     def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
-        return bool(self._asked("takes", work, running, kv_tokens))
+        return bool(self._call("takes", work, running, kv_tokens))
 
     @property
     def _where(self) -> str:
         return f"{ROUTING.key} = {self.name!r}"
 
-    def _asked(self, method: str, *arguments: object) -> Any:
+    def _call(self, method: str, *arguments: object) -> Any:
         try:
             return getattr(self.rule, method)(*arguments)
         except Exception as error:  # a user's code
             raise ConfigError(f"{self._where}: {method} raised {type(error).__name__}: {said(error)}") from error
 
 
-def _locked(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     view = array.view()
     view.flags.writeable = False
     return view
@@ -116,13 +116,13 @@ def _locked(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
 ROUTING: Registry[Routing] = Registry(
     "routing rule", "rollout.routing", contract=Routing, own=True, options="routing_options", guarded=OwnRouting
 )
-"""A rule may ask for `cost`, the cost model; `rng`, numbers drawn from the job's seed; and `eta`, the bound."""
+"""A rule may ask for `cost`, the cost model; `rng`, a random generator seeded by the job; and `eta`, the bound."""
 
 
 @ROUTING.register("random")
 @dataclass(frozen=True, slots=True)
 class Random:
-    """Any of them."""
+    """A random instance."""
 
     rng: np.random.Generator
 
@@ -156,7 +156,7 @@ class RoundRobin:
 
 @ROUTING.register("least_requests")
 class LeastRequests:
-    """The instance with the fewest running trajectories; the first of equals."""
+    """The instance with the fewest running trajectories; ties go to the first."""
 
     knows_urgency = False
 
@@ -170,11 +170,13 @@ class LeastRequests:
 @ROUTING.register("throughput_optimal")
 @dataclass(frozen=True, slots=True)
 class ThroughputOptimal:
-    """The instance whose throughput gains most; declines when that gain is below mu times an empty instance's
+    """The instance whose throughput gains most; declines if the gain is below mu times that of an empty instance
     (StaleFlow, arXiv 2601.12784)."""
 
     cost: CostModel
-    mu: float = knob(0.1, "throughput_optimal: least gain, as a share of an empty instance's", low=0, high=1)
+    mu: float = knob(
+        0.1, "throughput_optimal: least throughput gain, as a share of an empty instance's gain", low=0, high=1
+    )
 
     knows_urgency = False
 
@@ -194,12 +196,12 @@ class ThroughputOptimal:
 @ROUTING.register("deadline")
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Ours: every promised place has a step that will wait for it, so a decode step may take no longer than the most
-    urgent trajectory of an instance can afford; or than the plan says, since what is late already gains nothing from
-    instances that stand empty.
+    """Instances are filled only as far as deadlines allow. Every reserved place has a step that will wait for it, so a
+    decode step may take no longer than an instance's most urgent trajectory can afford, or than planned if that is
+    more: work that is late already gains nothing from empty instances.
 
-    New work goes where throughput gains most among the instances that keep everyone's pace with it, and waits if there
-    is none. Candidate that has begun never waits for that: if nobody keeps its pace, the fastest instance takes it.
+    New work goes where throughput gains most among the instances that keep all deadlines with it, and waits if there
+    are none. Work that has begun never waits: if no instance is fast enough, it goes to the fastest.
     """
 
     cost: CostModel

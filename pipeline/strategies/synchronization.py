@@ -1,5 +1,5 @@
-"""When an instance pulls new weights. A pull interrupts what it runs, whose contexts are then prefilled again; not
-pulling keeps it from work that may only start under a newer version."""
+"""Synchronization rules: when an instance pulls new weights. A pull interrupts its running trajectories, whose contexts
+are prefilled again; without one, it gets no work that may only start under a newer version."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class LaggingInstance:
     max_running: int
     kv_tokens: int
     fed: int
-    """How many more trajectories it would be given at the version it serves."""
+    """Number of trajectories that would be routed to it at the version it serves."""
     fed_if_pulled: int
-    """And how many if it had the new version."""
+    """Number of trajectories that would be routed to it if it had the new version."""
     added_kv_tokens: float
-    """KV tokens that each of these would bring."""
+    """KV tokens that each of these would add."""
     interval_s: float
-    """Seconds between published versions, as last seen."""
+    """Seconds between published versions, as last measured."""
     pull_s: float
-    """Seconds that loading new weights takes, as last seen; 0 before the first."""
+    """Seconds to load new weights, as last measured; 0 before the first pull."""
 
 
 class Synchronization(Protocol):
     @property
     def weighs(self) -> bool:
-        """Whether it looks at `fed_if_pulled`: then it is worth working out."""
+        """Whether the rule reads `fed_if_pulled`; otherwise it is not computed."""
         ...
 
     def should_pull(self, instance: LaggingInstance) -> bool: ...
@@ -49,7 +49,7 @@ SYNCHRONIZATION: Registry[Synchronization] = Registry(
 
 @SYNCHRONIZATION.register("greedy")
 class Greedy:
-    """As soon as it lags."""
+    """Pull as soon as the instance lags."""
 
     weighs = False
 
@@ -60,9 +60,11 @@ class Greedy:
 @SYNCHRONIZATION.register("status")
 @dataclass(frozen=True, slots=True)
 class Status:
-    """When it can no longer be fed at its version and its load has drained below a share of its capacity."""
+    """Pull when the instance gets no more work at its version and its load is below a share of its capacity."""
 
-    load_threshold: float = knob(0.5, "status: share of max_running below which an instance may pull", low=0, high=1)
+    load_threshold: float = knob(
+        0.5, "status: largest load at which an instance may pull, as a share of max_running", low=0, high=1
+    )
 
     weighs = False
 
@@ -73,11 +75,11 @@ class Status:
 @SYNCHRONIZATION.register("hypothesis")
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """Suppose it had the new version: pull when what it would be fed then is worth the interruption.
+    """Pull when the work that the new version would bring is worth the interruption.
 
-    Gained: the rise in throughput, for as long as the next version takes to come. Lost: what it decodes now, for the
-    seconds that loading and prefilling its contexts again take. Waiting makes both sides change: while it drains, less
-    has to be prefilled and more is gained.
+    Gain: the rise in throughput, until the next version is due. Loss: the present throughput, for the seconds of
+    loading and of prefilling the contexts again. Both change with time: as the instance drains, less has to be
+    prefilled and more is gained.
     """
 
     cost: CostModel
@@ -93,6 +95,6 @@ class Hypothesis:
         return then > now and (then - now) * instance.interval_s >= now * stalled_s
 
     def _rate(self, instance: LaggingInstance, fed: int) -> float:
-        """Tokens per second with `fed` more trajectories."""
+        """Throughput in tokens/s with `fed` more trajectories."""
         kv_tokens = instance.kv_tokens + fed * instance.added_kv_tokens
         return self.cost.throughput(instance.num_running + fed, kv_tokens)

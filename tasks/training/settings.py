@@ -1,4 +1,4 @@
-"""The [training] table of a job file: declared here, and given to the trainer as it is."""
+"""The [training] table of a job file, which the trainer receives unchanged."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tasks.training.loss import LOSSES
 class LossConfig:
     """The objective; docs/losses.md and tasks/training/loss.py have the formulas."""
 
-    name: str = choice(LOSSES, "decoupled_ppo", "the loss")
-    options: dict[str, Any] = knob({}, "knobs of a loss from a file", shown=False)
-    aggregation: str = knob("token_mean", "how token losses become one number", choices=AGGREGATION_NAMES)
+    name: str = choice(LOSSES, "decoupled_ppo", "policy loss")
+    options: dict[str, Any] = knob({}, "knobs of a loss defined in a user file", shown=False)
+    aggregation: str = knob("token_mean", "how token losses are reduced to one number", choices=AGGREGATION_NAMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +27,17 @@ class TrainingConfig:
     """Optimization."""
 
     learning_rate: float = knob(1e-5, "peak learning rate of AdamW", above=0, high=1)
-    schedule: str = knob("constant", "learning rate over the run", choices=SCHEDULE_NAMES)
+    schedule: str = knob("constant", "learning-rate schedule over the run", choices=SCHEDULE_NAMES)
     warmup_steps: int = knob(0, "training steps of linear warm-up", low=0)
-    minibatches: int = knob(1, "optimizer updates a training step", low=1)
-    microbatch_tokens: int = knob(8192, "padded tokens one forward and backward pass may hold", low=1)
-    grad_clip: float = knob(1.0, "largest gradient norm", above=0)
+    minibatches: int = knob(1, "optimizer updates per training step", low=1)
+    microbatch_tokens: int = knob(8192, "most padded tokens in one forward and backward pass", low=1)
+    grad_clip: float = knob(1.0, "gradient norm above which gradients are clipped", above=0)
     weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
-    beta1: float = knob(0.9, "AdamW", low=0, high=1)
-    beta2: float = knob(0.95, "AdamW", low=0, high=1)
-    advantage: str = choice(ADVANTAGES, "grpo", "advantage estimate")
+    beta1: float = knob(0.9, "AdamW beta1", low=0, high=1)
+    beta2: float = knob(0.95, "AdamW beta2", low=0, high=1)
+    advantage: str = choice(ADVANTAGES, "grpo", "advantage estimator")
     loss: LossConfig = LossConfig()
-    checkpoint_every: int = knob(0, "steps between checkpoints; 0 for the last step only", low=0)
+    checkpoint_every: int = knob(0, "training steps between checkpoints; 0: only after the last step", low=0)
     resume_every: int = knob(
-        1, "steps between resume points (weights, optimizer, random state; the latest are kept); 0 for none", low=0
+        1, "training steps between resume points (weights, optimizer, random state); latest are kept; 0: none", low=0
     )

@@ -59,14 +59,14 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("model.path=", "model.path is missing"),
         ("task.template=hello", r"must contain \{prompt\}"),
         ("name=a/b", "must be a plain folder name"),
-        ("batch.group_size=1", "gives grpo nothing to compare with; it must be >= 2"),
+        ("batch.group_size=1", "leaves grpo nothing to compare; it must be >= 2"),
         ("training.minibatches=1000", "is more than the 128 trajectories of a step"),
         ("rollout.max_new_tokens=100000", "cannot hold one response"),
         ("cluster.kind=address", "needs cluster.address"),
         ("workload.kind=recorded", "needs workload.run"),
         ("rollout.cost={k2=0, k3=0, k4=0, b=0}", "a decode step of one trajectory takes no time"),
         ("simulation.report_s=0", "out of range; it must be >= 0.01"),
-        ("rollout.engine.options={a=1}", "not known to the transformers engine"),
+        ("rollout.engine.options={a=1}", "not supported by the transformers engine"),
         (
             "rollout.engine={name='vllm', options={logprobs_mode='raw_logprobs'}}",
             "options.logprobs_mode: tokens could no",
@@ -76,8 +76,8 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "rollout.engine={name='vllm', options={top_p=0.9}}",
             "options.top_p: it would sample from another distribution",
         ),
-        ("rollout.top_p=0.9", "rollout.top_p is not offered: it would sample from another distribution"),
-        ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not offered"),
+        ("rollout.top_p=0.9", "rollout.top_p is not supported: it would sample from another distribution"),
+        ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not supported"),
         ("simulation.colocated=true", 'needs staleness.admission = "synchronous"'),
     ],
 )
@@ -121,10 +121,14 @@ WRITTEN = Path(__file__).parent / "golden"
 """What `config explain` printed, and the config.toml a run of the example left, when each key was declared by hand."""
 
 
-def without_meaning(text: str) -> list[tuple[str, str]]:
-    """Each row's key and value, and its limits; what a key means may be said in better words."""
+def without_meaning(text: str) -> list[tuple[str, str, str]]:
+    """Each row's mark and key, its value's first word, and its limits; what a key means may be said in better words."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return [(" ".join(line.split()[:2]), line[line.rfind("[") :] if line.endswith("]") else "") for line in lines]
+    column = max(len(line[2:].split()[0]) for line in lines) + 4  # where values begin
+    return [
+        (line[:column].strip(), line[column:].partition(" ")[0], line[line.rfind("[") :] if line.endswith("]") else "")
+        for line in lines
+    ]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)

@@ -15,7 +15,7 @@ from pipeline.config.fields import to_toml
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Route
 from pipeline.coordination.events import GroupsArrived, InstanceJoined, NewGroup
-from pipeline.jobs.job_driver import Submission, at_home
+from pipeline.jobs.job_driver import Submission, on_this_cluster
 from pipeline.runtime.run_folder import load_job, prepare_run_dir, write_code
 from pipeline.strategies.routing import Candidate, OwnRouting
 from stores.errors import ConfigError
@@ -133,9 +133,9 @@ def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(min
         ("rollout.routing={mine}:Missing", "has no class Missing"),
         ("rollout.routing={mine}:best", "has no class best"),
         ("rollout.routing={mine}:Half", "it lacks takes; docs/extending.md has an example"),
-        ("rollout.routing={mine}:Undecorated", "it declares knobs and is no dataclass; write @dataclass above"),
-        ("rollout.routing={mine}:Greedy", "it asks for network; it may ask for cost, eta, rng"),
-        ("rollout.routing={mine}:Broken", "cannot be made: RuntimeError: not today"),
+        ("rollout.routing={mine}:Undecorated", "it declares knobs but is not a dataclass; write @dataclass above"),
+        ("rollout.routing={mine}:Greedy", "unknown parameter network; available: cost, eta, rng"),
+        ("rollout.routing={mine}:Broken", "cannot be constructed: RuntimeError: not today"),
         (
             "rollout.routing={mine}:Fullest rollout.routing_options.shre=1",
             "you mean rollout.routing_options.share?",
@@ -145,10 +145,10 @@ def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(min
             "routing_options.share = 2.0 is out",
         ),
         ("rollout.routing={mine}:First rollout.routing_options.a=2", "rollout.routing_options.a; known here: none"),
-        ("rollout.routing_options.share=1", "those of deadline stand in [rollout]: it has none"),
+        ("rollout.routing_options.share=1", "those of deadline are set in [rollout]: none"),
         (
             "training.loss.options.a=1",
-            "decoupled_ppo stand in [training.loss]: clip_low, clip_high, weight_cap",
+            "decoupled_ppo are set in [training.loss]: clip_low, clip_high, weight_cap",
         ),
         ("training.loss.name={mine}:First", "it lacks needs_proximal, token_loss"),
         (
@@ -196,7 +196,7 @@ def test_an_instance_that_does_not_fit_is_refused_with_a_reason(mine: Path, name
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Text", "choose gave 'the first'; it must give a row's number or None"),
+        ("Text", "choose returned 'the first'; it must return a row number or None"),
         ("Raises", "choose raised ZeroDivisionError: integer division or modulo by zero"),
         ("Meddles", "choose raised ValueError: assignment destination is read-only"),
     ],
@@ -248,7 +248,7 @@ def test_what_a_job_names_by_file_travels_with_it(mine: Path, monkeypatch: pytes
     config, code = user_files.with_code(user_files.located(here))
     assert code == dict.fromkeys(("rollout_mine.py", "training_mine.py", "loss_mine.py"), MINE)
     mine.unlink()
-    there = at_home(Submission(id="x", job=to_toml(config), code=code), "tcp://far:8786")
+    there = on_this_cluster(Submission(id="x", job=to_toml(config), code=code), "tcp://far:8786")
     write_code(there.run_dir, code)
     assert there.rollout.routing == f"{there.run_dir}/code/rollout_mine.py:Fullest"
     user_files.check(there)

@@ -161,7 +161,7 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     assert exported.returncode == 0, exported.stderr
     assert len((tmp_path / "far.jsonl").read_text().splitlines()) == len(list(store.ended()))
     log = cluster("logs", id)
-    assert "going on from version" in log.stdout
+    assert "resuming from version" in log.stdout
     assert "step 19/20" in log.stdout
     followed = cluster("logs", id[:-2], "-f")  # the beginning of an id will do, and it has ended
     assert followed.stdout == log.stdout
@@ -206,13 +206,13 @@ def test_wrong_input_to_each_command_is_one_line(job: Path, cluster: Cluster, tm
     for verb in ("status", "logs", "cancel"):
         answer = cluster(verb, "no-such-job")
         assert (answer.returncode, answer.stdout) == (2, "")
-        assert answer.stderr == "staleflow: 'no-such-job' is no job of this cluster; `staleflow jobs` lists them\n"
+        assert answer.stderr == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs` lists them\n"
     assert "no jobs" in cluster("jobs").stdout
     nowhere = command("submit", job, "--scheduler", "tcp://127.0.0.1:9")
     assert nowhere.returncode == 2
     assert nowhere.stderr.startswith("staleflow: no scheduler at tcp://127.0.0.1:9: ")
     assert nowhere.stderr.count("\n") == 1
-    assert "which cluster?" in command("jobs").stderr
+    assert "no cluster given" in command("jobs").stderr
     assert "no such file" in command("jobs", "--scheduler-file", tmp_path / "none.json").stderr
     assert "with TLS all three" in command("jobs", "--scheduler", "tls://127.0.0.1:9", "--tls-cert", "x").stderr
     missing = cluster("submit", job, "--set", "reward.function=none.py:f")

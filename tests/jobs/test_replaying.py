@@ -96,7 +96,7 @@ def test_every_trajectory_has_a_story_however_long_the_run(tmp_path: Path, monke
     for unknown in (body.brain.ledger.num_started, 10**9, -1):
         told = command("replay", tmp_path / "run", "--story", unknown)
         assert told.returncode == 2
-        assert told.stderr == f"staleflow: {tmp_path / 'run'}: its journal knows no trajectory {unknown}\n"
+        assert told.stderr == f"staleflow: {tmp_path / 'run'}: its journal has no trajectory {unknown}\n"
 
 
 def test_a_resumed_run_tells_both_parts_of_a_story_and_misses_what_lies_between(tmp_path: Path) -> None:

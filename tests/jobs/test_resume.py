@@ -58,7 +58,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
 
     resumed = staleflow("resume", folder, "--set", f"steps={trained + 3}", "-v")
     assert resumed.returncode == 0, resumed.stderr
-    assert "going on from version" in resumed.stderr
+    assert "resuming from version" in resumed.stderr
     for logged in ("rollout-0 joins", f"step {trained + 2}/", "resume point of version", "checkpoint written"):
         assert resumed.stderr.count(logged) >= 1, resumed.stderr
     store = check(folder, trained + 3)

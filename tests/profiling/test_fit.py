@@ -204,7 +204,7 @@ def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(command, [str(path), "--out", str(out), "--steps", "12"], catch_exceptions=False)
     assert result.exit_code == 0
-    assert "on steps kept from the fit it is off by" in result.output
+    assert "on steps left out of the fit the error is" in result.output
     value = json.loads(out.read_text())
     assert set(value) == {
         "source", "hardware", "coefficients", "latencies", "held_out_error", "range", "num_points", "points"
@@ -303,5 +303,5 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(tmp
     job, file = tmp_path / "job.toml", tmp_path / "file"
     job.write_text('[rollout.engine]\nname = "emulated"\n')
     file.write_text("")
-    with pytest.raises(ConfigError, match="choose another place with --out"):
+    with pytest.raises(ConfigError, match="choose another folder with --out"):
         CliRunner().invoke(command, [str(job), "--out", str(file / "p.json")], catch_exceptions=False)

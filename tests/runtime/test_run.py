@@ -189,7 +189,7 @@ def test_ctrl_c_while_the_actors_start_stops_at_once(job: Path) -> None:
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(60) == 130
-    assert "stopped: interrupted; all 0 steps that were finished are stored" in rest
+    assert "stopped: interrupted; all 0 finished steps are stored" in rest
     assert "Traceback" not in rest
 
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.simulate import command, swept
+from cli.simulate import command, sweep_variants
 from pipeline.config import actor_settings, deciding, fields, loading
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Command, Retire, Route, Train
@@ -384,7 +384,7 @@ def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_sweep_are_named_by_their_whole_values() -> None:
-    rows = swept(("rollout.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule"))
+    rows = sweep_variants(("rollout.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule"))
     assert [row.label for row in rows][1:3] == ["mu=0.1 routing=mine.py:Rule", "mu=0.25 routing=deadline"]
 
 
@@ -404,9 +404,9 @@ def test_a_killed_simulation_and_an_unwritable_folder_are_one_line(
     path.write_text(fields.to_toml(job()))
     file.write_text("")
     monkeypatch.setattr("cli.simulate.simulate_one", killed)
-    with pytest.raises(ConfigError, match="choose another place with --out"):
+    with pytest.raises(ConfigError, match="choose another folder with --out"):
         CliRunner().invoke(command, [str(path), "--out", str(file / "out")], catch_exceptions=False)
-    with pytest.raises(ActorLost, match="a simulating process was killed"):
+    with pytest.raises(ActorLost, match="a simulation process was killed"):
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta=0,1"], catch_exceptions=False)
 
 

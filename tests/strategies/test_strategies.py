@@ -264,7 +264,7 @@ def test_unknown_names_say_what_there_is() -> None:
         (FILTERING, "keep_all, no_signal"),
         (STRAGGLERS, "wait, retry, truncate"),
     ):
-        with pytest.raises(ValueError, match=f"no {registry.what} 'x'; there are {names}$"):
+        with pytest.raises(ValueError, match=f"no {registry.what} 'x'; choose from {names}$"):
             registry.find("x")
 
 
