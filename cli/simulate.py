@@ -70,19 +70,24 @@ def command(
     `simulate --from RUN --set staleness.eta=2`.
     """
     from pipeline.config import loading
+    from pipeline.runtime.run_folder import load_job
     from pipeline.simulator.measure import explanation
     from stores.errors import ConfigError
 
     if bool(config_path) == bool(run):
         raise ConfigError("give a job file or --from RUN")
     if run:
-        config_path = str(Path(run) / "config.toml")
         overrides = (*recorded_overrides(Path(run), quiet=as_json), *overrides)
+
+    def job_with(more: tuple[str, ...]) -> RunConfig:
+        changed = (*overrides, *more)
+        return load_job(Path(run), changed) if run else loading.load(config_path, changed)
+
     rows = sweep_variants(sweeps)
-    job = loading.load(config_path, overrides)
+    job = job_with(())
     if baselines:
         rows += [Variant(label, (*extra, f"staleness.alpha={job.staleness.eta}")) for label, extra in BASELINES]
-    jobs = [(row, loading.load(config_path, (*overrides, *row.overrides))) for row in rows]
+    jobs = [(row, job_with(row.overrides)) for row in rows]
     if out is not None:
         claim_folder(Path(out), "--out")
     results = simulate_all(jobs, quiet=as_json)

@@ -159,7 +159,7 @@ class Registry(Generic[T]):
             made: T = found(**{one: known[one] for one in asked if one in known})
         except ConfigError:
             raise
-        except Exception as error:  # a user's code
+        except (Exception, SystemExit) as error:  # user code
             raise ConfigError(
                 f"{where}: cannot be constructed: {type(error).__name__}: {user_code.said(error)}"
             ) from error
@@ -170,12 +170,21 @@ class Registry(Generic[T]):
     def missing(self, found: object) -> list[str]:
         """Members of the contract that `found` lacks."""
         members = () if self._contract is None else {**inspect.get_annotations(self._contract), **vars(self._contract)}
-        return [m for m in members if not m.startswith("_") and not hasattr(found, m)]
+        return [m for m in members if not m.startswith("_") and not _has(found, m)]
 
     def take_knobs(self) -> dict[str, Declared]:
         """The knobs of all entries, for the table that selects one. New knobs cannot be registered afterwards."""
         self._taken = True
         return dict(self._knobs)
+
+
+def _has(found: object, member: str) -> bool:
+    """Whether there is such a member, without computing a property of user code."""
+    try:
+        inspect.getattr_static(found, member)
+    except AttributeError:
+        return False
+    return True
 
 
 def choice(registry: Registry[Any], default: str, doc: str, *, knobs_after: str = "") -> str:

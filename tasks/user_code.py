@@ -23,7 +23,7 @@ def load(named: str, key: str, kind: str = "function") -> Any:
         module = _of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except (ImportError, OSError, SyntaxError) as error:
         raise ConfigError(f"{key} = {named!r}: cannot be loaded: {said(error)}") from error
-    except Exception as error:  # a user's code
+    except (Exception, SystemExit) as error:  # user code
         raise ConfigError(f"{key} = {named!r}: cannot be loaded: {type(error).__name__}: {said(error)}") from error
     found = getattr(module, name, None)
     if not callable(found) or (kind == "class" and not isinstance(found, type)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import COMMANDS
+from benchmarks.simulated import tables
 
 SCRIPTS = sorted(p for p in Path("benchmarks").glob("*.py") if not p.name.startswith("__"))
 
@@ -27,3 +29,7 @@ def test_the_small_ones_work(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(sys, "argv", [name, "--quick"])
     runpy.run_path(f"benchmarks/{name}.py", run_name="__main__")
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_the_pages_of_stored_results_can_be_written_again() -> None:
+    assert "of the bound" in tables(json.loads(Path("docs/simulated.json").read_text()))

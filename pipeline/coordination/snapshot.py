@@ -113,6 +113,7 @@ def waiting_for(state: CoordinatorState, limit: int) -> str:
         f"group {t.group}, trajectory {t.id}: {t.phase.value} for {state.now - t.since:.1f} s"
         + (f" on {t.instance}" if t.instance is not None else "")
         + f", {t.tokens} tokens, version {t.v_traj}"
+        + (f", waits: {t.refused}" if t.refused and t.phase is Phase.QUEUED else "")
         for t in oldest
     ]
     return "\n  ".join([head, *lines])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from tasks.user_code import said
 
 BoolArray = npt.NDArray[np.bool_]
 Scalar = TypeVar("Scalar", bound=np.generic)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,27 +85,27 @@ class OwnRouting:
 
     @property
     def knows_urgency(self) -> bool:
-        return bool(self.rule.knows_urgency)
+        return self._guarded("knows_urgency", lambda: bool(self.rule.knows_urgency))
 
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         read_only = ReadOnlyLoads(_read_only(loads.running), _read_only(loads.kv_tokens), _read_only(loads.pace_s))
-        row = self._call("choose", work, read_only, _read_only(fitting))
+        row = self._guarded("choose", lambda: self.rule.choose(work, read_only, _read_only(fitting)))
         try:
             return None if row is None else operator.index(row)
-        except TypeError:
+        except Exception:  # noqa: BLE001  a value of user code may raise anything
             raise ConfigError(f"{self._where}: choose returned {row!r}; it must return a row number or None") from None
 
     def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
-        return bool(self._call("takes", work, running, kv_tokens))
+        return self._guarded("takes", lambda: bool(self.rule.takes(work, running, kv_tokens)))
 
     @property
     def _where(self) -> str:
         return f"{ROUTING.key} = {self.name!r}"
 
-    def _call(self, method: str, *arguments: object) -> Any:
+    def _guarded(self, method: str, call: Callable[[], T]) -> T:
         try:
-            return getattr(self.rule, method)(*arguments)
-        except Exception as error:  # a user's code
+            return call()
+        except (Exception, SystemExit) as error:  # user code
             raise ConfigError(f"{self._where}: {method} raised {type(error).__name__}: {said(error)}") from error
 
 

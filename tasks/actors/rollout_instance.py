@@ -70,8 +70,8 @@ class RolloutInstance:
         routed = tuple((i.trajectory, i.epoch) for i in items)
         payloads = await call(server, "payloads", routed, within_s=self._call_s, who="trajectory server")
 
-        def submit() -> None:
-            requests = []
+        def submit() -> list[Sampled]:
+            requests, whole = [], []
             for item in items:
                 if item.trajectory not in payloads:
                     continue
@@ -82,9 +82,7 @@ class RolloutInstance:
                     )
                 prompt, sampled, finish = payloads[item.trajectory]
                 if finish is not FinishReason.UNFINISHED:
-                    self._whole.append(
-                        Sampled(trajectory=item.trajectory, epoch=item.epoch, segments=(), finish=finish)
-                    )
+                    whole.append(Sampled(trajectory=item.trajectory, epoch=item.epoch, segments=(), finish=finish))
                     continue
                 requests.append(
                     Request(
@@ -96,8 +94,10 @@ class RolloutInstance:
                     )
                 )
             self._engine.submit(requests)
+            return whole
 
-        await self._command(submit)
+        # Added on the event loop, as `next_events` takes them: between two threads one could be lost.
+        self._whole += await self._command(submit)
 
     async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[Outcome]:
         """Stop sampling trajectories and send the tokens they have to the server."""

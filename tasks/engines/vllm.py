@@ -262,14 +262,14 @@ class VllmEngine:
                 self._requests.close_segment(running)
             self._requests.version = version
         if not self._settings.keep:
-            # RunningRequest requests go back to the waiting line with the tokens they have, and are prefilled again.
+            # Running requests go back to the waiting queue with the tokens they have, and are prefilled again.
             before = self._preemptions
             engine.reset_prefix_cache(reset_running_requests=True)
             self._preemptions = before
         return time.monotonic() - begin
 
     def _take(self, outputs: Sequence[Any]) -> None:
-        """RunningRequests what a step has sampled."""
+        """Record what a step has sampled."""
         from vllm.v1.engine import FinishReason as Reason
 
         with self._changed:

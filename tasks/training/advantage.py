@@ -37,7 +37,7 @@ def advantages(name: str, rewards: Rewards, valid: Valid) -> npt.NDArray[np.floa
         return np.where(valid, estimate(rewards, valid), 0.0).astype(np.float32)
     try:
         own = np.asarray(estimate(rewards.copy(), valid.copy()), np.float64)
-    except Exception as error:  # a user's code
+    except (Exception, SystemExit) as error:  # user code
         raise ConfigError(f"{ADVANTAGES.key} = {name!r}: raised {type(error).__name__}: {said(error)}") from error
     if own.shape != rewards.shape or not np.isfinite(own[valid]).all():
         found = f"shape {own.shape}" if own.shape != rewards.shape else "a number that is not finite"

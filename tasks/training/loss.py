@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from stores.errors import ConfigError
 from tasks.knobs import knob
 from tasks.registry import Registry
+from tasks.user_code import said
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,12 @@ class OwnLoss:
         return bool(self.loss.needs_proximal)
 
     def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
-        result = self.loss.token_loss(logprobs, proximal, behaviour, advantage)
+        try:
+            result = self.loss.token_loss(logprobs, proximal, behaviour, advantage)
+        except (Exception, SystemExit) as error:  # user code
+            raise ConfigError(
+                f"{LOSSES.key} = {self.name!r}: token_loss raised {type(error).__name__}: {said(error)}"
+            ) from error
         for part in ("loss", "clipped"):
             given = getattr(result, part, None)
             if getattr(given, "shape", None) != logprobs.shape:

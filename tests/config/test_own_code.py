@@ -64,6 +64,26 @@ class Text(Plain):
 class Raises(Plain):
     def choose(self, work, loads, fitting): return 1 // 0
 
+class Leaves(Plain):
+    def choose(self, work, loads, fitting): raise SystemExit(0)
+
+class Odd(Plain):
+    class Row:
+        def __index__(self): raise ValueError("no")
+    def choose(self, work, loads, fitting): return self.Row()
+
+class Moody(Plain):
+    row = 0
+    def takes(self, work, running, kv_tokens): return np.zeros(2)
+
+class Shy(Plain):
+    row = 0
+    @property
+    def knows_urgency(self): raise OSError("ask later")
+
+class Idle(Plain):
+    def choose(self, work, loads, fitting): return None
+
 class Meddles(Plain):
     def choose(self, work, loads, fitting):
         loads.running[:] = 0
@@ -88,6 +108,11 @@ class Linear:
 
     def token_loss(self, logprobs, proximal, behaviour, advantage):
         return TokenLoss(loss=-self.slope * advantage * logprobs, clipped=logprobs.detach() > 0)
+
+@dataclass
+class Torn(Linear):
+    def token_loss(self, logprobs, proximal, behaviour, advantage):
+        return logprobs + logprobs.new_zeros(5)
 
 @dataclass
 class Summed(Linear):
@@ -199,12 +224,34 @@ def test_an_instance_that_does_not_fit_is_refused_with_a_reason(mine: Path, name
         ("Text", "choose returned 'the first'; it must return a row number or None"),
         ("Raises", "choose raised ZeroDivisionError: integer division or modulo by zero"),
         ("Meddles", "choose raised ValueError: assignment destination is read-only"),
+        ("Leaves", "choose raised SystemExit: 0"),
+        ("Shy", "knows_urgency raised OSError: ask later"),
     ],
 )
 def test_what_a_rule_does_wrong_names_the_rule(mine: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         told(job(f"rollout.routing={mine}:{name}"))
     assert str(caught.value) == f"rollout.routing = '{mine}:{name}': {message}"
+
+
+def test_values_of_a_rule_that_are_no_answers_name_the_rule(mine: Path) -> None:
+    with pytest.raises(ConfigError, match="it must return a row number or None"):
+        told(job(f"rollout.routing={mine}:Odd"))
+    moody = make_strategies(job(f"rollout.routing={mine}:Moody")).routing
+    with pytest.raises(ConfigError, match=r":Moody': takes raised ValueError: The truth value of an array"):
+        moody.takes(Candidate(kv_tokens=1), 1, 1.0)
+
+
+def test_a_run_that_stands_still_says_why_its_rule_lets_work_wait(mine: Path) -> None:
+    coordinator, commands = told(job(f"rollout.routing={mine}:Idle"))
+    assert not [c for c in commands if isinstance(c, Route)]
+    assert "waits: gain too small" in coordinator.waiting_for()
+
+
+def test_a_file_that_ends_the_process_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match="cannot be loaded: SystemExit: 0"):
+        user_files.check(job(f"rollout.routing={tmp_path}/ends.py:Router"))
 
 
 def test_a_rule_that_chooses_well_is_followed(mine: Path) -> None:
@@ -222,6 +269,10 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: P
     summed = LOSSES.make(job(f"training.loss.name={mine}:Summed").training.loss)
     with pytest.raises(ConfigError, match=r"gave loss of shape \(\); it must be \(2, 3\), a number a token"):
         summed.token_loss(logprobs, logprobs, logprobs, advantage)
+    torn = LOSSES.make(job(f"training.loss.name={mine}:Torn").training.loss)
+    with pytest.raises(ConfigError, match=r":Torn': token_loss raised RuntimeError: The size of tensor") as caught:
+        torn.token_loss(logprobs, logprobs, logprobs, advantage)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_advantage_from_a_file_must_give_a_number_a_trajectory(mine: Path) -> None:
