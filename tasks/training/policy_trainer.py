@@ -20,7 +20,7 @@ from stores import parameters
 from stores.errors import StoreError
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
-from tasks.training.logprobs import Reader
+from tasks.training.logprobs import LogprobModel
 from tasks.training.loss import LOSSES, Loss
 from tasks.training.packing import MicroBatch, Row, microbatches, minibatches, token_weights
 from tasks.training.settings import TrainingConfig
@@ -107,7 +107,7 @@ class PolicyTrainer:
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
         )
-        self.reader = Reader(
+        self.logprob_model = LogprobModel(
             model=self.model,
             device=self.device,
             half=settings.dtype == "bfloat16",
@@ -203,7 +203,7 @@ class PolicyTrainer:
         everything = self.loss.needs_proximal
         chosen = [i for i, r in enumerate(rows) if r.staleness == 0 or (everything and r.has_gradient)]
         proximal: list[np.ndarray[Any, Any]] = [r.behaviour for r in rows]
-        for i, logprobs in self.reader.rows(rows, chosen).items():
+        for i, logprobs in self.logprob_model.rows(rows, chosen).items():
             proximal[i] = logprobs
         fresh = [i for i in chosen if rows[i].staleness == 0 and len(rows[i].response)]
         if not fresh:
@@ -228,7 +228,7 @@ class PolicyTrainer:
         mask = torch.from_numpy(np.ascontiguousarray(batch.mask)).to(device)
         behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device)
         old_t = torch.from_numpy(old).to(device)
-        logprobs = self.reader.batch(batch)
+        logprobs = self.logprob_model.batch(batch)
         result = self.loss.token_loss(logprobs, old_t, behaviour, torch.from_numpy(batch.advantage).to(device))
         loss = (result.loss * mask * torch.from_numpy(batch.weight).to(device)).sum()
         loss.backward()

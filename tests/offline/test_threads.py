@@ -371,16 +371,16 @@ def test_a_model_read_by_several_threads_gives_what_it_gives_one(
         found = store.rescored(row.trajectory.id)
         assert found is not None
         np.testing.assert_allclose(found, logprobs, atol=1e-5)
-    assert list(threads.client.run(_readers).values()) == [1]
+    assert list(threads.client.run(_num_logprob_models).values()) == [1]
 
 
-def _readers() -> int:
-    """How many models this process holds to read under."""
+def _num_logprob_models() -> int:
+    """The number of models this process holds to compute logprobs under."""
     import gc
 
-    from tasks.training.logprobs import Reader
+    from tasks.training.logprobs import LogprobModel
 
-    return sum(isinstance(held, Reader) for held in gc.get_objects())
+    return sum(isinstance(held, LogprobModel) for held in gc.get_objects())
 
 
 def test_an_export_by_several_threads_is_that_of_one(
