@@ -292,7 +292,7 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
     (finding, *_) = audit(damaged).findings
     assert (finding.check, finding.where) == ("arrays", chunk.array)
     assert f"{chunk.array}, chunk {chunk.number}, is corrupt" in finding.what
-    assert "of 18 trajectories, the others can be read" in finding.what
+    assert "of 18 trajectories; the others can be read" in finding.what
     assert store.get(TrajectoryId(10**6)) is None
 
     # What lies elsewhere is read as before, wherever a reader begins.
