@@ -1,7 +1,7 @@
 """Log-probabilities of given responses' tokens under a causal LM, at the sampling temperature.
 
-The trainer compares with them before a step and differentiates them in it; offline, they are computed for any
-checkpoint.
+The trainer compares the stored ones with them before a step and differentiates them in it; offline, they are computed
+under any checkpoint.
 """
 
 from __future__ import annotations

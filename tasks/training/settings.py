@@ -1,4 +1,4 @@
-"""The [training] table of a job file: declared here, and given to the trainer as it is."""
+"""The [training] table of a job file, which the trainer receives as it is."""
 
 from __future__ import annotations
 
