@@ -86,7 +86,7 @@ class Actors:
         self._facts = facts
         self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._num_lost: dict[str, int] = {}
-        self._life = 0
+        self._earlier_starts = 0
         self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
         self.instances: dict[InstanceId, InstanceHandle] = {}
@@ -120,7 +120,7 @@ class Actors:
         begin_s: the present moment on the run's clock."""
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
-        self._life = 0 if resumption is None else resumption.life
+        self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
         stored = resumption is not None and (self._run_dir / "store").is_dir()
         settings = actor_settings.server_settings(config, self._run_dir / "store", self._facts.context, resumed=stored)
         await _all(
@@ -169,7 +169,9 @@ class Actors:
             name,
             "rollout",
             RolloutInstance,
-            actor_settings.engine_settings(config, index, self._facts.eos, attempt=attempt, life=self._life),
+            actor_settings.engine_settings(
+                config, index, self._facts.eos, attempt=attempt, earlier_starts=self._earlier_starts
+            ),
             InstanceId(name),
             config.cluster.threads,
             config.rollout.max_new_tokens,
