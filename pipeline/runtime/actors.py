@@ -1,11 +1,11 @@
 """The actors of one run: placing them, calling them, handing them weights, replacing the ones that are lost.
 
 Invariants:
-- Every call has a deadline. Whoever is gone shows as ActorLost, which names the deadline where one was missed.
+- Every call has a deadline. A lost actor shows as ActorLost, which names the deadline where one was missed.
 - Only rollout instances and reward workers are replaced: what they held is known elsewhere. The trainer and the
   trajectory server hold state of their own; their loss ends the run with what was committed.
-- None is replaced more than REPLACEMENTS times. An instance's replacement has a name of its own: nothing that the old
-  one still says is taken for the new one's.
+- None is replaced more than REPLACEMENTS times. An instance's replacement has its own name: late answers
+  of the old one are not taken for the new one's.
 - An instance counts as serving a version only after it has proved to hold the weights that were published under it.
 """
 
@@ -44,7 +44,7 @@ REPLACEMENTS = 3
 PROBE_PROMPTS, PROBE_TOKENS = 8, 64
 """Held-out prompts that the probe is made of, and its tokens at most: one small prefill after each pull."""
 SLOW_PULL_S = 5.0
-"""Seconds beyond which a pull is worth a line of the log."""
+"""Pulls that take longer, in seconds, are logged."""
 CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
 Deadline = Literal["start_s", "call_s", "train_s"]
@@ -77,7 +77,7 @@ class InstanceHandle:
 
 
 class Actors:
-    """One run's actors, on whatever workers there are."""
+    """The actors of one run, on any kind of workers."""
 
     def __init__(self, config: RunConfig, workers: Workers, run_dir: Path, facts: ModelFacts) -> None:
         self._config = config
