@@ -1,4 +1,4 @@
-"""Rules, losses and advantages from a user's file: found, checked in one line, kept with the run, taken along."""
+"""Rules, losses and advantages from a user's file: loaded, checked, kept with the run, and used again on resuming."""
 
 from __future__ import annotations
 

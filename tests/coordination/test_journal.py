@@ -1,4 +1,4 @@
-"""The journal: what is written is read back, and a replay notices any other answer."""
+"""The journal: what is written is read back, and a replay detects any difference."""
 
 from __future__ import annotations
 

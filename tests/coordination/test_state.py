@@ -1,4 +1,4 @@
-"""The coordinator's state: verbs keep every invariant, `validate` catches each broken one, nobody else writes."""
+"""The coordinator's state: methods keep every invariant, `validate` detects each violation, nothing else writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going on with stored runs: after a kill -9 of everything, after a clean stop, further than planned, and when not."""
+"""Resuming stored runs: after a kill -9 of everything, after a clean stop, with more steps, and when it is refused."""
 
 from __future__ import annotations
 

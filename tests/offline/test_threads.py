@@ -1,4 +1,4 @@
-"""What the threads of one process share: each answer goes to whoever asked for it, whatever the others do meanwhile."""
+"""Objects shared by the threads of one process: each result reaches its caller, whatever other threads do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the instances of a run sample with, however often they are replaced and the run is resumed."""
+"""Sampling seeds of a run's instances, however often they are replaced and the run is resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec: what older versions wrote, byte for byte; round trips; and each kind of garbage in a line."""
+"""The codec: output of older versions, byte for byte; round trips; one-line errors for each kind of garbage."""
 
 from __future__ import annotations
 

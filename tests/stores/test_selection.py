@@ -1,4 +1,4 @@
-"""Expressions over a store's columns: what they choose, and what is answered to those that say nothing."""
+"""Expressions over a store's columns: the rows they select, and the errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both stores under the conformance suite; what only the versioned one does; every planted fault is found."""
+"""Both stores under the conformance suite; features of the versioned one; every planted fault is found."""
 
 from __future__ import annotations
 

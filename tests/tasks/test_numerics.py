@@ -1,4 +1,4 @@
-"""Advantages, losses and packing against slow and obvious versions of themselves."""
+"""Advantages, losses and packing against slow, simple versions of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random streams: none is another, whoever asks; the same asked twice is the same."""
+"""Random streams: no two are alike, and each is reproducible."""
 
 from __future__ import annotations
 
