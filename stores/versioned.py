@@ -423,7 +423,7 @@ def repository_at(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time move the head of a store: for milliseconds, and no longer than the process lives."""
+    """Let one process at a time move the head of a store: held for milliseconds; the lock ends with the process."""
     with path.with_name(f".{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -90,14 +90,14 @@ class Spare:
     def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
         self._model = model
         with torch.device("meta"):
-            self._spare = initialize_model(vllm_config=beside(config))
+            self._spare = initialize_model(vllm_config=second_config(config))
         packed = {id(m.weight) for m in model.modules() if getattr(m, "staleflow_packed", False)}
         self._own: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
         of: dict[int, torch.nn.Parameter] = {}
         for module, twin in self._layers():
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in of:  # else two layers share it
-                    of[id(parameter)] = parameter if id(parameter) in packed else copied(parameter)
+                    of[id(parameter)] = parameter if id(parameter) in packed else own_copy(parameter)
                     if id(parameter) not in packed:
                         self._own.append((parameter, of[id(parameter)]))
                 setattr(twin, name, of[id(parameter)])
@@ -127,7 +127,7 @@ class Spare:
         return zip(self._model.modules(), self._spare.modules(), strict=True)
 
 
-def beside(config: VllmConfig) -> VllmConfig:
+def second_config(config: VllmConfig) -> VllmConfig:
     """The configuration of an engine's second model, whose layers are not registered with the engine by name."""
     second = copy.copy(config)
     second.compilation_config = copy.copy(config.compilation_config)
@@ -135,7 +135,7 @@ def beside(config: VllmConfig) -> VllmConfig:
     return second
 
 
-def copied(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+def own_copy(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """A copy of a parameter in its own memory, with the attributes vLLM has set, such as its loader."""
     own = copy.copy(parameter)
     own.__dict__.update(parameter.__dict__)
