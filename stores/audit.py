@@ -1,6 +1,6 @@
-"""Proving, from the stored data alone, that a run kept its promise: the bound, single consumption, conservation.
+"""Proof, from the stored data alone, that a run kept its promises: the bound, single consumption, conservation.
 
-Nothing of the run's code is asked; the store is read as an accountant would, and every finding names the row.
+Only the store is read; every finding names what it is about.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What was proved, over how much, and what speaks against it."""
+    """The checks that were made, the amount of data they covered, and the violations they found."""
 
     num_steps: int
     num_trajectories: int
     num_tokens: int
-    """Of prompts and responses."""
+    """Prompt and response tokens."""
     max_staleness: int
     checks: tuple[str, ...]
     findings: tuple[Finding, ...]
@@ -47,7 +47,7 @@ CHECKS = ("arrays", "bound", "once", "conservation", "fingerprints")
 
 
 def audit(store: VersionedStore) -> Audit:
-    """All checks over the whole store. Reads every token; O(stored data), one step's batch in memory."""
+    """Run all checks over the whole store. Reads every token and holds all trajectories in memory."""
     findings: list[Finding] = []
     try:
         records = store.steps()
@@ -80,7 +80,7 @@ def audit(store: VersionedStore) -> Audit:
 
 
 def _damage(store: VersionedStore) -> Iterable[Finding]:
-    """Each corrupt chunk, and how many trajectories are lost with it. All others can still be read."""
+    """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
     damage = list(store.damage())
     try:
         table = store.table()
@@ -94,12 +94,12 @@ def _damage(store: VersionedStore) -> Iterable[Finding]:
                 begins, sizes = table["text_offset"], table["text_bytes"]
             first = chunk.number * chunk.elements
             held = int(((begins < first + chunk.elements) & (begins + sizes > first)).sum())
-            what += f"; it holds some of {held} of {len(begins)} trajectories, the others can be read"
+            what += f"; it holds parts of {held} of {len(begins)} trajectories; the others can be read"
         yield Finding(check="arrays", where=chunk.array, what=what)
 
 
 def _array_findings(store: VersionedStore) -> Iterable[Finding]:
-    """Arrays that belong together have the lengths that the step records add up to."""
+    """Check that array lengths agree with each other and with the step records."""
     lengths = store.array_lengths()
     try:
         records = store.steps()
@@ -109,14 +109,14 @@ def _array_findings(store: VersionedStore) -> Iterable[Finding]:
     num_rows = sum(r.num_rows for r in records)
     for name in ("rows/int", "rows/float"):
         if lengths[name] != num_rows:
-            yield Finding(check="arrays", where=name, what=f"{lengths[name]} rows, the step records say {num_rows}")
+            yield Finding(check="arrays", where=name, what=f"{lengths[name]} rows, step records count {num_rows}")
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
     if len(token_lengths) > 1:
         yield Finding(check="arrays", where="tokens", what=f"arrays of different lengths {sorted(token_lengths)}")
     try:
         table = store.table()
     except StoreError:
-        return  # its chunk is named already
+        return  # the damaged chunk is reported elsewhere
     if len(table["offset"]):
         need = int((table["offset"] + table["prompt_tokens"] + table["response_tokens"]).max())
         for name in (n for n in lengths if n.startswith("tokens/")):
@@ -125,7 +125,7 @@ def _array_findings(store: VersionedStore) -> Iterable[Finding]:
 
 
 def _bound(header: RunHeader, rows: list[Ended]) -> Iterable[Finding]:
-    """v_traj <= step <= v_traj + eta for what was consumed, and no token older than v_traj or newer than its step."""
+    """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step."""
     for row in rows:
         t = row.trajectory
         where = f"trajectory {t.id}"
@@ -134,7 +134,7 @@ def _bound(header: RunHeader, rows: list[Ended]) -> Iterable[Finding]:
             what = f"a token of version {versions.min()}, v_traj is {t.v_traj}"
             yield Finding(check="bound", where=where, what=what)
         if len(versions) and bool((np.diff(versions) < 0).any()):
-            yield Finding(check="bound", where=where, what="a later token stems from an older version")
+            yield Finding(check="bound", where=where, what="a later token has an older version")
         if row.fate is not Fate.CONSUMED:
             continue
         if not t.v_traj <= row.step <= t.v_traj + header.eta:
@@ -146,7 +146,7 @@ def _bound(header: RunHeader, rows: list[Ended]) -> Iterable[Finding]:
 
 
 def _once(header: RunHeader, records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
-    """Every trajectory is stored once; every step consumed exactly its number of groups, whole ones."""
+    """Check that every trajectory is stored once and every step consumed exactly its number of complete groups."""
     for trajectory, count in Counter(r.trajectory.id for r in rows).items():
         if count > 1:
             yield Finding(check="once", where=f"trajectory {trajectory}", what=f"stored {count} times")
@@ -179,7 +179,7 @@ def _steps_by_group(rows: list[Ended]) -> dict[int, set[int]]:
 
 
 def _conservation(records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
-    """At every commit the rows so far and the ones in flight are exactly the ones started, and the books agree."""
+    """Check at every commit that started = stored + in flight, and that the ledger's counts match the rows."""
     ended: set[int] = set()
     counts: Counter[str] = Counter()
     at = 0
@@ -210,7 +210,7 @@ def _conservation(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
 
 
 def _fingerprints(records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
-    """Each batch reads back as the trainer received it; each instance held the weights that were published."""
+    """Check that batches read back as the trainer received them, and that instances held the published weights."""
     by_step: dict[int, list[Ended]] = {}
     for row in rows:
         if row.fate is Fate.CONSUMED:
@@ -226,5 +226,5 @@ def _fingerprints(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
         for instance, (version, held) in record.loaded_fingerprints.items():
             expected = published.get(version)
             if expected is not None and held != expected:
-                what = f"{instance} held other weights than version {version} published"
+                what = f"{instance} held weights other than those published as version {version}"
                 yield Finding(check="fingerprints", where=where, what=what)

@@ -15,7 +15,7 @@ from stores.trajectory import Ended, Trajectory, TrajectoryId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What a store's numbers mean: the promise of the run that wrote it."""
+    """The settings of the run that wrote a store which give its numbers their meaning."""
 
     run: str
     eta: int
@@ -23,17 +23,17 @@ class RunHeader:
     group_size: int
     members_started: int
     held_out: int | None = None
-    """How many held-out prompts are never drawn for training: part of which prompt a group's id stands for. None in
-    stores of earlier versions, which drew without looking."""
+    """Number of held-out prompts, never drawn for training: needed to tell a group's prompt from its id. None in stores
+    of earlier versions, which did not exclude them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerState:
-    """The protocol's books at a commit. With the rows up to it they must balance: started = ended + live."""
+    """The ledger's counts at a commit. With the rows up to it they must add up: started = ended + live."""
 
     num_started: int
     num_ended: dict[str, int]
-    """By "fate:reason"."""
+    """Ended trajectories by "fate:reason"."""
     live: tuple[tuple[int, int], ...]
     """Trajectories in flight, as half-open ranges of ids."""
     next_step: int
@@ -47,25 +47,25 @@ class LedgerState:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One commit. kind: "step", a training step with the batch it consumed; "end", the run's end; "resume", what was in
-    flight when the run was lost, given up before it goes on."""
+    flight when the run was interrupted, aborted before it is resumed."""
 
     kind: str
     step: int
     ledger: LedgerState
     metrics: dict[str, float] = field(default_factory=dict)
     weight_fingerprint: str = ""
-    """Of the version this step published."""
+    """Fingerprint of the version this step published."""
     loaded_fingerprints: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """By instance: the version it serves and the fingerprint of what it holds."""
+    """By instance: the version it serves and the fingerprint of the weights it holds."""
     batch_fingerprint: str = ""
-    """Of the tokens, logprobs, versions and advantages the trainer received, in its order."""
+    """Hash of the tokens, logprobs, versions and advantages the trainer received, in its order."""
     num_rows: int = 0
     num_tokens: int = 0
-    """Rows and stored tokens (prompts included) of this commit: what a truncated array is noticed by."""
+    """Rows and stored tokens (prompts included) of this commit; a truncated array is detected by them."""
 
 
 class TrajectoryStore(Protocol):
-    """Append-only. One owner commits; anyone may read."""
+    """An append-only store. One owner commits; anyone may read."""
 
     @property
     def header(self) -> RunHeader: ...
@@ -102,7 +102,7 @@ def id_ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
-    """32 hex digits over what a training step receives: (trajectory, advantage) in order."""
+    """Hash, 32 hex digits, of what a training step receives: (trajectory, advantage) in order."""
     digest = hashlib.blake2b(digest_size=16)
     for trajectory, advantage in batch:
         digest.update(np.asarray([trajectory.id, trajectory.v_traj], np.int64).tobytes())
@@ -114,4 +114,4 @@ def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
 
 
 CODEC = Codec()
-"""Headers and step records as the stores keep them."""
+"""Encodes headers and step records as the stores keep them."""

@@ -1,8 +1,8 @@
-"""The project's dataclasses as plain values, for JSON and msgpack, and back.
+"""Conversion of dataclasses to plain values, for JSON and msgpack, and back.
 
-Fields stand by name, in their order; enums by value; keys of dicts as strings. `decode` takes nothing on trust: a
-number is never read from a string, and what has no default must be there. Values with a tag carry the name of their
-class in front, so that a union of classes is read back as the right one, and leave out fields that have their default:
+Fields are stored by name, in order; enums by value; dict keys as strings. `decode` is strict: a number is never read
+from a string, and a field without a default must be present. Values of a tagged class begin with its name, so that a
+union of classes is read back as the right one, and omit fields that have their default:
 
 >>> @dataclasses.dataclass(frozen=True)
 ... class Moved:
@@ -15,7 +15,7 @@ class in front, so that a union of classes is read back as the right one, and le
 Moved(tokens=3, why='slow')
 >>> codec.decode({"type": "Moved", "tokens": "3"}, Moved)
 Traceback (most recent call last):
-ValueError: tokens: '3' is no int
+ValueError: tokens: expected int, got '3'
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ TAG = "type"
 
 
 class Codec:
-    """One way from values to plain ones and back. tagged: classes whose values carry their class's name."""
+    """Encodes values as plain ones and decodes them. tagged: classes whose values carry their class's name."""
 
     def __init__(self, tagged: tuple[type, ...] = ()) -> None:
         self._converter = converter = Converter()
         for plain in (int, float, str, bool):
-            converter.register_structure_hook(plain, _exactly(plain))
+            converter.register_structure_hook(plain, _exact(plain))
         converter.register_structure_hook_factory(dataclasses.is_dataclass, self._fields)
         converter.register_structure_hook_factory(
             lambda kind: isinstance(kind, UnionType) and {*get_args(kind)} <= {*tagged},
             lambda union: self._by_tag(get_args(union)),
         )
-        converter.register_unstructure_hook_factory(_is_dict, self._with_words_for_keys)
-        converter.register_structure_hook_factory(_is_dict, self._from_words_for_keys)
-        # Factories, as they are asked in the order of need: what a class holds is made before the class itself.
+        converter.register_unstructure_hook_factory(_is_dict, self._encode_dict)
+        converter.register_structure_hook_factory(_is_dict, self._decode_dict)
+        # Factories run on demand, so the hooks of a class's fields are made before the hook of the class.
         converter.register_unstructure_hook_factory(lambda kind: kind in tagged, self._with_tag)
         converter.register_structure_hook_factory(lambda kind: kind in tagged, lambda kind: self._by_tag((kind,)))
 
     def encode(self, value: Any) -> Plain:
-        """Plain values for a dataclass."""
+        """Convert a dataclass to plain values."""
         return self._converter.unstructure(value)
 
     def decode(self, value: Plain, kind: type[T]) -> T:
-        """The inverse of `encode`. Raises ValueError: what is wrong first, and where."""
+        """The inverse of `encode`. Raises ValueError, which names the first fault and its place."""
         try:
             return self._converter.structure(value, kind)
         except Exception as error:  # cattrs groups what hooks and constructors raise
             raise ValueError(_first(error)) from error
 
     def _fields(self, kind: type[Any]) -> Callable[[Any, Any], Any]:
-        """Reads a dataclass without a tag. Fields it does not know are a later version's; those with a default may be
-        missing, as an earlier version did not have them."""
+        """Decoder of an untagged dataclass. Unknown fields are ignored: a later version wrote them. Fields with a
+        default may be missing: an earlier version did not have them."""
         read = make_dict_structure_fn(kind, self._converter)
 
         def structure(value: Any, _: Any) -> Any:
-            _be_dict(value)
+            _require_dict(value)
             return read(value, kind)
 
         return structure
@@ -80,34 +80,35 @@ class Codec:
         return lambda value: {TAG: name, **fields(value)}
 
     def _by_tag(self, kinds: tuple[type[Any], ...]) -> Callable[[Any, Any], Any]:
-        """Reads one of these; unknown fields are an error: left out, they would take their default."""
+        """Decoder of tagged classes. Unknown fields are errors: a renamed one would silently take its default."""
         known = {
             kind.__name__: make_dict_structure_fn(kind, self._converter, _cattrs_forbid_extra_keys=True)
             for kind in kinds
         }
 
         def structure(value: Any, kind: Any) -> Any:
-            _be_dict(value)
+            _require_dict(value)
             fields = dict(value)
             read = known.get(tag := fields.pop(TAG, None))
             if read is None:
-                raise ValueError(f"{tag!r} is no {' or '.join(known) if len(known) < 4 else 'type known here'}")
+                expected = f"; expected {' or '.join(known)}" if len(known) < 4 else ""
+                raise ValueError(f"unknown type {tag!r}{expected}")
             return read(fields, kind)
 
         return structure
 
-    def _with_words_for_keys(self, kind: Any) -> Callable[[Mapping[Any, Any]], dict[str, Any]]:
-        """JSON and msgpack have no other keys."""
+    def _encode_dict(self, kind: Any) -> Callable[[Mapping[Any, Any]], dict[str, Any]]:
+        """Encoder of a dict with its keys as strings: JSON has no others."""
         values = self._converter.get_unstructure_hook(get_args(kind)[1])
         return lambda value: {str(k): values(v) for k, v in value.items()}
 
-    def _from_words_for_keys(self, kind: Any) -> Callable[[Any, Any], dict[Any, Any]]:
+    def _decode_dict(self, kind: Any) -> Callable[[Any, Any], dict[Any, Any]]:
         key, held = get_args(kind)
         keys = (lambda k, _: int(k)) if key is int else self._converter.get_structure_hook(key)
         values = self._converter.get_structure_hook(held)
 
         def structure(value: Any, _: Any) -> dict[Any, Any]:
-            _be_dict(value)
+            _require_dict(value)
             return {keys(k, key): values(v, held) for k, v in value.items()}
 
         return structure
@@ -118,33 +119,33 @@ def _is_dict(kind: Any) -> bool:
     return origin is dict
 
 
-def _be_dict(value: Any) -> None:
+def _require_dict(value: Any) -> None:
     if type(value) is not dict:
-        raise ValueError(f"{value!r} is no dict")
+        raise ValueError(f"expected dict, got {value!r}")
 
 
-def _exactly(kind: type[Any]) -> Callable[[Any, Any], Any]:
-    """Reads a number or a string as it is; an int will do for a float."""
+def _exact(kind: type[Any]) -> Callable[[Any, Any], Any]:
+    """Decoder that accepts values of this type only; for a float also an int."""
     takes = (int, float) if kind is float else (kind,)
 
     def structure(value: Any, _: Any) -> Any:
         if type(value) not in takes:
-            raise ValueError(f"{value!r} is no {kind.__name__}")
+            raise ValueError(f"expected {kind.__name__}, got {value!r}")
         return value
 
     return structure
 
 
 def _first(error: Exception) -> str:
-    """The first of what is wrong, in a line: "field.field: what"."""
+    """The first fault, in one line: "field.field: what"."""
 
-    def told(one: BaseException, _: Any) -> str:
+    def described(one: BaseException, _: Any) -> str:
         if isinstance(one, KeyError):
             return "missing"
         if isinstance(one, ForbiddenExtraKeysError):
-            return f"no field is called {' or '.join(sorted(map(repr, one.extra_fields)))}"
+            return f"unknown field {', '.join(sorted(map(repr, one.extra_fields)))}"
         return str(one) or type(one).__name__
 
-    what, _, where = transform_error(error, path="", format_exception=told)[0].rpartition(" @ ")
+    what, _, where = transform_error(error, path="", format_exception=described)[0].rpartition(" @ ")
     what, where = what.splitlines()[0], where.removeprefix(".")
     return f"{where}: {what}" if where else what

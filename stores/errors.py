@@ -23,7 +23,7 @@ class StoreError(StaleflowError, OSError):
 
 
 class ProtocolViolation(StaleflowError, AssertionError):
-    """A promise was about to be broken: a fault of ours. The message carries the story of what led here."""
+    """An invariant was about to be broken: a bug in staleflow. The message lists the events that led to it."""
 
 
 class RunStuck(StaleflowError, TimeoutError):

@@ -1,8 +1,8 @@
-"""Files and folders that appear whole or not at all, whatever kills their writer.
+"""Atomic writing of files and folders: they appear complete or not at all, whatever kills the writer.
 
-They are made beside their place, under a name of the writer's own, flushed to disk, and renamed. Two writers of one
-place do not meet: the later rename wins, and each reader sees the one or the other. What a killed writer leaves is
-removed by the next one of that place.
+They are written beside their destination under a temporary name, flushed to disk, and renamed. Two writers of one
+path do not conflict: the later rename wins, and a reader sees the one or the other. What a killed writer leaves behind
+is removed by the next writer of that path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from stores.errors import StoreError
 
 NAME_CHARS = 50
-"""Of the final name, how much a part's own name repeats: at most 200 bytes, where file systems allow 255."""
+"""Characters of the final name that a temporary name repeats: at most 200 bytes, where file systems allow 255."""
 
 Failures = tuple[type[Exception], ...]
 
@@ -28,14 +28,14 @@ Failures = tuple[type[Exception], ...]
 def replace_file(
     path: Path, write: Callable[[Path], object], remedy: str, *, failures: Failures = (), flush: bool = True
 ) -> None:
-    """Have `write` fill a file, given where, and put it at `path` when it is whole.
+    """Call `write` with a temporary path, and rename the file it writes to `path` once it is complete.
 
-    remedy: what to do about a disk that is full or not writable, for the message. failures: what `write` raises of its
-    own when it cannot write. flush: False for what need not outlive the machine's memory. What is no regular file (a
-    pipe, /dev/stdout) is written to directly. Raises StoreError; then `path` is as it was.
+    remedy: for the message, what to do about a disk that is full or not writable. failures: exceptions besides OSError
+    that `write` raises when it cannot write. flush: False for a file in memory, lost with the machine anyway. A path
+    that is no regular file (a pipe, /dev/stdout) is written to directly. Raises StoreError; then `path` is unchanged.
     """
-    with _said(path, remedy, failures):
-        path = path.resolve()  # a link stays one
+    with _failures_as_store_error(path, remedy, failures):
+        path = path.resolve()  # a symbolic link is kept
         if path.exists() and not path.is_file():
             write(path)
             return
@@ -54,9 +54,9 @@ def replace_text(path: Path, text: str, remedy: str) -> None:
 
 
 def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, failures: Failures = ()) -> None:
-    """Have `write` fill an empty folder, given where, and put it at `path` when it is whole. Raises StoreError; then
-    `path` is as it was."""
-    with _said(path, remedy, failures):
+    """Call `write` with a temporary, empty folder, and rename it to `path` once it is complete. Raises StoreError; then
+    `path` is unchanged."""
+    with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()
         with _part(path, folder=True) as part:
             write(part)
@@ -76,7 +76,7 @@ def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, 
 
 
 def publish(part: Path, path: Path) -> None:
-    """Flush a finished file or folder to disk and give it its name. Raises OSError, also where a folder would replace
+    """Flush a finished file or folder to disk and rename it to `path`. Raises OSError, also if a folder would replace
     one that is not empty."""
     _flush_all(part)
     part.replace(path)
@@ -84,8 +84,8 @@ def publish(part: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _said(path: Path, remedy: str, failures: Failures) -> Iterator[None]:
-    """Failures in one line."""
+def _failures_as_store_error(path: Path, remedy: str, failures: Failures) -> Iterator[None]:
+    """Raise failures as a StoreError of one line."""
     expected: Failures = (OSError, *failures)
     try:
         yield
@@ -98,8 +98,8 @@ def _said(path: Path, remedy: str, failures: Failures) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _part(path: Path, *, folder: bool) -> Iterator[Path]:
-    """A new file or folder beside `path`, gone at the end if it still has that name. It is locked for as long: what is
-    not locked was left by a writer that is gone."""
+    """A temporary file or folder beside `path`, removed at the end unless it was renamed. It is locked until then: one
+    that is not locked was left by a writer that has died."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path)
     while True:
@@ -110,7 +110,7 @@ def _part(path: Path, *, folder: bool) -> Iterator[Path]:
         else:
             held = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            # Where files cannot be locked, nothing can be swept either.
+            # On a file system without locks nothing is swept either.
             with contextlib.suppress(OSError):
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not part.exists():
@@ -123,7 +123,7 @@ def _part(path: Path, *, folder: bool) -> Iterator[Path]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove the parts of `path` whose writers are gone."""
+    """Remove temporary files of `path` whose writers have died."""
     called = re.compile(rf"\.{re.escape(path.name[:NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
     for left in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
         with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ def _remove(path: Path) -> None:
 
 
 def _flush_all(path: Path) -> None:
-    """A file, or a folder with all that is in it."""
+    """Flush a file, or a folder with all its contents, to disk."""
     if path.is_dir():
         for inside in path.rglob("*"):
             if not inside.is_symlink():
@@ -157,7 +157,7 @@ def _flush_all(path: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on disk. Where a file system cannot flush folders, it is left to it."""
+    """Flush a file's bytes, or a folder's entries, to disk. Folders only where the file system supports it."""
     held = os.open(path, os.O_RDONLY)
     try:
         os.fsync(held)

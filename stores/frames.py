@@ -1,6 +1,6 @@
-"""A store as the data libraries know tables: for dask.dataframe, pandas, xarray and pyarrow.
+"""Stored trajectories as tables for dask.dataframe, pandas, xarray and pyarrow.
 
-No run needs anything of this; the libraries are those of `pip install 'staleflow[offline]'`.
+No run needs these libraries; `pip install 'staleflow[offline]'` installs them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from stores.errors import ConfigError, StoreError
 from stores.trajectory import Ended
 
 TOKEN_CHUNKS = 16
-"""Chunks of the store that make one of dask's: a task a MiB of tokens costs less than a task each."""
+"""Chunks of the store per dask chunk: one task per MiB of tokens costs less than one per chunk."""
 
 COLUMNS = {
     "trajectory": "int64", "group": "int64", "step": "int64", "fate": "str", "reason": "str", "finish": "str",
     "v_traj": "int64", "staleness": "int64", "reward": "float32", "advantage": "float32", "loss_mask": "bool",
     "error": "str", "prompt_tokens": "int64", "response_tokens": "int64",
 }  # fmt: skip
-"""A row's small values; the counts are of tokens."""
+"""Scalar columns and their types; counts are in tokens."""
 ARRAYS = {"prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int32"}
-"""A row's tokens: logprobs (behaviour, nats) and versions belong to the response."""
+"""Columns with one array per row; logprobs (behaviour, nats) and versions are the response's."""
 
 
 def require(module: str) -> Any:
-    """A module of the offline extra. Raises ConfigError that says how to get it."""
+    """Import a module of the offline extra. Raises ConfigError, which says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -63,7 +63,7 @@ def record(row: Ended) -> dict[str, Any]:
 
 
 def to_pandas(rows: Iterable[Ended]) -> Any:
-    """A pandas.DataFrame with a row a trajectory; token columns hold numpy arrays."""
+    """A pandas.DataFrame with one row per trajectory; token columns hold numpy arrays."""
     pandas = require("pandas")
     records = [record(row) for row in rows]
     columns: dict[str, Any] = {
@@ -75,13 +75,13 @@ def to_pandas(rows: Iterable[Ended]) -> Any:
 
 
 def to_dask(count: int, block_rows: int, read: Callable[[int, int], Iterable[Ended]]) -> Any:
-    """A dask.dataframe of `count` rows, in partitions of `block_rows`. read: the rows from the first to before the last
-    number, called on workers. Raises ConfigError."""
+    """A dask.dataframe of `count` rows, in partitions of `block_rows`. read(first, last): the rows first <= row < last;
+    called on workers. Raises ConfigError."""
     require("pandas")
     dataframe = require("dask.dataframe")
     dask = require("dask")
     firsts = range(0, max(count, 1), block_rows)
-    # dask.dataframe would turn the token arrays into strings of their text.
+    # By default dask.dataframe would convert the token arrays to strings.
     with dask.config.set({"dataframe.convert-string": False}):
         return dataframe.from_map(
             _partition,
@@ -98,8 +98,8 @@ def _partition(first: int, last: int, read: Callable[[int, int], Iterable[Ended]
 
 
 def to_xarray(table: Mapping[str, Any], offsets: Any, root: Any, attributes: Mapping[str, Any]) -> Any:
-    """An xarray.Dataset of a store's columns and, lazily, its flat token arrays. offsets: where in `token` each
-    trajectory's tokens begin; its two counts say how many there are. Raises ConfigError."""
+    """An xarray.Dataset of a store's columns and, lazily, its flat token arrays. offsets: index in `token` of each
+    trajectory's first token; prompt_tokens + response_tokens of them follow. Raises ConfigError."""
     xarray, array = require("xarray"), require("dask.array")
     variables: dict[str, Any] = {name: ("trajectory", column) for name, column in table.items() if name != "trajectory"}
     variables["offset"] = ("trajectory", offsets)
@@ -115,7 +115,7 @@ def arrow_schema(texts: dict[str, str]) -> Any:
     arrow = require("pyarrow")
     fields = [(name, arrow.type_for_alias("string" if dtype == "str" else dtype)) for name, dtype in COLUMNS.items()]
     lists = [(name, arrow.list_(arrow.type_for_alias(dtype))) for name, dtype in ARRAYS.items()]
-    # Not a map: the datasets library knows none.
+    # Not a map: the datasets library does not support maps.
     parts = ("reward_parts", arrow.list_(arrow.struct([("name", arrow.string()), ("value", arrow.float64())])))
     return arrow.schema([*fields, *((name, arrow.string()) for name in texts.values()), *lists, parts])
 

@@ -1,4 +1,4 @@
-"""How trajectories lie in a store's arrays: a row of numbers each, tokens side by side, and JSON for what is irregular.
+"""The layout of trajectories in a store's arrays: a row of numbers each, flat token arrays, and JSON for the rest.
 
 The arrays themselves are listed in stores/versioned.py. Numpy, pure.
 """
@@ -37,12 +37,12 @@ FLOAT_COLUMNS = ("reward", "advantage", "arrived_s", "routed_s", "sampled_s", "r
 FINISHES, FATES, REASONS = tuple(FinishReason), tuple(Fate), tuple(AbortReason)
 TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
 AT = {name: i for i, name in enumerate(INT_COLUMNS)}
-"""Place of a name among INT_COLUMNS."""
+"""Index of each name in INT_COLUMNS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Rows as a commit appends them. tokens: [T] by the names of TOKEN_ARRAYS."""
+    """Rows in the form that a commit appends. tokens: [T] by the names of TOKEN_ARRAYS."""
 
     tokens: dict[str, npt.NDArray[Any]]
     ints: npt.NDArray[np.int64]  # [R, len(INT_COLUMNS)]
@@ -52,7 +52,7 @@ class Packed:
 
 
 def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
-    """begin, text_begin: where their tokens and their text will stand."""
+    """Pack rows for a commit. begin, text_begin: where their tokens and their text will begin in the store."""
     columns: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
     ints = np.zeros((len(ended), len(INT_COLUMNS)), np.int64)
     floats = np.zeros((len(ended), len(FLOAT_COLUMNS)), np.float32)
@@ -93,21 +93,21 @@ def unpack(
     text: bytes,
     text_first: int,
 ) -> Ended:
-    """A row again. tokens, text: slices that hold its own; first, text_first: where they begin. Raises StoreError if
-    they do not belong together."""
+    """The inverse of `pack` for one row. tokens, text: slices that contain the row's; first, text_first: where in the
+    store they begin. Raises StoreError if they contradict each other."""
     row = dict(zip(INT_COLUMNS, ints, strict=True))
     try:
         extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
-        told = [(str(instance), int(version), int(size)) for instance, version, size in extra["segments"]]
+        stored = [(str(instance), int(version), int(size)) for instance, version, size in extra["segments"]]
         finish, fate, reason = FINISHES[row["finish"]], FATES[row["fate"]], REASONS[row["reason"]]
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        # A flipped bit that the compression did not notice.
+        # A flipped bit that decompression did not detect.
         raise StoreError(f"trajectory {row['trajectory']}: its record is corrupt: {error!r}") from error
     begin = row["offset"] - first
     middle = begin + row["prompt_tokens"]
     end = middle + row["response_tokens"]
     segments, at, agree = [], middle, True
-    for instance, version, size in told:
+    for instance, version, size in stored:
         segments.append(
             Segment(
                 version=PolicyVersion(version),

@@ -1,4 +1,4 @@
-"""The obvious trajectory store: lists in memory. The model that the Zarr store is tested against."""
+"""A trajectory store of lists in memory: the reference that the Zarr store is tested against."""
 
 from __future__ import annotations
 

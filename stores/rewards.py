@@ -1,4 +1,4 @@
-"""What the rewards of a group say. Numpy, pure."""
+"""Whether the rewards of a group carry a training signal. Numpy, pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 EQUAL = 1e-9
-"""Rewards this near are equal: sums of the same parts in another order."""
+"""Rewards this close count as equal: they may be sums of the same parts in another order."""
 
 
 def has_signal(rewards: npt.ArrayLike, valid: npt.ArrayLike = True) -> npt.NDArray[np.bool_]:
-    """Whether a group's members were rewarded unequally: only then is there an advantage to learn from.
+    """Whether the rewards within each group differ; otherwise all its advantages are 0.
 
-    rewards: [..., N], members last. valid: the same shape, false where a reward could not be computed; such a member
-    has no part in it. Returns [...].
+    rewards: [..., N], members last. valid: the same shape, false where a reward could not be computed; such members
+    are ignored. Returns [...].
 
     >>> has_signal([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]).tolist()
     [True, False]

@@ -1,7 +1,7 @@
-"""Choosing stored trajectories by an expression over their columns, such as `staleness <= 1 and reward > 0`. Pure.
+"""Selection of stored trajectories by an expression over their columns, such as `staleness <= 1 and reward > 0`. Pure.
 
-An expression is Python's syntax cut down to comparisons, `and`, `or`, `not`, `in` and arithmetic; nothing is called, no
-attribute is looked up, so a selection may come from anyone.
+Expressions are a subset of Python's: comparisons, `and`, `or`, `not`, `in` and arithmetic. Nothing is called and no
+attribute is accessed, so untrusted expressions are safe.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """An expression that was read and found sound. Empty: everything."""
+    """An expression that selects rows; an empty one selects all. Checked when it is applied."""
 
     text: str = ""
 
     def mask(self, columns: Mapping[str, Column]) -> npt.NDArray[np.bool_]:
-        """[R] which rows it chooses. columns: [R] each, by name. Raises ConfigError, which names what is wrong.
+        """[R] whether each row is selected. columns: [R] each, by name. Raises ConfigError, which names the fault.
 
         >>> Selection("reward > 0 and fate == 'consumed'").mask(
         ...     {"reward": np.array([0.0, 1.0, 1.0]), "fate": np.array(["consumed", "consumed", "aborted"])}
@@ -57,7 +57,7 @@ class Selection:
         with np.errstate(divide="ignore", invalid="ignore"):
             result = self._value(tree, columns)
         if not isinstance(result, np.ndarray) or result.dtype != np.bool_:
-            raise self._wrong("says neither yes nor no about a trajectory")
+            raise self._wrong("is not a condition on trajectories, such as reward > 0")
         return result
 
     def _value(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
@@ -87,7 +87,9 @@ class Selection:
             case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
                 return [self._value(e, columns) for e in elements]
             case _:
-                raise self._wrong(f"{ast.unparse(node)!r} is not understood: comparisons, and, or, not, in, + - * / %")
+                raise self._wrong(
+                    f"{ast.unparse(node)!r} is not supported; use comparisons, and, or, not, in, + - * / %"
+                )
 
     def _compared(self, values: list[ast.expr], ops: list[ast.cmpop], columns: Mapping[str, Column]) -> Any:
         parts = [self._value(v, columns) for v in values]
@@ -95,10 +97,10 @@ class Selection:
         for (left, right), op in zip(itertools.pairwise(parts), ops, strict=True):
             among = isinstance(op, (ast.In, ast.NotIn))
             if type(op) not in _COMPARISONS or isinstance(left, list) or isinstance(right, list) != among:
-                raise self._wrong("compares what cannot be compared")
-            kinds = [_is_word(x) for x in ([left, *right] if among else [left, right])]
+                raise self._wrong("compares values that cannot be compared")
+            kinds = [_is_text(x) for x in ([left, *right] if among else [left, right])]
             if any(kinds) != all(kinds):
-                raise self._wrong("compares words with numbers; words are quoted, as in fate == 'consumed'")
+                raise self._wrong("compares text with numbers; quote text, as in fate == 'consumed'")
             claims.append(_COMPARISONS[type(op)](left, right))
         return np.logical_and.reduce(claims) if len(claims) > 1 else claims[0]
 
@@ -110,13 +112,13 @@ class Selection:
 
     def _number(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
         value = self._value(node, columns)
-        if isinstance(value, list) or _is_word(value):
-            raise self._wrong(f"{ast.unparse(node)!r} is no number")
+        if isinstance(value, list) or _is_text(value):
+            raise self._wrong(f"{ast.unparse(node)!r} is not a number")
         return value
 
     def _wrong(self, what: str) -> ConfigError:
         return ConfigError(f"--where {self.text!r}: {what}")
 
 
-def _is_word(value: Any) -> bool:
+def _is_text(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype.kind in "UO")

@@ -1,18 +1,18 @@
-"""The trajectory store on Zarr v3 and Icechunk: every commit a snapshot, nothing torn by a kill, time travel by step.
+"""The trajectory store on Zarr v3 and Icechunk: commits are atomic snapshots, and every earlier step stays readable.
 
-Layout (one row a trajectory, prompt and response side by side in the flat token arrays):
+Layout (one row per trajectory; its prompt and response are adjacent in the flat token arrays):
 
     tokens/ids        int32   [T]      prompt tokens, then response tokens, row after row
     tokens/logprobs   float32 [T]      behaviour logprob, nats; 0 at prompt tokens
     tokens/versions   int32   [T]      policy version that sampled the token; -1 at prompt tokens
-    tokens/mask       uint8   [T]      1 where the loss was taken
+    tokens/mask       uint8   [T]      1 where the loss applies
     rows/int          int64   [R, 16]  INT_COLUMNS
     rows/float        float32 [R, 6]   FLOAT_COLUMNS
-    text              uint8   [B]      JSON: what is irregular (segments, reward parts, errors) and step records
+    text              uint8   [B]      JSON: segments, reward parts and errors of rows, and step records
     steps             int64   [S, 3]   kind and step, offset and length of the record in `text`
 
 Each commit's tokens start at a chunk boundary, so that appending never rewrites a chunk (facts of the layout and its
-speed: docs/store.md). There is one committer, which also is what keeps Icechunk safe on a local file system.
+speed: docs/store.md). There is one committer; with several, Icechunk would not be safe on a local file system.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from stores.layout import AT, FATES, FINISHES, FLOAT_COLUMNS, INT_COLUMNS, REASO
 from stores.trajectory import Ended, Fate, TrajectoryId
 
 if "ICECHUNK_LOG" not in os.environ:
-    # It warns at each opening that several committers on a local disk lose commits; a run has one, by design.
+    # At each opening it warns that several committers on a local disk lose commits; a run has only one.
     icechunk.set_logs_filter("error")
 
 FORMAT = 1
-"""Raised when a reader of the old layout would misread the new one."""
+"""Version of the layout, raised whenever code for the old layout would misread the new one."""
 
 MAIN = "main"
 """The branch that a run commits to."""
-UNDER_WAY = "part-"
-"""How branches are called while they are made: nobody is shown them."""
+INCOMPLETE = "part-"
+"""Prefix of the names of incomplete branches, which are never listed."""
 TOKEN_CHUNK = 65_536
-"""Elements a token chunk: one commit of a small job, a quarter of a MiB."""
+"""Elements per token chunk, 256 KiB: one commit of a small job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damaged:
-    """A stored trajectory that cannot be read any more, and why."""
+    """A stored trajectory that can no longer be read, and why."""
 
     trajectory: TrajectoryId
     what: str
@@ -66,7 +66,7 @@ class Damaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedChunk:
-    """A chunk that cannot be read. elements: of a chunk of its array."""
+    """A chunk that cannot be read. number: among its array's chunks; elements: per chunk of that array."""
 
     array: str
     number: int
@@ -82,7 +82,7 @@ class VersionedStore:
         self._at_snapshot = at_snapshot
         self._branch = branch
         self._where = where
-        # What the next commit must find: there is one committer, and it knows what it committed last.
+        # The snapshot that the next commit must find: there is one committer, and it knows its last commit.
         self._head = str(repository.lookup_branch(branch)) if at_snapshot is None else at_snapshot
         root = self._read_root(self._head)
         attributes = dict(root.attrs)
@@ -93,18 +93,18 @@ class VersionedStore:
         except ValueError as error:
             raise StoreError(f"{where}: the store's header is corrupt: {error}") from error
         self.lineage: dict[str, Any] = attributes.get("lineage", {})
-        """How a branch with other rewards was made; empty for what the run stored itself. See stores/branches.py."""
+        """How a branch was made; empty on the branch of the run itself. See stores/branches.py."""
         self._errors: dict[str, str] | None = attributes.get("errors")
-        # Where the next commit appends; kept here because there is one committer.
+        # Where the next commit appends; valid because there is one committer.
         self._num_tokens = int(root["tokens/ids"].shape[0])
-        # One byte a trajectory id, set once it is stored: ids are dense, and nothing may be stored twice.
+        # One byte per trajectory id (ids are dense), set once it is stored, to refuse duplicates.
         self._stored = bytearray()
         if self._commits:
             self._mark(self._column(root, "rows/int")[:, AT["trajectory"]].tolist())
 
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> VersionedStore:
-        """A new, empty store. It is there whole or not at all: a kill in between leaves a folder of another name."""
+        """Create an empty store, atomically: a kill in between leaves only a folder of another name."""
         if path.exists():
             raise StoreError(f"{path}: the store cannot be created: there is one already")
         part = path.with_name(f".{path.name}.part")
@@ -124,13 +124,13 @@ class VersionedStore:
             session.commit("created", metadata={"kind": "created"})
             publish(part, path)
         except (icechunk.IcechunkError, OSError) as error:
-            raise StoreError(f"{path}: the store cannot be created: {_line(error)}") from error
+            raise StoreError(f"{path}: the store cannot be created: {_first_line(error)}") from error
         return cls.open(path)
 
     @classmethod
     def open(cls, path: Path, at_step: int | None = None, branch: str = MAIN) -> VersionedStore:
-        """An existing store as it is now, or as it was when training step `at_step` was committed, or a branch of it
-        (both read-only)."""
+        """Open a store as it is now; read-only, as it was when training step `at_step` was committed, or another
+        branch of it."""
         if not path.is_dir():
             raise ConfigError(f"{path}: no store here; `staleflow store ls` lists the runs there are")
         try:
@@ -142,17 +142,17 @@ class VersionedStore:
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise StoreError(f"{path}: the store cannot be opened: {_line(error)}") from error
+            raise StoreError(f"{path}: the store cannot be opened: {_first_line(error)}") from error
 
     @classmethod
     def at(cls, path: Path, snapshot: str) -> VersionedStore:
-        """A store as it was at a snapshot, read-only."""
+        """Open a store as it was at a snapshot, read-only."""
         return cls(repository_at(path), at_snapshot=snapshot, where=str(path))
 
     @classmethod
     def rewind(cls, path: Path, num_steps: int) -> int:
-        """Have the store end after its first `num_steps` training steps; returns how many were undone. What is undone
-        stays readable on a branch that is named after its last commit."""
+        """Reset the store to its first `num_steps` training steps; returns the number of steps undone. They stay
+        readable on a branch named after their last commit."""
         repository = icechunk.Repository.open(_storage(path), config=_config())
         undone = 0
         with _locked(path):
@@ -171,13 +171,13 @@ class VersionedStore:
 
     def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
         if not self._commits:
-            raise StoreError(f"{self._where}: {self._branch} is read only here")
+            raise StoreError(f"{self._where}: {self._branch} was opened read-only")
         ids = [e.trajectory.id for e in ended]
         twice = [i for i in ids if i < len(self._stored) and self._stored[i]]
         if twice or len(set(ids)) < len(ids):
             raise StoreError(f"{self._where}: trajectory {(twice or ids)[0]} would be stored twice")
         try:
-            with self._alone():
+            with self._exclusive():
                 session = self._repository.writable_session(MAIN)
                 root = zarr.open_group(session.store, mode="r+")
                 num_tokens, end = self._append(root, record, ended)
@@ -188,8 +188,8 @@ class VersionedStore:
         except (icechunk.IcechunkError, OSError) as error:
             # The session is dropped: what was written before the failure belongs to no snapshot.
             raise StoreError(
-                f"{self._where}: {record.kind} {record.step} could not be stored: {_line(error)}; "
-                "free space or move runs_dir, everything up to the step before is safe"
+                f"{self._where}: {record.kind} {record.step} could not be stored: {_first_line(error)}; "
+                "free space or move runs_dir; everything before this commit is stored"
             ) from error
         self._head = snapshot
         self._num_tokens = end
@@ -197,9 +197,9 @@ class VersionedStore:
         return snapshot
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """While a commit is made. Raises StoreError if the branch is not where this committer left it: on a local file
-        system Icechunk would lose one of two commits without a word."""
+    def _exclusive(self) -> Iterator[None]:
+        """Lock the store for a commit. Raises StoreError if the branch is not where this committer left it: on a local
+        file system Icechunk would silently lose one of two commits."""
         with _locked(Path(self._where)):
             head = str(self._repository.lookup_branch(MAIN))
             if head != self._head:
@@ -260,23 +260,23 @@ class VersionedStore:
             consumed = ints[:, AT["fate"]] == FATES.index(Fate.CONSUMED)
             at = at[consumed & (ints[:, AT["step"]] == step)]
         floats = self._column(root, "rows/float")
-        # Block by block: rows of one block stand side by side in the token arrays.
+        # In blocks: the rows of a block are adjacent in the token arrays.
         for block in (at[i : i + 4096] for i in range(0, len(at), 4096)):
             yield from self._block(root, ints[block], floats[block])
 
     def rows(self, first: int, last: int) -> list[Ended]:
-        """Stored trajectories by their place, first <= place < last."""
+        """The stored trajectories at positions first <= position < last."""
         root = self._read_root()
         ints = self._slice(root, "rows/int", first, last)
         return list(self._block(root, ints, self._slice(root, "rows/float", first, last)))
 
     def places(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """[N] where the response tokens begin, of the rows first <= place < last."""
+        """[N] index of the first response token of each row at first <= position < last."""
         ints = self._slice(self._read_root(), "rows/int", first, last)
         return np.asarray(ints[:, AT["offset"]] + ints[:, AT["prompt_tokens"]], np.int64)
 
     def readable(self, first: int, last: int) -> Iterator[Ended | Damaged]:
-        """As `rows`, with those that a corrupt chunk holds named instead of raised."""
+        """As `rows`, but yields Damaged for rows in a corrupt chunk instead of raising."""
         root = self._read_root()
         ints, floats = self._slice(root, "rows/int", first, last), self._slice(root, "rows/float", first, last)
         try:
@@ -291,7 +291,7 @@ class VersionedStore:
                 yield Damaged(trajectory=TrajectoryId(int(ints[i, AT["trajectory"]])), what=str(error))
 
     def damage(self) -> Iterator[DamagedChunk]:
-        """Every chunk that cannot be read. Reads all of them."""
+        """Every chunk that cannot be read. Reads the whole store."""
         root = self._read_root()
         for name in self.array_lengths():
             length, size = root[name].shape[0], root[name].chunks[0]
@@ -302,12 +302,12 @@ class VersionedStore:
                     yield DamagedChunk(array=name, number=number, elements=size, what=str(error))
 
     def branches(self) -> set[str]:
-        """Those besides the one that the run commits to."""
+        """All branches except the one the run commits to."""
         return branch_names(self._repository) - {MAIN}
 
     @property
     def path(self) -> Path:
-        """Where it is, seen from anywhere on this machine."""
+        """The absolute path of the store."""
         return Path(self._where).resolve()
 
     @property
@@ -324,21 +324,21 @@ class VersionedStore:
         return next(iter(self._block(root, ints[at[:1]], self._column(root, "rows/float")[at[:1]])))
 
     def table(self) -> dict[str, npt.NDArray[Any]]:
-        """All rows' small columns, by name; no tokens."""
+        """The scalar columns of all rows, by name."""
         root = self._read_root()
         ints, floats = self._column(root, "rows/int"), self._column(root, "rows/float")
         columns: dict[str, npt.NDArray[Any]] = {name: ints[:, i] for i, name in enumerate(INT_COLUMNS)}
         return columns | {name: floats[:, i] for i, name in enumerate(FLOAT_COLUMNS)}
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """As `table`, for people: fate, reason and finish in words, and nothing of the layout."""
+        """As `table`, for display: fate, reason and finish in words, without the columns of the layout."""
         table = self.table()
         for name, members in (("fate", FATES), ("reason", REASONS), ("finish", FINISHES)):
             table[name] = np.asarray([m.value for m in members])[table[name]]
         return {name: column for name, column in table.items() if name not in ("offset", "text_offset", "text_bytes")}
 
     def to_dask(self, block_rows: int = 512) -> Any:
-        """A dask.dataframe with a row a trajectory, tokens included, read block by block where it is computed."""
+        """A dask.dataframe with one row per trajectory, tokens included, read in blocks on the workers."""
         read = functools.partial(_rows_at, str(self.path), self.snapshot)
         return frames.to_dask(len(self.table()["trajectory"]), block_rows, read)
 
@@ -348,7 +348,7 @@ class VersionedStore:
         return frames.to_xarray(self.columns(), self.table()["offset"], self._read_root(), attributes)
 
     def rescored(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:
-        """[T] logprobs of a response under another model, on a branch that has them (stores/branches.py), nats."""
+        """[T] logprobs of a response under another model, nats; None on branches without (see stores/branches.py)."""
         root = self._read_root()
         if "tokens/rescored" not in root:
             return None
@@ -358,7 +358,7 @@ class VersionedStore:
         return self._slice(root, "tokens/rescored", begin, begin + int(ints[at[0], AT["response_tokens"]]))
 
     def array_lengths(self) -> dict[str, int]:
-        """Length of each array: what an audit compares with the records."""
+        """Length of each array, by name; an audit compares them with the records."""
         root = self._read_root()
         names = [*(f"tokens/{n}" for n in TOKEN_ARRAYS), "rows/int", "rows/float", "text", "steps"]
         return {name: int(root[name].shape[0]) for name in names}
@@ -388,13 +388,13 @@ class VersionedStore:
             return np.asarray(array[first:last])
         except Exception as error:  # zarr, numcodecs and icechunk each raise their own for a damaged chunk
             size = array.chunks[0]
-            for number in range(first // size, -(-last // size)):  # which of them?
+            for number in range(first // size, -(-last // size)):  # find the damaged one
                 try:
                     array[number * size : min(last, (number + 1) * size)]
                 except Exception as found:  # noqa: BLE001  the same
-                    what = f"{self._where}: {name}, chunk {number}, is corrupt: {_line(found)}"
+                    what = f"{self._where}: {name}, chunk {number}, is corrupt: {_first_line(found)}"
                     raise StoreError(what) from error
-            raise StoreError(f"{self._where}: {name} cannot be read: {_line(error)}") from error
+            raise StoreError(f"{self._where}: {name} cannot be read: {_first_line(error)}") from error
 
     def _column(self, root: Any, name: str) -> npt.NDArray[Any]:
         return self._slice(root, name, 0, root[name].shape[0])
@@ -409,7 +409,7 @@ class VersionedStore:
 
 
 def _rows_at(path: str, snapshot: str, first: int, last: int) -> list[Ended]:
-    """Rows of a store as it was at a snapshot; a function, so that a worker can be sent it."""
+    """Rows of a store as it was at a snapshot; a function, so that it can be sent to a worker."""
     return VersionedStore.at(Path(path), snapshot).rows(first, last)
 
 
@@ -418,20 +418,20 @@ def repository_at(path: Path) -> Any:
     try:
         return icechunk.Repository.open(_storage(path), config=_config())
     except (icechunk.IcechunkError, OSError) as error:
-        raise StoreError(f"{path}: the store cannot be opened: {_line(error)}") from error
+        raise StoreError(f"{path}: the store cannot be opened: {_first_line(error)}") from error
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Only one process at a time moves the head of a store; for milliseconds, and never beyond its own end."""
+    """Let one process at a time move the head of a store: held for milliseconds; the lock ends with the process."""
     with path.with_name(f".{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def branch_names(repository: Any) -> set[str]:
-    """The branches that are whole."""
-    return {name for name in repository.list_branches() if not name.startswith(UNDER_WAY)}
+    """The branches that are complete."""
+    return {name for name in repository.list_branches() if not name.startswith(INCOMPLETE)}
 
 
 def _storage(path: Path) -> Any:
@@ -439,7 +439,7 @@ def _storage(path: Path) -> Any:
 
 
 def _config() -> Any:
-    """Manifests split every 64 chunks: without it each commit rewrites one that grows with the run."""
+    """A configuration that splits manifests every 64 chunks: else each commit rewrites one that grows with the run."""
     split = icechunk.ManifestSplittingConfig.from_dict(
         {icechunk.ManifestSplitCondition.AnyArray(): {icechunk.ManifestSplitDimCondition.Any(): 64}}
     )
@@ -461,7 +461,7 @@ def _snapshot_of(repository: Any, step: int, path: Path) -> str:
     raise ConfigError(f"{path}: no commit of step {step}")
 
 
-def _line(error: BaseException) -> str:
-    """The first line that says something."""
+def _first_line(error: BaseException) -> str:
+    """The first line of a message that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,8 +1,8 @@
-"""The random streams of a job: all come from its one seed, and no two of them are the same.
+"""The random streams of a job: all are derived from its one seed, and no two are the same.
 
-Each use has a number of its own, and each part of it (an instance, a block of responses) numbers after that. numpy's
-SeedSequence mixes them, so that neighbouring seeds, instances or attempts have nothing in common; sums such as
-`seed * 1000 + instance` meet again as soon as one of their parts outgrows its share.
+Each use has its own number, followed by numbers for its parts (an instance, a block of responses). numpy's SeedSequence
+mixes them, so that neighbouring seeds, instances or attempts give independent streams; sums such as
+`seed * 1000 + instance` collide as soon as one term exceeds its range.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from enum import IntEnum
 import numpy as np
 
 ENGINE_SEED_BITS = 63
-"""What torch takes as a seed, as a signed number."""
+"""Size of an engine's seed: torch takes a signed 64-bit number."""
 
 
 class Stream(IntEnum):
-    """What is drawn. 0 is the order of minibatches: numpy has a plain seed stand for itself and zeros."""
+    """The uses of random numbers. MINIBATCHES is 0 because numpy treats a plain seed as itself followed by zeros."""
 
     MINIBATCHES = 0
     ROUTING = 1
@@ -26,12 +26,12 @@ class Stream(IntEnum):
 
 
 def generator(seed: int, stream: Stream, *part: int) -> np.random.Generator:
-    """A generator of one stream of the job with this seed. part: numbers that tell its parts apart."""
+    """A random generator for one stream of a job. part: numbers that identify a part of the stream."""
     return np.random.default_rng([seed, stream, *part])
 
 
-def engine_seed(seed: int, instance: int, attempt: int, life: int) -> int:
-    """The seed that an engine samples with. attempt: how often its instance has been replaced. life: how often the run
-    was started before; going on with a run must not sample the same again."""
-    sequence = np.random.SeedSequence([seed, Stream.SAMPLING, instance, attempt, life])
+def engine_seed(seed: int, instance: int, attempt: int, earlier_starts: int) -> int:
+    """The seed that an engine samples with. attempt: how often its instance has been replaced. earlier_starts: of the
+    run; a resumed run must not sample the same again."""
+    sequence = np.random.SeedSequence([seed, Stream.SAMPLING, instance, attempt, earlier_starts])
     return int(sequence.generate_state(1, np.uint64)[0]) >> (64 - ENGINE_SEED_BITS)

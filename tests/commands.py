@@ -1,4 +1,4 @@
-"""Commands as a user gives them, in this process: no import of a second torch, so a test can try twenty."""
+"""Runs commands as a user gives them, but in this process: without a second import of torch, twenty fit in a test."""
 
 from __future__ import annotations
 

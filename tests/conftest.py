@@ -1,4 +1,4 @@
-"""Settings and small real things that many tests share: a tiny model on disk, a job that uses it."""
+"""Settings and small real fixtures that many tests share: a tiny model on disk, a job that uses it."""
 
 from __future__ import annotations
 

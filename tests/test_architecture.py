@@ -1,4 +1,4 @@
-"""The house keeps its shape: no circles, one name for one thing, a pure core, instant help."""
+"""The code keeps its structure: no import cycles, one name for one thing, a pure core, instant help."""
 
 from __future__ import annotations
 

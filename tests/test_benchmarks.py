@@ -1,4 +1,4 @@
-"""`make bench` runs every benchmark there is, each in a quick form that it knows."""
+"""`make bench` runs every benchmark, each in its quick form."""
 
 from __future__ import annotations
 

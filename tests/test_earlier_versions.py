@@ -1,8 +1,8 @@
-"""Runs, stores, journals and job files that an earlier version made: read, audited, replayed and gone on with today.
+"""Runs, stores, journals and job files of an earlier version: read, audited, replayed and resumed by this one.
 
-tests/earlier has the runs, and what the version that made them said of them; tests/earlier/make.py how they were made.
-Only the command line and files are used here, so that what is inside may change. A key that is new in an answer is no
-difference; one that is gone, or another value, is.
+tests/earlier has the runs, and the output about them of the version that made them; tests/earlier/make.py made them.
+Only the command line and files are used here, so that internals may change. A new key in the output is no difference;
+a missing key or another value is.
 """
 
 from __future__ import annotations

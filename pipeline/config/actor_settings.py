@@ -109,10 +109,10 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
 
 
 def engine_settings(
-    config: RunConfig, index: int, eos: tuple[int, ...], *, attempt: int = 0, life: int = 0
+    config: RunConfig, index: int, eos: tuple[int, ...], *, attempt: int = 0, earlier_starts: int = 0
 ) -> EngineSettings:
-    """Settings of one instance's engine. index: the instance's number; attempt: times it was replaced; life: earlier
-    starts of the run. Each combination has its own sampling seed. eos: ids that end a response."""
+    """Settings of one instance's engine. index: the instance's number. attempt: how often the instance was replaced.
+    earlier_starts: of the run. Each combination has its own sampling seed. eos: ids that end a response."""
     engine = config.rollout.engine
     given = values(engine) | {
         "model": config.model.path,
@@ -120,7 +120,7 @@ def engine_settings(
         "device": config.model.device,
         "temperature": config.rollout.temperature,
         "eos": eos,
-        "seed": engine_seed(config.seed, index, attempt, life),
+        "seed": engine_seed(config.seed, index, attempt, earlier_starts),
         "keep": config.rollout.on_pull == "keep",
         "cost": cost_model(config),
         "members": config.members_started,

@@ -1,4 +1,4 @@
-"""What the coordinator answers. Frozen, in the imperative; `cause` names the event that led to it."""
+"""The coordinator's commands. Frozen, in the imperative; `cause` names the event that led to one."""
 
 from __future__ import annotations
 

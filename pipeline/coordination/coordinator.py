@@ -270,7 +270,7 @@ class Coordinator:
         instance: those behind it are of the same version and would find none either."""
         queue, now = self._state.queue, self._state.now
         blocked: set[int] = set()
-        # Sending the first member of a fresh group opens a level for its siblings: always go on with the lowest.
+        # Sending the first member of a fresh group opens a level for its siblings: always continue with the lowest.
         while True:
             level = next((one for one in queue.levels() if one not in blocked), None)
             if level is None:
@@ -303,7 +303,7 @@ class Coordinator:
         self._commands.append(Score(trajectory=live.id, cause=self._history.cause))
 
     def _move(self, move: Move) -> None:
-        """Take a trajectory off its instance, to go on elsewhere or to be scored as it is."""
+        """Take a trajectory off its instance, to continue elsewhere or to be scored as it is."""
         live = move.live
         self._state.start_move(live, move.target)
         self._history.note(live.id, move.why)
@@ -345,7 +345,7 @@ class Coordinator:
             self._commands.append(Retire(endings=endings, versions=versions, cause=cause))
 
     def _replan(self) -> None:
-        """Plan the pace anew: the fleet or the seconds of a step are others than before."""
+        """Plan the pace anew: the fleet or the seconds of a step have changed."""
         caps = [i.max_running for i in self._state.fleet]
         if caps:
             self._pacing.replan(len(caps), max(caps), self._state.measured.prompt_tokens.value)

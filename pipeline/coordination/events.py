@@ -1,4 +1,4 @@
-"""What the coordinator hears. Frozen, in the past tense; plain numbers and strings only, as a journal holds them."""
+"""The coordinator's events. Frozen, in the past tense; plain numbers and strings only, as a journal stores them."""
 
 from __future__ import annotations
 

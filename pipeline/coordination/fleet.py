@@ -45,7 +45,7 @@ class Instance:
 
 
 class Fleet:
-    """All instances, as everybody may read them; the arrays have one element per instance, in the order they joined
+    """A read-only view of all instances; the arrays have one element per instance, in the order they joined
     until one is lost."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Fleet:
 
 
 class MutableFleet(Fleet):
-    """The instances as their owner, the state, changes them. Every verb keeps the arrays up to date."""
+    """The instances with the methods by which the state changes them; each method keeps the arrays up to date."""
 
     def join(
         self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int, in_transit: int = 0

@@ -1,4 +1,4 @@
-"""How long responses will be, learned while the run goes on. Pure; deterministic in the order of what it hears.
+"""Forecasts of response lengths, learned during the run. Pure; deterministic in the order of what is reported.
 
 Two sources. The lengths of the run's latest finished trajectories: given that one has reached `tokens` already, those
 longer than that say how much is to be expected, and with a heavy tail that is the more the longer it has run. And the
@@ -18,14 +18,14 @@ from stores.trajectory import GroupId
 WINDOW = 4096
 """Finished lengths that are remembered: enough to see one in a thousand, few enough to follow a policy that drifts."""
 ENOUGH = 32
-"""Finished lengths below which nothing is concluded: the first to finish are the short ones."""
+"""Fewest finished lengths to forecast from: the first to finish are the short ones."""
 REFRESH = 0.02
 """Share of new lengths after which the sums over the sorted window are made again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastError:
-    """How good forecasts were that were made when a trajectory was first routed; tokens over the latest ones."""
+    """Accuracy of the forecasts made when trajectories were first routed; in tokens, over the latest ones."""
 
     count: int
     mean_length: float
@@ -44,7 +44,8 @@ class _Siblings:
 
 
 class LengthForecast:
-    """max_tokens: what a response may have. rare: the share of trajectories that may outlast `longest_remaining`."""
+    """Forecasts response lengths. max_tokens: a response's limit. rare: the share of trajectories that may outlast
+    `longest_remaining`."""
 
     def __init__(self, max_tokens: int, rare: float) -> None:
         self._max_tokens = max_tokens
@@ -84,11 +85,11 @@ class LengthForecast:
 
     @property
     def knows(self) -> bool:
-        """Whether enough has finished to conclude anything."""
+        """Whether enough trajectories have finished to forecast from."""
         return len(self._lengths) >= ENOUGH
 
     def expected_remaining(self, group: GroupId, tokens: int) -> float:
-        """Tokens that one with `tokens` so far is still expected to sample; half of what it may, before it knows."""
+        """Expected further tokens of a trajectory with `tokens` so far; half of the allowed ones unless `knows`."""
         most = max(1, self._max_tokens - tokens)
         if not self.knows:
             return most / 2
@@ -100,22 +101,22 @@ class LengthForecast:
         return min(float(most), max(1.0, self._tails[at] / left * scale - tokens))
 
     def longest_remaining(self, group: GroupId, tokens: int) -> float:
-        """Tokens that one with `tokens` so far still samples at most, but for the share `rare` of all; what it may,
-        before it knows."""
+        """Further tokens that trajectories with `tokens` so far exceed only in a share `rare` of all cases; all allowed
+        ones unless `knows`."""
         most = max(1, self._max_tokens - tokens)
         if not self.knows:
             return float(most)
         scale = self._scale(group)
         at = bisect_right(self._lengths, tokens / scale)
         last = len(self._lengths) - 1 - int(self._rare * len(self._lengths))
-        if at > last:  # among the rarest already: the longest seen, or what it may
+        if at > last:  # among the rarest already: the longest seen, or the limit
             longest = self._lengths[-1] * scale
             return min(float(most), max(1.0, longest - tokens)) if longest > tokens else float(most)
         return min(float(most), max(1.0, self._lengths[last] * scale - tokens))
 
     @property
     def mean(self) -> float:
-        """Mean length of the latest finished ones, tokens; half of what they may have, before it knows."""
+        """Mean length of the latest finished trajectories, tokens; half of the limit unless `knows`."""
         return self._tails[0] / len(self._lengths) if self.knows else self._max_tokens / 2
 
     @property
@@ -168,8 +169,8 @@ class LengthForecast:
         return max(-1.0, min(1.0, correlation))
 
     def _scale(self, group: GroupId) -> float:
-        """What a group's finished members say of the others: the best linear guess in log lengths. What they explain of
-        the spread no longer lifts the mean (of a lognormal: half its variance)."""
+        """The factor that a group's finished members imply for the others: the best linear guess in log lengths. The
+        spread that they explain no longer raises the mean (of a lognormal: half its variance)."""
         siblings = self._groups.get(group)
         correlation = self._correlation
         if siblings is None or correlation <= 0.05:

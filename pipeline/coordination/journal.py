@@ -1,4 +1,4 @@
-"""The record of what the coordinator heard and answered, a JSON line an event. Replayed, it gives the same commands."""
+"""The journal of a coordinator's events and commands, a JSON line per event. Replayed, it gives the same commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CODEC = Codec(tagged=(*get_args(Event), *get_args(Command), NewGroup, Ending))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """One event, when it was heard, and what was answered."""
+    """One event, when it was handled, and the commands it led to."""
 
     now: float
     event: Event
@@ -37,7 +37,7 @@ class Replay:
     """The first difference, empty if there is none."""
 
     def __add__(self, later: Replay) -> Replay:
-        """Of two parts of one run."""
+        """Add up the replays of two parts of one run."""
         return Replay(
             num_events=self.num_events + later.num_events,
             num_commands=self.num_commands + later.num_commands,
@@ -69,7 +69,7 @@ class Entries:
         self.torn_line = 0
 
     def __iter__(self) -> Iterator[JournalEntry]:
-        """Raises ConfigError, naming the line, for one that is no entry."""
+        """Iterate over the entries. Raises ConfigError, naming the line, for an invalid one."""
         try:
             with self.path.open("rb") as file:
                 for number, line in enumerate(file, 1):

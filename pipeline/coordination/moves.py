@@ -1,4 +1,4 @@
-"""Which running trajectories should go on elsewhere, or end now: proposed once a tick. Pure: changes nothing."""
+"""Which running trajectories should continue elsewhere, or end now: proposed once per tick. Pure: changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOVES_A_TICK = 0.125
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Take a trajectory off `source`. target: where it goes on; None to score it with the tokens it has."""
+    """Take a trajectory off `source`. target: where it continues; None to score it with the tokens it has."""
 
     live: LiveTrajectory
     source: Instance

@@ -20,8 +20,8 @@ from tasks.engines.cost_model import CostModel, Numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PacePlan:
-    """interval_s: seconds between training steps. running: trajectories an instance runs for that; step_s: seconds of
-    its decode steps then."""
+    """The pace of a run. interval_s: seconds between training steps. running: trajectories an instance runs for that;
+    step_s: seconds of its decode steps then."""
 
     interval_s: float
     running: int
@@ -40,7 +40,7 @@ def best_plan(
     longest_tokens: float,
     train_s: float,
 ) -> PacePlan:
-    """The n that lets steps follow each other fastest. trajectories: a step. mean_context: KV tokens a running one."""
+    """The plan with the shortest interval. trajectories: per step. mean_context: KV tokens per running trajectory."""
     best = PacePlan(interval_s=math.inf, running=1, step_s=math.inf)
     running = 1
     while running <= max_running:

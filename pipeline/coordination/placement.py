@@ -59,7 +59,7 @@ class Placement:
         )
 
     def fresh_work(self, now: float) -> Candidate:
-        """A trajectory as it will be drawn next, halfway through its life."""
+        """A trajectory as it will be drawn next, halfway through its response."""
         pace_s = math.inf
         if self._routing.knows_urgency:
             due = self._state.ledger.deadline(self._state.ledger.version)
@@ -131,6 +131,6 @@ class Placement:
 
     @property
     def _typical_kv_tokens(self) -> float:
-        """KV tokens of a trajectory, on average over its life; 0 while nothing is known."""
+        """Mean KV tokens of a trajectory over the time it runs; 0 while nothing is known."""
         known = self._forecast.knows
         return self._state.measured.prompt_tokens.value + self._forecast.mean_position if known else 0.0

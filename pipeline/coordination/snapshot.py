@@ -1,4 +1,4 @@
-"""What people and displays may see of the coordinator: an immutable view of one moment. Pure."""
+"""Immutable views of the coordinator at one moment, for displays. Pure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedTrajectory:
-    """A trajectory that has just ended without being trained on. running_on: the instance that must be told to stop."""
+    """A trajectory that has just ended without being trained on. running_on: the instance that must stop it."""
 
     ending: Ending
     v_traj: PolicyVersion
@@ -359,7 +359,7 @@ class CoordinatorState:
         if live.cut and live.phase is not Phase.RUNNING:
             raise ProtocolViolation(f"{live.id} is to be cut off but {live.phase.value}")
         if live.target is not None and live.phase not in {Phase.RUNNING, Phase.QUEUED}:
-            raise ProtocolViolation(f"{live.id} is to go on at {live.target} but {live.phase.value}")
+            raise ProtocolViolation(f"{live.id} is to continue at {live.target} but {live.phase.value}")
 
     def _validate_instances(self) -> None:
         """The numbers of an instance are those of the trajectories it runs, or that are on their way."""

@@ -14,7 +14,7 @@ FRESH = 2**62
 
 
 class WorkQueue:
-    """The queue as everybody may read it. First come, first served within a level. All is O(1) but for `levels`,
+    """A read-only view of the queue. First come, first served within a level. All is O(1) but for `levels`,
     O(eta log eta), and `promised`, O(eta)."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class WorkQueue:
 
 
 class MutableWorkQueue(WorkQueue):
-    """The queue as its owner, the state, changes it."""
+    """The queue with the methods by which the state changes it."""
 
     def append(self, live: LiveTrajectory, level: int) -> None:
         """Append to a level."""

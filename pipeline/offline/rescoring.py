@@ -249,7 +249,7 @@ def response_logprobs(settings: LogprobSettings, rows: list[Ended]) -> list[npt.
 
     packed = [Row.of(row) for row in rows]
     with _model_lock:
-        found = _reader(settings).rows(packed, range(len(packed)))
+        found = _logprob_model(settings).rows(packed, range(len(packed)))
     return [found[i] for i in range(len(packed))]
 
 
@@ -278,12 +278,12 @@ _model_lock = threading.Lock()
 
 
 @once_a_process(1)
-def _reader(settings: LogprobSettings) -> Any:
+def _logprob_model(settings: LogprobSettings) -> Any:
     from tasks.engines.transformers import load_model, resolve_device
-    from tasks.training.logprobs import Reader
+    from tasks.training.logprobs import LogprobModel
 
     device = resolve_device(settings.device)
-    return Reader(
+    return LogprobModel(
         model=load_model(settings.model, "float32", device, attention="sdpa"),
         device=device,
         half=settings.dtype == "bfloat16",

@@ -1,1 +1,1 @@
-"""The coordinator's body on a Dask cluster: driver, actors, workers, recovery."""
+"""Runs a coordinator on a Dask cluster: driver, actors, workers, recovery."""

@@ -1,11 +1,11 @@
 """The actors of one run: placing them, calling them, handing them weights, replacing the ones that are lost.
 
 Invariants:
-- Every call has a deadline. Whoever is gone shows as ActorLost, which names the deadline where one was missed.
+- Every call has a deadline. A lost actor shows as ActorLost, which names the deadline where one was missed.
 - Only rollout instances and reward workers are replaced: what they held is known elsewhere. The trainer and the
   trajectory server hold state of their own; their loss ends the run with what was committed.
-- None is replaced more than REPLACEMENTS times. An instance's replacement has a name of its own: nothing that the old
-  one still says is taken for the new one's.
+- None is replaced more than REPLACEMENTS times. An instance's replacement has its own name: late answers
+  of the old one are not taken for the new one's.
 - An instance counts as serving a version only after it has proved to hold the weights that were published under it.
 """
 
@@ -44,7 +44,7 @@ REPLACEMENTS = 3
 PROBE_PROMPTS, PROBE_TOKENS = 8, 64
 """Held-out prompts that the probe is made of, and its tokens at most: one small prefill after each pull."""
 SLOW_PULL_S = 5.0
-"""Seconds beyond which a pull is worth a line of the log."""
+"""Pulls that take longer, in seconds, are logged."""
 CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
 Deadline = Literal["start_s", "call_s", "train_s"]
@@ -77,7 +77,7 @@ class InstanceHandle:
 
 
 class Actors:
-    """One run's actors, on whatever workers there are."""
+    """The actors of one run, on any kind of workers."""
 
     def __init__(self, config: RunConfig, workers: Workers, run_dir: Path, facts: ModelFacts) -> None:
         self._config = config
@@ -86,7 +86,7 @@ class Actors:
         self._facts = facts
         self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._num_lost: dict[str, int] = {}
-        self._life = 0
+        self._earlier_starts = 0
         self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
         self.instances: dict[InstanceId, InstanceHandle] = {}
@@ -120,7 +120,7 @@ class Actors:
         begin_s: the present moment on the run's clock."""
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
-        self._life = 0 if resumption is None else resumption.life
+        self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
         stored = resumption is not None and (self._run_dir / "store").is_dir()
         settings = actor_settings.server_settings(config, self._run_dir / "store", self._facts.context, resumed=stored)
         await _all(
@@ -169,7 +169,9 @@ class Actors:
             name,
             "rollout",
             RolloutInstance,
-            actor_settings.engine_settings(config, index, self._facts.eos, attempt=attempt, life=self._life),
+            actor_settings.engine_settings(
+                config, index, self._facts.eos, attempt=attempt, earlier_starts=self._earlier_starts
+            ),
             InstanceId(name),
             config.cluster.threads,
             config.rollout.max_new_tokens,

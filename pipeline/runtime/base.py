@@ -1,6 +1,6 @@
-"""The contract of what actors are placed on: worker processes, each in one of two states, there or gone.
+"""The contract of the worker processes that actors are placed on; each is either there or lost.
 
-Driver, Actors and InstanceLink know no more of a cluster than this page. Two implementations: DaskWorkers
+Driver, Actors and InstanceLink know no more of a cluster than this module. Two implementations: DaskWorkers
 (pipeline/runtime/workers.py), and one inside a test's own process whose faults are scripted
 (tests/support/in_process.py).
 
@@ -8,7 +8,7 @@ Invariants:
 - `placed` holds exactly the actors that were placed and not lost since, by name.
 - A rollout instance or a trainer shares its process with nothing but a parameter server that was placed beside it.
 - The process of a lost actor is never chosen again while the run lasts, under whatever name.
-- A call to an actor that is gone fails or stays silent; it never answers with what is not the method's own answer.
+- A call to a lost actor fails or never returns; it never returns anything but the method's own result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 @dataclass(slots=True)
 class Placed:
-    """An actor, the worker it lives on, and the future that keeps it alive."""
+    """An actor, the worker it runs on, and the future that keeps it alive."""
 
     name: str
     role: str

@@ -1,4 +1,4 @@
-"""The one clock of this room: seconds of the running event loop.
+"""The only clock of pipeline/runtime: seconds of the running event loop.
 
 On the loops that Python brings it is the monotonic clock. On a loop whose time is virtual every deadline, pause and
 measured duration here follows that loop's time, so that a minute of waiting is tested in microseconds.

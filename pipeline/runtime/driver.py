@@ -1,13 +1,13 @@
-"""The coordinator's body among actors: carries its commands out as calls and feeds what comes of them back as events.
+"""Runs a coordinator on actors: carries out its commands as calls and feeds the results back as events.
 
-It decides nothing itself. One asyncio loop; where the actors live is the business of pipeline/runtime/base.py.
+It decides nothing itself. One asyncio loop; pipeline/runtime/base.py hides where the actors run.
 
 Invariants:
 - Every event is journalled with the commands it led to, in the order in which they were carried out.
 - Commands to one rollout instance leave in order (see InstanceLink). So do retirements and commits to the trajectory
   server: what a step consumed is queued for commit before its version is announced to the coordinator.
 - A lost rollout instance or reward worker is an event, not an exception: it is replaced, and what it held is sampled
-  or scored again. The loss of the trainer or the server, or a failed commit, ends the run with one story.
+  or scored again. The loss of the trainer or the server, or a failed commit, ends the run with one error.
 - A stop lets the training step in flight finish; a second stop does not.
 - Whatever happens, `close` leaves no task behind and does not raise.
 """
@@ -112,7 +112,7 @@ class Driver:
     # -- the run -------------------------------------------------------------------------------------------------
 
     async def run(self) -> Outcomes:
-        """Place the actors, evaluate, train, evaluate, store the end. Raises StaleflowError with one story."""
+        """Place the actors, evaluate, train, evaluate, store the end. Raises StaleflowError."""
         self._task = asyncio.current_task()
         for line in self._changed:
             self._note(line)
@@ -156,7 +156,7 @@ class Driver:
         return {str(name): instance.tokens_sampled for name, instance in self._actors.instances.items()}
 
     async def _resume(self) -> RunResumed | None:
-        """Restore the results of a stored run, if this resumes one; returns the event that tells of it."""
+        """Restore the results of a stored run, if this resumes one; returns the event that reports it."""
         if self._resumption is None:
             return None
         self.outcomes.steps += self._resumption.steps
@@ -355,7 +355,7 @@ class Driver:
     # -- instances -----------------------------------------------------------------------------------------------
 
     def _join(self, instance: InstanceHandle) -> None:
-        """Start working with an instance and tell the coordinator."""
+        """Start an instance's link and report the instance to the coordinator."""
         config = self._config
         link = InstanceLink(
             instance, self._actors, config.deadlines, config.time_scale, self._cost_watch, self._inbox.put_nowait
@@ -431,7 +431,7 @@ class Driver:
         self._progress(self._coordinator.snapshot(), self.outcomes, what)
 
     def _note(self, line: str) -> None:
-        """Tell people something they must know to read the run's numbers: once, and in its summary."""
+        """Announce, once, something needed to interpret the run's numbers, and keep it for the summary."""
         if line and line not in self.outcomes.notes:
             self.outcomes.notes.append(line)
             self._announce(line)

@@ -61,7 +61,7 @@ class InstanceLink:
         self._stillness = Stillness(deadlines.sample_s)
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """Three endless coroutines, to be run side by side for as long as the instance lives."""
+        """Three endless coroutines, to be run side by side until the instance is lost."""
         return self._send(), self._listen(), self._watch()
 
     async def _send(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's seconds go: waiting for a batch, training, publishing, deciding, sampling, standing idle with work.
+"""Where a run's seconds go: waiting for a batch, training, publishing, deciding, sampling, idling with work assigned.
 
 The driver says what happens when; nothing here calls an actor or decides anything.
 """

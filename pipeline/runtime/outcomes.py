@@ -1,4 +1,4 @@
-"""What a run leaves behind besides its store."""
+"""The outcomes of a run that are not in its store."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pipeline.runtime.evaluation import (
 
 @dataclass(slots=True)
 class Outcomes:
-    """What a run leaves behind besides its store."""
+    """The outcomes of a run that are not in its store."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds, by what was going on."""
+    """Seconds by activity."""
     snapshot: Snapshot | None = None
     stopped: str = ""
     """Why the run ended early; empty if it did all its steps."""
     commands: dict[str, int] = field(default_factory=dict)
-    """How many of each kind the coordinator gave."""
+    """Number of the coordinator's commands, by kind."""
     cost_ratio: float | None = None
     """Measured decode steps over what the cost model says, median; None if too few were seen."""
     cost_drifted: bool = False
     """Whether that is further from one than rollout.cost.tolerance allows."""
     cost_refit: Fit | None = None
-    """The cost model that this run's own decode steps ask for."""
+    """The cost model that fits this run's own decode steps."""
     losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)
     """Instances whose logprobs drifted from the trainer's."""
     notes: list[str] = field(default_factory=list)
-    """What has to be known to read its numbers: prompts that were kept apart, what changed since the run began."""
+    """Notes needed to interpret its numbers: prompts held out, changes since the run began."""

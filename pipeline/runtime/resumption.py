@@ -34,14 +34,14 @@ ROOM = "free space or move the run's folder"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
     """The point a run resumes from. fingerprint: of the weights of `version`, as recorded by its step; empty for the
-    base model. steps: metrics of the steps before. elapsed_s: seconds the run had taken up to there. life: number of
-    earlier starts that left recorded events."""
+    base model. steps: metrics of the steps before. elapsed_s: seconds the run took up to there. earlier_starts: how
+    many left recorded events."""
 
     version: PolicyVersion
     fingerprint: str = ""
     steps: tuple[dict[str, float], ...] = ()
     elapsed_s: float = 0.0
-    life: int = 0
+    earlier_starts: int = 0
 
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -111,7 +111,7 @@ def prepare(config: RunConfig) -> Resumption:
     run_dir, version = config.run_dir, reached(config)
     if not (run_dir / "store").is_dir():
         write_job(config)
-        return Resumption(version=version, life=_last_number(run_dir))
+        return Resumption(version=version, earlier_starts=_last_number(run_dir))
     try:
         VersionedStore.rewind(run_dir / "store", version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
@@ -126,7 +126,7 @@ def prepare(config: RunConfig) -> Resumption:
         fingerprint=records[-1].weight_fingerprint if records else "",
         steps=tuple(with_rates({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records)),
         elapsed_s=records[-1].metrics.get("elapsed_s", 0.0) if records else 0.0,
-        life=_last_number(run_dir),
+        earlier_starts=_last_number(run_dir),
     )
 
 

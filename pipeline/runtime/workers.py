@@ -4,7 +4,7 @@ Dask's resources only filter placement and are released when a constructor retur
 slot table: a rollout instance or a trainer has its worker process to itself, because all plain work in a process
 shares one interpreter. Light actors (server, reward) share one with each other where workers are scarce: when the
 heavy ones need the free ones that are left, or when other runs may want them and no worker declares roles; parameter
-servers always live beside another actor. On a cluster that other runs use too, a worker belongs to one run at a time;
+servers always run beside another actor. On a cluster that other runs use too, a worker belongs to one run at a time;
 the board on the scheduler (pipeline/scheduler/board.py) records which.
 """
 
@@ -130,7 +130,7 @@ class DaskWorkers:
 
     def lose(self, name: str) -> None:
         """Give up an actor that is gone. Its process is not used again: it may hang, or still hold the memory of what
-        failed. Unless an actor that cannot be replaced lives there too, its nanny is asked to restart it."""
+        failed. Unless an actor that cannot be replaced runs there too, its nanny is asked to restart it."""
         lost = self.placed[name]
         self.forget(name)
         self.lost.add(lost.address)

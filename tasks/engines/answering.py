@@ -1,4 +1,4 @@
-"""One response to each of some prompts, by an engine that does nothing else meanwhile."""
+"""Responses to a list of prompts, one each, from an engine that is otherwise idle."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a rollout engine must do. One conformance suite (tests/tasks/engine_conformance.py) runs on every engine.
+"""The contract of a rollout engine. One conformance suite (tests/tasks/engine_conformance.py) tests every engine.
 
 An engine samples continuations of token ids. Every sampled token comes back with its logprob under the sampling policy
-and the version of that policy. Requests are named by (trajectory, epoch); an engine never sees text.
+and the version of that policy. Requests are identified by (trajectory, epoch); an engine never sees text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Request:
     tokens: tuple[int, ...]
     max_new_tokens: int
     num_prior: int = 0
-    """How many of `tokens` were sampled before, on this or another instance."""
+    """Number of `tokens` that were sampled before, on this or another instance."""
     greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """A request ended by itself. One segment for each version it was sampled under."""
+    """A request that ended by itself, with one segment for each version it was sampled under."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -39,7 +39,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The engine cannot go on with a request."""
+    """A request that the engine cannot continue."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -48,8 +48,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine is doing. progress: (trajectory, tokens sampled in all). waiting: of those that run, how many have
-    no place in its batch now. preemptions: since start, for want of KV memory."""
+    """The present load of an engine. progress: (trajectory, tokens sampled in total). waiting: number of running
+    requests that are not in its batch now. preemptions: since start, for lack of KV memory."""
 
     version: PolicyVersion
     running: int
@@ -64,8 +64,8 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Weights are in place. fingerprint: of what the engine holds now, not of what it read; empty if it cannot tell.
-    elapsed_s: the load in all; stalled_s: how long decoding stood still for it. probe: see Engine.logprobs."""
+    """The result of loading weights. fingerprint: of the weights the engine now holds, not of the file; empty if it
+    cannot be computed. elapsed_s: of the whole load; stalled_s: of decoding's pause. probe: see Engine.logprobs."""
 
     version: PolicyVersion
     fingerprint: str
@@ -75,36 +75,36 @@ class Loaded:
 
 
 class Engine(Protocol):
-    """All methods may be called from one control thread while another waits in `events`. Once decoding has ended, each
-    of them raises ActorLost; while it only stands still, `events` and `load_statistics` answer as ever."""
+    """A rollout engine. All methods may be called from one control thread while another waits in `events`. Once
+    decoding has ended, each raises ActorLost; while it merely stalls, `events` and `load_statistics` still answer."""
 
     @property
     def version(self) -> PolicyVersion: ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start sampling. Returns at once. Asked twice, it samples once; a newer epoch replaces an older one."""
+        """Start sampling; returns at once. A repeated request is ignored; a newer epoch replaces an older one."""
         ...
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
-        """Stop these and give back what they have, finish UNFINISHED; at most one decode step later. Those that ended
-        by themselves meanwhile are left out: their event tells."""
+        """Stop requests and return what they have, with finish UNFINISHED; takes at most one decode step. Those that
+        ended by themselves meanwhile are left out: `events` returns them."""
         ...
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
-        """Stop these and forget them. Unknown ones are ignored."""
+        """Stop and forget requests. Unknown ones are ignored."""
         ...
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
-        """Put new weights in place. Requests that run continue under them with the tokens they have, re-prefilled."""
+        """Load new weights. Running requests continue under them with the tokens they have, prefilled again."""
         ...
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
-        """What ended since the last call; waits up to `timeout_s` for something."""
+        """The requests that ended since the last call; waits up to `timeout_s` for one."""
         ...
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Of tokens[1:], nats, each given all before it, at temperature 1, under the weights in place. What runs goes
-        on, a decode step later at most."""
+        """Logprobs of tokens[1:], nats, each given all before it, at temperature 1, under the present weights. Delays
+        running requests by one decode step at most."""
         ...
 
     def load_statistics(self) -> EngineLoad: ...

@@ -1,10 +1,10 @@
-"""What a rollout instance's work costs in seconds: what routing, simulator and emulated engine share. Pure arithmetic.
+"""The cost model of a rollout instance, in seconds: shared by routing, simulator and emulated engine. Pure arithmetic.
 
 step_seconds(n, kv) = k1 * kv + max(k2, b + k3 * n) + k4 with n running trajectories holding kv KV tokens
 (StaleFlow, arXiv 2601.12784): k1 attention over the cache, k2 the memory-bound floor of reading the weights,
-b + k3 * n the compute-bound part, k4 what is the same for every step. prefill: seconds a token of a prompt, or of a
-context that is computed again after an interrupt. A token pushed through the model costs the same compute in a prompt
-as in a large decode batch, so k3 is the natural guess for it where it was not measured.
+b + k3 * n the compute-bound part, k4 the constant part. prefill: seconds per token of a prompt, or of a context that
+is computed again after an interrupt. A token costs the same compute in a prompt as in a large decode batch, so k3 is
+the natural estimate where prefill was not measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CostModel:
         return after - self.throughput(running, kv_tokens)
 
     def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
-        """`step_s` of many instances at once; of an empty one, what its first step would cost beside the cache."""
+        """`step_s` of many instances at once; of an empty one, the cost of its first step without the cache."""
         seconds: Numbers = self.k1 * kv_tokens + np.maximum(self.k2, self.b + self.k3 * running) + self.k4
         return seconds
 
@@ -67,11 +67,11 @@ class CostModel:
         return self.k1 * grown + self.compute_s(running) * num_steps
 
     def steps_within(self, running: int, kv_tokens: float, seconds: float) -> float:
-        """How many decode steps, not rounded, take `seconds`: the inverse of `decode_s`."""
+        """The number of decode steps, not rounded, that take `seconds`: the inverse of `decode_s`."""
         if not running or seconds <= 0:
             return 0.0
         quadratic = self.k1 * running / 2
         linear = self.k1 * (kv_tokens - running / 2) + self.compute_s(running)
-        if quadratic * seconds < 1e-12 * linear * linear:  # the cache does not matter: a straight line
+        if quadratic * seconds < 1e-12 * linear * linear:  # the cache is negligible: linear in time
             return seconds / linear
         return (math.sqrt(linear * linear + 4 * quadratic * seconds) - linear) / (2 * quadratic)

@@ -1,10 +1,9 @@
 """Continuous batching under a cost model, in closed form. Pure: time comes in as an argument.
 
-Between two changes of what runs, n trajectories gain a token a step and the cache grows by n a step, so any number of
-steps costs one formula (`CostModel.decode_s`): the work of simulating a response does not depend on its length. What
-changes a batch takes effect at the next step boundary, as in a real engine. A prefill stalls the decode steps beside it
-for as long as its tokens cost. When the cache would overflow, the newest request gives up its place and is prefilled
-again later.
+Between two changes of the batch, n trajectories gain a token per step and the cache grows by n per step, so any number
+of steps takes one formula (`CostModel.decode_s`): the cost of simulating a response does not depend on its length.
+Changes take effect at the next step boundary, as in a real engine. A prefill delays decoding by the time its tokens
+cost. When the cache would overflow, the newest request is preempted and prefilled again later.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tasks.workload import Turn
 
 @dataclass(slots=True)
 class Decoding:
-    """A request on an instance. `tokens`: of the response, earlier ones and tools' answers counted, as of `since`."""
+    """A request on an instance. `tokens`: of its response, including earlier ones and tool output, as of `since`."""
 
     trajectory: int
     epoch: int
@@ -30,12 +29,12 @@ class Decoding:
     turns: Sequence[Turn]
     turn: int
     left: int
-    """Tokens the present turn still samples, as of `since`."""
+    """Tokens left to sample in the present turn, as of `since`."""
     to_prefill: int
     ticket: int = 0
-    """Of its last admission or rest: what was foreseen under an older one no longer counts."""
+    """Number of its last admission or tool call: events scheduled under an older one are void."""
     since: int = 0
-    """The instance's step count when it was last brought up to date."""
+    """The instance's step count when this request was last updated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +47,21 @@ class Finished:
 
 @dataclass(slots=True)
 class Work:
-    """What an instance has done."""
+    """Totals of an instance's work."""
 
     decode_s: float = 0.0
     prefill_s: float = 0.0
     pull_s: float = 0.0
     tokens: int = 0
     prefilled: int = 0
-    """Tokens prefilled for the first time: prompts and tools' answers."""
+    """Tokens prefilled for the first time: prompts and tool output."""
     reprefilled: int = 0
     """Tokens that had been computed before: after an interrupt, a move, a pull or a preemption."""
     preemptions: int = 0
 
 
 class DecodingInstance:
-    """One instance. `clock` is the step boundary it is settled to; commands at `now` act at the next boundary."""
+    """One instance. `clock` is the step boundary it has reached; commands at `now` act at the next boundary."""
 
     def __init__(self, cost: CostModel, *, kv_capacity: int, max_running: int) -> None:
         self._cost = cost
@@ -71,12 +70,12 @@ class DecodingInstance:
         self.clock = 0.0
         self.work = Work()
         self._steps = 0
-        self._kv = 0  # of what decodes
-        self._kv_resting = 0  # of what waits for a tool
+        self._kv = 0  # tokens of requests that decode
+        self._kv_in_tool = 0  # tokens of requests that wait for a tool
         self._decoding: dict[int, Decoding] = {}
         self._waiting: deque[Decoding] = deque()
-        self._resting: dict[int, Decoding] = {}
-        self._stops: list[tuple[int, int, Decoding]] = []  # step at which a turn ends; stale where it left before
+        self._in_tool: dict[int, Decoding] = {}
+        self._stops: list[tuple[int, int, Decoding]] = []  # step at which a turn ends; void if it left before
         self._returns: list[tuple[float, int, Decoding]] = []  # when a tool answers
         self._order = 0
         self._finished: list[Finished] = []
@@ -85,7 +84,7 @@ class DecodingInstance:
 
     @property
     def num_requests(self) -> int:
-        return len(self._decoding) + len(self._waiting) + len(self._resting)
+        return len(self._decoding) + len(self._waiting) + len(self._in_tool)
 
     @property
     def num_decoding(self) -> int:
@@ -93,33 +92,33 @@ class DecodingInstance:
 
     @property
     def kv_tokens(self) -> int:
-        """As of `clock`."""
-        return self._kv + self._kv_resting
+        """KV tokens held, as of `clock`."""
+        return self._kv + self._kv_in_tool
 
     def next_s(self) -> float:
-        """When something will happen here by itself, or be heard of; infinite if nothing will."""
+        """The time of the next event to happen or to be returned; infinite if there is none."""
         return min(self._change_s(), self._finished[0].at_s) if self._finished else self._change_s()
 
     def _change_s(self) -> float:
         steps = self._steps_to_stop()
         at = math.inf if steps is None else self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
-        while self._returns and not _holds(self._resting, self._returns[0]):
+        while self._returns and not _still_valid(self._in_tool, self._returns[0]):
             heapq.heappop(self._returns)
         return min(at, max(self.clock, self._returns[0][0])) if self._returns else at
 
     def progress(self, now: float) -> tuple[tuple[int, int], ...]:
         """(trajectory, response tokens) of all requests, at `now`."""
         running = len(self._decoding)
-        flown = int(self._cost.steps_within(running, self._kv, now - self.clock)) if running else 0
-        steps = self._steps + flown
+        passed = int(self._cost.steps_within(running, self._kv, now - self.clock)) if running else 0
+        steps = self._steps + passed
         rows = [(d.trajectory, d.tokens + min(d.left, steps - d.since)) for d in self._decoding.values()]
-        rows += [(d.trajectory, d.tokens) for d in (*self._waiting, *self._resting.values())]
+        rows += [(d.trajectory, d.tokens) for d in (*self._waiting, *self._in_tool.values())]
         return tuple(rows)
 
     # -- time ----------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> list[Finished]:
-        """Let everything happen that happens by itself up to `now`; returns what ended, in order."""
+        """Decode up to `now`; returns the requests that ended, in order."""
         while (at := self._change_s()) <= now:
             steps = self._steps_to_stop()
             stop_s = math.inf
@@ -130,7 +129,7 @@ class DecodingInstance:
             else:
                 self._to_boundary(at)
             self._settle()
-        # A command's step boundary may lie ahead of it, and what ended there is not to be heard of before.
+        # A command's step boundary may lie after the command; what ended there is not returned before that time.
         finished = [f for f in self._finished if f.at_s <= now]
         self._finished = self._finished[len(finished) :]
         return finished
@@ -140,7 +139,7 @@ class DecodingInstance:
     def submit(
         self, now: float, trajectory: int, epoch: int, prompt_tokens: int, tokens: int, turns: Sequence[Turn]
     ) -> None:
-        """Start or continue a response that has `tokens` already. Call `advance(now)` first, here and below."""
+        """Start or continue a response that has `tokens` already. Call `advance(now)` before every command."""
         turn, left, done = 0, turns[0].tokens, tokens
         while done >= left and turn < len(turns) - 1:  # a tool that was waited for has answered meanwhile
             done -= left + turns[turn].tool_tokens
@@ -164,7 +163,7 @@ class DecodingInstance:
         self._settle()
 
     def remove(self, now: float, trajectory: int) -> tuple[int, int] | None:
-        """Stop a request: (epoch, response tokens), or None if it is not here."""
+        """Stop a request; returns (epoch, response tokens), or None if it is unknown."""
         self._to_boundary(now)
         self._settle()
         decoding = self._decoding.get(trajectory)
@@ -172,10 +171,10 @@ class DecodingInstance:
             self._leave(decoding)
             self._settle()
             return decoding.epoch, decoding.tokens
-        resting = self._resting.pop(trajectory, None)
-        if resting is not None:
-            self._kv_resting -= resting.kv_tokens
-            return resting.epoch, resting.tokens
+        request = self._in_tool.pop(trajectory, None)
+        if request is not None:
+            self._kv_in_tool -= request.kv_tokens
+            return request.epoch, request.tokens
         for waiting in self._waiting:
             if waiting.trajectory == trajectory:
                 self._waiting.remove(waiting)
@@ -183,8 +182,8 @@ class DecodingInstance:
         return None
 
     def load(self, now: float, seconds: float, *, keep: bool = False) -> float:
-        """Put new weights in place in `seconds`; returns when they are. All contexts are prefilled again, unless the
-        cache that the old weights have filled is to `keep`."""
+        """Load new weights within `seconds`; returns the time they are loaded. All contexts are prefilled again; `keep`
+        keeps the cache computed with the old weights instead."""
         self._to_boundary(now)
         self._settle()
         self.clock += seconds
@@ -192,8 +191,8 @@ class DecodingInstance:
         self.work.pull_s += seconds
         if keep:
             return loaded_s
-        self._prefill(self._kv + self._kv_resting)
-        self.work.reprefilled += self._kv + self._kv_resting
+        self._prefill(self._kv + self._kv_in_tool)
+        self.work.reprefilled += self._kv + self._kv_in_tool
         return loaded_s
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -202,10 +201,10 @@ class DecodingInstance:
         """Decode steps until a turn ends or the cache is full; None if nothing decodes."""
         if not self._decoding:
             return None
-        while not _holds(self._decoding, self._stops[0]):
+        while not _still_valid(self._decoding, self._stops[0]):
             heapq.heappop(self._stops)
         steps = self._stops[0][0] - self._steps
-        room = self._kv_capacity - self._kv - self._kv_resting
+        room = self._kv_capacity - self._kv - self._kv_in_tool
         if len(self._decoding) > 1:
             steps = min(steps, max(0, room // len(self._decoding)))
         return steps
@@ -217,10 +216,10 @@ class DecodingInstance:
         if not self._decoding:
             self.clock = now
             return
-        flown = self._cost.steps_within(len(self._decoding), self._kv, now - self.clock)
+        passed = self._cost.steps_within(len(self._decoding), self._kv, now - self.clock)
         steps = self._steps_to_stop()
         assert steps is not None
-        self._step(min(steps, math.ceil(flown - 1e-9)))
+        self._step(min(steps, math.ceil(passed - 1e-9)))
 
     def _step(self, steps: int) -> None:
         running = len(self._decoding)
@@ -232,13 +231,13 @@ class DecodingInstance:
         self.work.tokens += steps * running
 
     def _settle(self) -> None:
-        """At a boundary: end turns, make room, take tools' answers, admit what waits."""
+        """Process a step boundary: end turns, preempt on overflow, take tool output, admit waiting requests."""
         while self._stops and self._stops[0][0] <= self._steps:
             stop = heapq.heappop(self._stops)
-            if _holds(self._decoding, stop):
+            if _still_valid(self._decoding, stop):
                 self._leave(stop[2])
                 self._end_turn(stop[2])
-        while len(self._decoding) > 1 and self._kv + self._kv_resting + len(self._decoding) > self._kv_capacity:
+        while len(self._decoding) > 1 and self._kv + self._kv_in_tool + len(self._decoding) > self._kv_capacity:
             newest = self._decoding[next(reversed(self._decoding))]
             self._leave(newest)
             newest.to_prefill = newest.kv_tokens
@@ -247,18 +246,18 @@ class DecodingInstance:
             self.work.reprefilled += newest.kv_tokens
         while self._returns and self._returns[0][0] <= self.clock:
             answered = heapq.heappop(self._returns)
-            if _holds(self._resting, answered):
-                resting = answered[2]
-                del self._resting[resting.trajectory]
-                self._kv_resting -= resting.kv_tokens
-                answer = resting.turns[resting.turn - 1].tool_tokens
-                resting.kv_tokens += answer
-                resting.tokens += answer
-                resting.to_prefill = answer
+            if _still_valid(self._in_tool, answered):
+                request = answered[2]
+                del self._in_tool[request.trajectory]
+                self._kv_in_tool -= request.kv_tokens
+                answer = request.turns[request.turn - 1].tool_tokens
+                request.kv_tokens += answer
+                request.tokens += answer
+                request.to_prefill = answer
                 self.work.prefilled += answer
-                self._waiting.appendleft(resting)
+                self._waiting.appendleft(request)
         while self._waiting and len(self._decoding) < self._max_running:
-            held = self._kv + self._kv_resting + self._waiting[0].kv_tokens + len(self._decoding) + 1
+            held = self._kv + self._kv_in_tool + self._waiting[0].kv_tokens + len(self._decoding) + 1
             if held > self._kv_capacity and self._decoding:
                 break
             self._admit(self._waiting.popleft())
@@ -278,7 +277,7 @@ class DecodingInstance:
         self.work.prefill_s += seconds
 
     def _leave(self, decoding: Decoding) -> None:
-        """Take a request out of the batch, brought up to date."""
+        """Bring a request up to date and take it out of the batch."""
         gained = self._steps - decoding.since
         decoding.tokens += gained
         decoding.left -= gained
@@ -296,14 +295,14 @@ class DecodingInstance:
             )
             return
         decoding.left = decoding.turns[decoding.turn].tokens
-        self._resting[decoding.trajectory] = decoding
-        self._kv_resting += decoding.kv_tokens
+        self._in_tool[decoding.trajectory] = decoding
+        self._kv_in_tool += decoding.kv_tokens
         self._order += 1
         decoding.ticket = self._order
         heapq.heappush(self._returns, (self.clock + done.tool_s, self._order, decoding))
 
 
-def _holds(held: dict[int, Decoding], foreseen: tuple[float, int, Decoding]) -> bool:
-    """Whether what was foreseen for a request is still to come: it stands where it stood, since the same moment."""
-    request = foreseen[2]
-    return held.get(request.trajectory) is request and request.ticket == foreseen[1]
+def _still_valid(held: dict[int, Decoding], scheduled: tuple[float, int, Decoding]) -> bool:
+    """Whether a scheduled event is still valid: its request has not left `held` since it was scheduled."""
+    request = scheduled[2]
+    return held.get(request.trajectory) is request and request.ticket == scheduled[1]

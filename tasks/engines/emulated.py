@@ -1,11 +1,11 @@
 """An engine without a model: continuous batching under a cost model, in wall-clock time.
 
-It keeps the contract of every engine, in its own currency: a response is as long as the workload says, its tokens and
+It keeps the contract of every engine with synthetic results: a response is as long as the workload says, its tokens and
 logprobs are functions of trajectory and position, and decode steps take the time the cost model gives them,
-`time_scale` times faster. Everything around it is real: actors, transfers, weights files, commits. That is the dry run
-of a job, and how the system's own overhead is measured.
+`time_scale` times faster. Everything around it is real: actors, transfers, weights files, commits. It serves for the
+dry run of a job and for measuring the system's own overhead.
 
-The first token of a response says how it is rewarded: REWARD_TOKEN + 0 or 1.
+The first token of a response encodes its reward: REWARD_TOKEN + 0 or 1.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 EOS = 1
 FIRST_WORD, NUM_WORDS = 4, 90
-"""Ids that all other tokens have."""
+"""First id, and number of ids, of all other tokens."""
 WEIGHTS = "emulated"
-"""Name of the one tensor that published weights hold, the version as a number."""
+"""Name of the only tensor in published weights; it holds the version as a number."""
 
 LONGEST_WAIT_S = 86_400.0
-"""Beyond this the thread looks again: a platform's timeouts are not infinite."""
+"""Longest wait in one call: platforms limit timeouts."""
 
 
 def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Engine:
@@ -45,55 +45,55 @@ def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Eng
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """What an emulated trainer publishes as `version`."""
+    """The weights that an emulated trainer publishes as `version`."""
     import torch
 
     return {WEIGHTS: torch.tensor([float(version)])}
 
 
 def words(key: int, first: int, count: int) -> IntArray:
-    """[count] token ids of positions first, first + 1, ... of the response that `key` names."""
+    """[count] token ids of positions first, first + 1, ... of the response identified by `key`."""
     positions = np.arange(first, first + count, dtype=np.uint64)
     mixed = (positions * np.uint64(2654435761) + np.uint64(key % 2**32) * np.uint64(40503)) >> np.uint64(7)
     return (mixed % np.uint64(NUM_WORDS)).astype(np.int32) + FIRST_WORD
 
 
 def word_logprobs(tokens: IntArray) -> FloatArray:
-    """[T] nats: of a token alone, under any version."""
+    """[T] logprobs, nats: functions of the token alone, the same under every version."""
     return (-0.5 - (tokens % 13) / 10).astype(np.float32)
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request. marks: (version, response tokens it had when sampling under it began), oldest first."""
+    """A running request. marks: (version, response tokens when sampling under it began), oldest first."""
 
     request: Request
     length: int
-    """Tokens its response has when it ends, earlier ones counted."""
+    """Tokens of its complete response, including earlier ones."""
     stops: bool
-    """Whether it ends there by itself."""
+    """Whether it ends with EOS, not by its token limit."""
     key: int
     reward: float
     marks: list[tuple[PolicyVersion, int]] = field(default_factory=list)
 
 
 class Clock:
-    """The time that an emulated engine lives in: this machine's."""
+    """The clock of an emulated engine: this machine's."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Seconds since an arbitrary moment."""
         return time.monotonic()
 
     def wait(self, changed: threading.Condition, seconds: float) -> None:
-        """Wait so long, or until `changed`, which is held, is notified."""
+        """Wait up to `seconds`, or until `changed`, which the caller holds, is notified."""
         changed.wait(min(max(seconds, 0.0), LONGEST_WAIT_S))
 
 
 class EmulatedEngine:
-    """A thread waits for the next moment at which something ends."""
+    """An engine whose thread sleeps until the next request ends."""
 
     def __init__(self, settings: EmulatedSettings, instance: InstanceId, clock: Clock | None = None) -> None:
-        from stores import parameters  # takes seconds to load: now, and not within the first pull
+        from stores import parameters  # takes seconds to import: now, not in the first pull
 
         self._parameters = parameters
         self._settings = settings
@@ -116,7 +116,7 @@ class EmulatedEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self._changed:
-            now = self._asked()
+            now = self._begin_call()
             for request in requests:
                 held = self._running.get(request.trajectory)
                 if held is not None and held.request.epoch >= request.epoch:
@@ -133,7 +133,7 @@ class EmulatedEngine:
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
         with self._changed:
-            now = self._asked()
+            now = self._begin_call()
             stopped = []
             for trajectory in trajectories:
                 removed = self._batch.remove(now, trajectory)
@@ -147,8 +147,8 @@ class EmulatedEngine:
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         with self._changed:
             self.interrupt(trajectories)
-            gone = set(trajectories)
-            self._ended = [e for e in self._ended if e.trajectory not in gone]
+            aborted = set(trajectories)
+            self._ended = [e for e in self._ended if e.trajectory not in aborted]
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = self._clock.now()
@@ -156,7 +156,7 @@ class EmulatedEngine:
         self._parameters.check_shapes(self._parameters.shapes(_held()), self._parameters.shapes(loaded), weights)
         settings = self._settings
         with self._changed:
-            done_s = self._batch.load(self._asked(), settings.pull_s, keep=settings.keep)
+            done_s = self._batch.load(self._begin_call(), settings.pull_s, keep=settings.keep)
             self._collect()
             for trajectory, tokens in self._batch.progress(self._batch.clock):
                 self._running[TrajectoryId(trajectory)].marks.append((version, tokens))
@@ -180,7 +180,7 @@ class EmulatedEngine:
 
     def load_statistics(self) -> EngineLoad:
         with self._changed:
-            now = self._asked()
+            now = self._begin_call()
             work = self._batch.work
             progress = tuple((TrajectoryId(t), n) for t, n in self._batch.progress(now))
             return EngineLoad(
@@ -208,7 +208,7 @@ class EmulatedEngine:
                     now = self._catch_up()
                     wait_s = (self._batch.next_s() - now) / self._settings.time_scale
                     self._clock.wait(self._changed, wait_s)
-        except Exception as error:  # noqa: BLE001  told to whoever waits in events
+        except Exception as error:  # noqa: BLE001  raised by `events`
             self._failure = error
             with self._changed:
                 self._changed.notify_all()
@@ -217,19 +217,19 @@ class EmulatedEngine:
         if self._failure is not None or not self._thread.is_alive():
             raise ActorLost(f"{self._instance}: the decoding loop has ended: {self._failure}")
 
-    def _asked(self) -> float:
-        """Now, for a verb: what has happened by now has happened. Raises ActorLost if nothing happens any more."""
+    def _begin_call(self) -> float:
+        """Catch up and return the present time, for a call. Raises ActorLost if the decoding loop has ended."""
         self._check()
         return self._catch_up()
 
     def _catch_up(self) -> float:
-        """Let happen what has happened by now; returns now in the cost model's seconds."""
+        """Decode up to the present time; returns it in the cost model's seconds."""
         now = (self._clock.now() - self._begin) * self._settings.time_scale
         self._finish(self._batch.advance(now))
         return now
 
     def _collect(self) -> None:
-        """Take what a command's step boundary has ended."""
+        """Collect the requests that ended at a command's step boundary."""
         self._finish(self._batch.advance(self._batch.clock))
 
     def _finish(self, finished: Sequence[Finished]) -> None:
@@ -241,12 +241,12 @@ class EmulatedEngine:
             self._changed.notify_all()
 
     def _response(self, request: Request) -> _Running:
-        """How this request will go, as the workload has it; greedy ones depend on the prompt only."""
+        """The course of a request according to the workload; a greedy one's depends on the prompt only."""
         workload, members = self._settings.workload, self._settings.members
         key = sum(request.tokens[: len(request.tokens) - request.num_prior]) if request.greedy else request.trajectory
         group, member = divmod(abs(int(key)), members)
         length = sum(t.tokens for t in workload.turns(group, member))
-        if length <= request.num_prior:  # longer already than it would be: it goes on for as long again
+        if length <= request.num_prior:  # already longer than planned: it continues for as long again
             length += request.num_prior
         allowed = request.num_prior + request.max_new_tokens
         return _Running(

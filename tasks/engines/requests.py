@@ -1,5 +1,5 @@
-"""What an engine runs: requests, the tokens they have so far by version, and the time there were any. Not thread-safe:
-each engine guards its own."""
+"""An engine's running requests, their tokens so far by version, and its busy time. Not thread-safe: each engine locks
+its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.engines.base import EngineLoad, Request, Sampled
 
 
 class ClosedSegment(NamedTuple):
-    """A closed segment, not yet in arrays: an update of the weights closes every running one while decoding waits."""
+    """A closed segment, not yet in arrays: a weight update closes one per running request while decoding waits."""
 
     version: PolicyVersion
     instance: InstanceId
@@ -34,7 +34,7 @@ class ClosedSegment(NamedTuple):
 
 @dataclass(slots=True)
 class RunningRequest:
-    """One request. key: what the engine calls it, while it runs."""
+    """One running request. key: its name within the engine."""
 
     request: Request
     key: str = ""
@@ -48,13 +48,13 @@ class RunningRequest:
         return sum(len(part.tokens) for part in self.closed) + len(self.tokens)
 
     def sampled(self, finish: FinishReason) -> Sampled:
-        """The event that ends it; its current segment is closed by then."""
+        """The event that reports its end; its current segment must be closed."""
         request, segments = self.request, tuple(part.segment for part in self.closed)
         return Sampled(trajectory=request.trajectory, epoch=request.epoch, segments=segments, finish=finish)
 
 
 class RunningRequests:
-    """Every request that runs, by the engine's key and by its trajectory."""
+    """All running requests, by the engine's key and by trajectory."""
 
     def __init__(self, instance: InstanceId) -> None:
         self.instance = instance
@@ -79,7 +79,7 @@ class RunningRequests:
         return self._by_trajectory.get(trajectory)
 
     def enter(self, running: RunningRequest) -> str:
-        """It runs from now on; returns a key that was never used before."""
+        """Add a request; returns a key that was never used before."""
         request = running.request
         self._num_entered += 1
         running.key = f"{request.trajectory}.{request.epoch}.{self._num_entered}"
@@ -90,7 +90,7 @@ class RunningRequests:
         return running.key
 
     def leave(self, running: RunningRequest) -> None:
-        """It runs no more; its current segment is closed."""
+        """Remove a request; its current segment is closed."""
         self.close_segment(running)
         del self._running[running.key]
         if self._by_trajectory.get(running.request.trajectory) is running:
@@ -100,13 +100,13 @@ class RunningRequests:
             self._busy_since = None
 
     def extend(self, running: RunningRequest, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """It has sampled these, under the present version."""
+        """Add tokens that a request has sampled under the present version."""
         running.tokens += tokens
         running.logprobs += logprobs
         self._tokens_sampled += len(tokens)
 
     def close_segment(self, running: RunningRequest) -> None:
-        """What it samples from now on is of another version, or of another instance."""
+        """Close a request's current segment: what follows is of another version or instance."""
         if running.tokens:
             running.closed.append(ClosedSegment(self.version, self.instance, running.tokens, running.logprobs))
             running.tokens, running.logprobs = [], []

@@ -1,8 +1,7 @@
-"""The engines a job may choose from, each by its settings: what a worker builds one from. Loads no engine.
+"""Settings of the engines a job may choose from; workers build engines from them. Imports no engine.
 
 A settings class names the module of its engine, which has `build(settings, instance, threads)`. Its knobs are keys of
-[rollout.engine]; of what else it asks for, a job gives whatever has the same name in that table or is listed at
-`ENGINES`.
+[rollout.engine]; its other fields are filled by name, from that table or from the values listed at `ENGINES`.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ SAMPLING_REFUSED = dict.fromkeys(
         "bad_words",
         "min_tokens",
     ),
-    "it would sample from another distribution than the model's own, and the trainer, which computes that one, would "
-    "weigh tokens by a wrong ratio; rollout.temperature is applied by both",
+    "it would sample from another distribution than the model's, which the trainer computes, so importance ratios "
+    "would be wrong; rollout.temperature is applied by both",
 )
-"""Ways to sample that other systems offer, and why a job may not ask for them."""
+"""Sampling options of other systems, and why a job may not set them."""
 
 
 class EngineSettings(Protocol):
-    """What a worker builds its engine from. Picklable."""
+    """Settings from which a worker builds its engine. Picklable."""
 
     module: ClassVar[str]
-    """Of the engine."""
+    """Name of the engine's module."""
     keeps: ClassVar[bool]
     """Whether running requests can keep their old cache while weights change (rollout.on_pull)."""
     refused_options: ClassVar[Mapping[str, str]]
-    """Which of rollout.engine.options a job may not set, and why."""
+    """Keys of rollout.engine.options that a job may not set, and why."""
 
     def build(self, instance: InstanceId, threads: int) -> Engine: ...
 
 
 ENGINES: Registry[EngineSettings] = Registry("engine", "rollout.engine.name", contract=EngineSettings)
-"""May ask for: model, dtype, device, temperature, eos, seed and keep, see ModelSettings and VllmSettings; cost,
+"""Values for fields: model, dtype, device, temperature, eos, seed and keep, see ModelSettings and VllmSettings; cost,
 workload, members and pull_s, see EmulatedSettings."""
 
 
@@ -61,14 +60,14 @@ class _Built:
     refused_options: ClassVar[Mapping[str, str]] = {}
 
     def build(self, instance: InstanceId, threads: int) -> Engine:
-        """The engine, in this process. threads: it may compute with."""
+        """Build the engine in this process. threads: number it may compute with."""
         engine: Engine = importlib.import_module(self.module).build(self, instance, threads)
         return engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(_Built):
-    """What engines that sample from a model have in common. model: folder or hub name. kv_tokens: size of the paged
+    """Settings of every engine that samples from a model. model: folder or hub name. kv_tokens: size of the paged
     cache. eos: ids that end a response."""
 
     model: str
@@ -86,7 +85,7 @@ class ModelSettings(_Built):
 @ENGINES.register("transformers")
 @dataclass(frozen=True, kw_only=True)
 class TransformersSettings(ModelSettings):
-    """Nothing more than others have."""
+    """Settings of the transformers engine: the common ones only."""
 
     module: ClassVar[str] = "tasks.engines.transformers"
 
@@ -94,7 +93,7 @@ class TransformersSettings(ModelSettings):
 @ENGINES.register("vllm")
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings(ModelSettings):
-    """keep: a weight update leaves running requests their old cache."""
+    """Settings of the vLLM engine. keep: running requests keep their old cache through a weight update."""
 
     keep: bool = False
     tensor_parallel: int = knob(1, "vllm: GPUs an instance spreads its model over", low=1, high=64)
@@ -106,8 +105,8 @@ class VllmSettings(ModelSettings):
         **dict.fromkeys(
             ("model", "dtype", "seed", "tensor_parallel_size", "max_num_seqs", "block_size"), "has its own key"
         ),
-        "num_gpu_blocks_override": "rollout.engine.kv_tokens says it",
-        "max_num_batched_tokens": "rollout.engine.max_batch_tokens says it",
+        "num_gpu_blocks_override": "set rollout.engine.kv_tokens instead",
+        "max_num_batched_tokens": "set rollout.engine.max_batch_tokens instead",
         **dict.fromkeys(
             (
                 "logprobs_mode",
@@ -129,7 +128,8 @@ class VllmSettings(ModelSettings):
 @ENGINES.register("emulated")
 @dataclass(frozen=True, kw_only=True)
 class EmulatedSettings(_Built):
-    """See EngineConfig and SimulationConfig. members: trajectories a group. pull_s: in the cost model's seconds."""
+    """Settings of the emulated engine; see EngineConfig and SimulationConfig. members: trajectories per group. pull_s:
+    in the cost model's seconds."""
 
     cost: CostModel
     workload: Workload

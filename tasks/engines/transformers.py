@@ -26,7 +26,7 @@ from tasks.engines.settings import TransformersSettings
 
 _loading = threading.Lock()
 """Held while a model is loaded. `from_pretrained` replaces functions of torch and transformers, and torch's default
-dtype, for the whole process meanwhile: of two threads one would put back what the other had put there, for good."""
+dtype, for the whole process meanwhile: one thread could restore what another had replaced, and leave it so for good."""
 
 POLL_S = 0.003
 """How often outputs are collected: well under a decode step of any model worth training."""
@@ -62,7 +62,7 @@ class TransformersEngine:
                 older = self._requests.of(request.trajectory)
                 if older is not None:
                     if older.request.epoch == request.epoch:
-                        continue  # asked twice
+                        continue  # a repeated request
                     self._stop(older)
                 self._start(RunningRequest(request))
 
@@ -163,7 +163,7 @@ class TransformersEngine:
         return self._managers[greedy]
 
     def _paused(self) -> Any:
-        """Pause all managers and take in everything they have sampled."""
+        """Pause all managers and collect everything they have sampled."""
         return _Paused(self)
 
     def _start(self, running: RunningRequest) -> None:
@@ -177,10 +177,10 @@ class TransformersEngine:
             eos_token_id=list(self._settings.eos) or -1,
         )
         if accepted is None:
-            raise ActorLost(f"{self._instance}: the decoding loop has stopped and takes no requests")
+            raise ActorLost(f"{self._instance}: the decoding loop has stopped and accepts no requests")
 
     def _stop(self, running: RunningRequest) -> RunningRequest:
-        """Take a request out, its current segment closed."""
+        """Remove a request; its current segment is closed."""
         self._manager(greedy=running.request.greedy).cancel_request(running.key)
         self._requests.leave(running)
         return running
@@ -198,7 +198,7 @@ class TransformersEngine:
     def _take(self, output: Any) -> None:
         running = self._requests.get(output.request_id)
         if running is None:
-            return  # of a request stopped meanwhile
+            return  # its request was stopped meanwhile
         # Every output carries all that was sampled since the request was started.
         seen = len(running.tokens)
         self._requests.extend(running, output.generated_tokens[seen:], output.logprobs[seen:])
@@ -214,7 +214,7 @@ class TransformersEngine:
 
 
 class _Paused:
-    """All decoding loops stand still, and their outputs are taken in."""
+    """Pauses all decoding loops and collects their outputs."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self._engine = engine
@@ -241,7 +241,7 @@ def resolve_device(name: str) -> str:
 
 
 def forward_logprobs(model: Any, tokens: Sequence[int]) -> tuple[float, ...]:
-    """Of tokens[1:], each given all before it, by one plain forward pass."""
+    """Logprobs of tokens[1:], nats, each given all before it, by one plain forward pass."""
     ids = torch.tensor([list(tokens)], device=model.device)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors back from an engine that has fused some of them. Pure."""
+"""Recovery of a checkpoint's tensors from an engine that has fused some of them. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def unfused(held: Tensors, shapes: Shapes, packed: Mapping[str, Sequence[str]]) -> dict[str, Any] | None:
-    """The checkpoint's tensors as views of what is held: rows of a fused tensor, in the order `packed` names its parts,
-    and the first rows of one that is padded. None if one is missing or of another shape."""
+    """The checkpoint's tensors as views of the held ones: rows of a fused tensor, its parts in the order of `packed`,
+    and the first rows of a padded one. None if one is missing or of another shape."""
     fused_of = {part: (whole, tuple(parts)) for whole, parts in packed.items() for part in parts}
     found: dict[str, Any] = {}
     for name, shape in shapes.items():

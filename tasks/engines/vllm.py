@@ -1,8 +1,8 @@
 """vLLM as a rollout engine: its own LLMEngine in this process, driven by one thread.
 
-Nothing but that thread touches vLLM. Calls wait in a queue and are carried out between two decode steps; what has been
-sampled is booked after each step. So a request is always seen whole, and a weight update falls between two steps: every
-token is of the version that was in place when its step began.
+Only that thread touches vLLM. Calls wait in a queue and are carried out between two decode steps; sampled tokens are
+recorded after each step. So a request is never seen half-updated, and a weight update falls between two steps: every
+token is of the version that was loaded when its step began.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ENVIRONMENT = {
 }
 """Read by vLLM when it is imported: one process, no threads pinned to cores that others share, no log of its own."""
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""On a CPU compiling costs more than it brings."""
+"""On a CPU compilation costs more than it saves."""
 SHUTDOWN_S = 10.0
-"""Longest that close() waits for the step at hand."""
+"""Seconds that close() waits for the running step at most."""
 
 
 def build(settings: VllmSettings, instance: InstanceId, threads: int) -> Engine:
@@ -52,7 +52,7 @@ class VllmEngine:
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ended: list[Sampled | Failed] = []
-        self._asked: dict[str, Future[Any]] = {}  # probes under way, by request id
+        self._probes: dict[str, Future[Any]] = {}  # probes under way, by request id
         self._num_probes = 0
         self._waiting = 0  # as of the last step
         self._preemptions = 0
@@ -128,7 +128,7 @@ class VllmEngine:
             error = raised
         with self._changed:
             self._error = error or RuntimeError("it was closed")
-            for answer in (*(a for _, a in self._calls), *self._asked.values()):
+            for answer in (*(a for _, a in self._calls), *self._probes.values()):
                 answer.set_exception(self._lost())
             self._changed.notify_all()
         if not started.done():
@@ -137,10 +137,10 @@ class VllmEngine:
             self._engine.engine_core.shutdown()
 
     def _carry_out_calls(self) -> bool:
-        """Waits for something to do; False once the engine is to close."""
+        """Carry out queued calls until there is something to decode; False once the engine is to close."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._calls or len(self._requests) or self._asked or self._closing)
+                self._changed.wait_for(lambda: self._calls or len(self._requests) or self._probes or self._closing)
                 if self._closing:
                     return False
                 if not self._calls:
@@ -159,7 +159,7 @@ class VllmEngine:
         return self._engine.engine_core.engine_core.scheduler
 
     def _count_preemptions(self) -> None:
-        """vLLM counts them for its own log only, and logging costs time at every step."""
+        """Start counting preemptions: vLLM does so only for its own log, which costs time at every step."""
         preempt = self._scheduler._preempt_request
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -173,7 +173,7 @@ class VllmEngine:
             older = self._requests.of(request.trajectory)
             if older is not None:
                 if older.request.epoch == request.epoch:
-                    continue  # asked twice
+                    continue  # a repeated request
                 self._stop([request.trajectory])
             running = RunningRequest(request)
             with self._changed:
@@ -188,8 +188,8 @@ class VllmEngine:
                     self._changed.notify_all()
 
     def _add(self, key: str, tokens: Sequence[int], sampling: Any, salt: str | None = None, priority: int = 0) -> None:
-        """Hand a request to vLLM's core. salt: cached pages are shared under the same one only, so that none of another
-        version's is ever taken for this one's."""
+        """Hand a request to vLLM's core. salt: requests share cached pages only if theirs are equal, so pages of one
+        version are never used for another."""
         from vllm.inputs.engine import tokens_input
 
         engine = self._engine
@@ -197,8 +197,8 @@ class VllmEngine:
         asked = engine.input_processor.process_inputs(
             key, tokens_input(list(tokens), cache_salt=salt), sampling, core.get_supported_tasks(), priority=priority
         )
-        # Its outputs are taken from the core, one by one (_take): what vLLM makes of them for people who read along
-        # costs a tenth of a small model's step.
+        # Outputs are taken from the core directly (_take): vLLM's processing of them for display costs a tenth of a
+        # small model's step.
         core.add_request(asked)
 
     def _sampling(self, request: Request) -> Any:
@@ -220,20 +220,20 @@ class VllmEngine:
         name = f"probe-{self._num_probes}"
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         try:
-            # Before all that waits: a load is not done until its probe is answered.
+            # Ahead of all waiting requests: a load is not done until its probe is answered.
             self._add(name, tokens, sampling, priority=-1)
         except Exception as error:  # noqa: BLE001  the caller's to handle
             answer.set_exception(error)
         else:
-            self._asked[name] = answer
+            self._probes[name] = answer
 
     def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[RunningRequest]:
-        """Take requests out; unknown ones are ignored."""
+        """Stop and remove requests; unknown ones are ignored."""
         stopped = [r for t in trajectories if (r := self._requests.of(t)) is not None]
         try:
             self._engine.engine_core.abort_requests([r.key for r in stopped])
         except Exception as error:
-            # Nobody waits for a submit, which may get here: what cannot be stopped must not be lost in silence.
+            # A submit may get here, and nobody waits for its result: the failure must not go unnoticed.
             raise ActorLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
         with self._changed:
             for running in stopped:
@@ -242,9 +242,9 @@ class VllmEngine:
 
     def _abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self._stop(trajectories)
-        gone = set(trajectories)
+        aborted = set(trajectories)
         with self._changed:
-            self._ended = [e for e in self._ended if e.trajectory not in gone]
+            self._ended = [e for e in self._ended if e.trajectory not in aborted]
 
     def _load(self, version: PolicyVersion, weights: Path, prepared: bool | Exception) -> float:
         engine, begin = self._engine, time.monotonic()
@@ -262,7 +262,7 @@ class VllmEngine:
                 self._requests.close_segment(running)
             self._requests.version = version
         if not self._settings.keep:
-            # Running requests go back to the waiting queue with the tokens they have, and are prefilled again.
+            # Running requests return to vLLM's waiting queue with the tokens they have, and are prefilled again.
             before = self._preemptions
             engine.reset_prefix_cache(reset_running_requests=True)
             self._preemptions = before
@@ -274,14 +274,14 @@ class VllmEngine:
 
         with self._changed:
             for output in outputs:
-                if output.request_id in self._asked and output.new_prompt_logprobs_tensors is not None:
+                if output.request_id in self._probes and output.new_prompt_logprobs_tensors is not None:
                     (logprobs,) = output.new_prompt_logprobs_tensors.logprobs[:, :1].T.tolist()
-                    self._asked.pop(output.request_id).set_result(tuple(logprobs))
+                    self._probes.pop(output.request_id).set_result(tuple(logprobs))
                 running = self._requests.get(output.request_id)
                 if running is None:
                     continue
                 if output.new_token_ids:
-                    # The sampled token's comes first in each row.
+                    # The sampled token's logprob comes first in each row.
                     self._requests.extend(running, output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
                 if output.finish_reason is None:
                     continue
@@ -299,8 +299,8 @@ class VllmEngine:
     # -- the other threads ---------------------------------------------------------------------------------------
 
     def _prepare(self, weights: Path) -> bool | Exception:
-        """Do an update beside decoding, where that can be; true if it only has to be finished. What went wrong is
-        returned: only the driving thread can end the instance."""
+        """Do an update during decoding, where possible; True if it only has to be finished. Failures are returned: only
+        the driving thread can end the instance."""
         if self._settings.tensor_parallel > 1:
             return False
         try:
@@ -310,8 +310,8 @@ class VllmEngine:
         return bool(ready)
 
     def _fingerprint(self) -> str:
-        """Of what is held; empty if it is sharded. In the caller's thread: hashing takes longer than loading, decoding
-        goes on beside it, and only another load, which waits for this one, changes what is read."""
+        """Fingerprint of the held weights; empty if they are sharded. In the caller's thread: hashing takes longer than
+        loading, decoding continues, and only another load, which waits for this one, changes the weights."""
         if self._settings.tensor_parallel > 1:
             return ""
         self._engine.collective_rpc("release_weights")
@@ -319,7 +319,7 @@ class VllmEngine:
         return str(fingerprint)
 
     def _call(self, call: Callable[[], Any]) -> Future[Any]:
-        """Have the driving thread do it, after all that was asked before."""
+        """Queue a call for the driving thread; calls are carried out in order."""
         answer: Future[Any] = Future()
         with self._changed:
             if self._error is not None:
@@ -329,7 +329,7 @@ class VllmEngine:
         return answer
 
     def _lost(self) -> ActorLost:
-        return ActorLost(f"{self._instance}: vLLM runs no more: {type(self._error).__name__}: {self._error}")
+        return ActorLost(f"{self._instance}: vLLM has stopped: {type(self._error).__name__}: {self._error}")
 
 
 def make_engine(settings: VllmSettings) -> Any:
@@ -364,7 +364,7 @@ def make_engine(settings: VllmSettings) -> Any:
     if current_platform.is_cpu():
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # With its size said, vLLM neither takes a share of the machine's memory nor warms up; the blocks count.
+        # Given its size, vLLM neither takes a share of the machine's memory nor warms up; the number of blocks counts.
         if settings.device == "cuda":
             raise ConfigError('model.device = "cuda": the vllm installed here is the CPU build')
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes(settings)}
@@ -377,7 +377,7 @@ def make_engine(settings: VllmSettings) -> Any:
 
 
 def longest_sequence(settings: VllmSettings) -> int:
-    """Tokens that a request may have: what the model attends to, as far as the cache holds it."""
+    """The most tokens a request may have: the model's context length, limited by the cache's size."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(settings.model).get_text_config()
@@ -385,7 +385,7 @@ def longest_sequence(settings: VllmSettings) -> int:
 
 
 def cache_bytes(settings: VllmSettings) -> int:
-    """Memory of the KV cache: keys and values of every layer, kv_tokens and what rounds them up to pages."""
+    """Bytes of the KV cache: keys and values of every layer, for kv_tokens rounded up to pages."""
     import torch
     from transformers import AutoConfig
 

@@ -1,11 +1,11 @@
-"""Published weights into a running vLLM model, in each of its worker processes, through vLLM's own update interface.
+"""Loads published weights into a running vLLM model, in each of its worker processes, by vLLM's own update interface.
 
 vLLM fuses some tensors of a checkpoint (q, k and v into one) and prepares others for its kernels. Loading in place has
-to do both again; reading back what is held has to undo the fusing, so that its fingerprint can be compared with the
-trainer's. Named in the engine's arguments, so that worker processes import it too.
+to do both again; fingerprinting the held weights has to undo the fusing, so that they can be compared with the
+trainer's. The module is named in the engine's arguments, so that worker processes import it too.
 
-On a CPU both are done beside decoding, in a spare model, and decoding waits only while the two change hands. On a GPU
-they are done in the model itself, while decoding waits: memory is dearer there, and the bytes are there in no time.
+On a CPU both are done during decoding, in a spare model, and decoding waits only while the two are swapped. On a GPU
+they are done in the model itself, while decoding waits: memory is scarcer there, and copying is fast.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ BACKEND = "staleflow"
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on: the path of each update says all."""
+    """Empty: an update needs nothing but its path."""
 
 
 @dataclass
 class PublishedFile(WeightTransferUpdateInfo):
-    """path: a version's file on this host."""
+    """An update from a file. path: of a version's file on this host."""
 
     path: str = field(default="")
 
@@ -80,37 +80,37 @@ class FileTransfer(WeightTransferEngine[NoInit, PublishedFile]):
 
 
 class Spare:
-    """A second model that the next weights are made ready in, while the first decodes.
+    """A second model in which the next weights are prepared while the first decodes.
 
-    On a CPU linear layers compute with packed copies of their weights, and read the weights themselves no more. Those
-    the two models share; what decoding does read (embeddings, norms, biases) the spare has a copy of. So a swap
+    On a CPU linear layers compute with packed copies of their weights, and no longer read the weights themselves, which
+    the two models share. Of what decoding does read (embeddings, norms, biases) the spare has copies. So a swap
     exchanges the packed copies and the tensors that are not shared: pointers, no bytes.
     """
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
         self._model = model
         with torch.device("meta"):
-            self._spare = initialize_model(vllm_config=beside(config))
+            self._spare = initialize_model(vllm_config=second_config(config))
         packed = {id(m.weight) for m in model.modules() if getattr(m, "staleflow_packed", False)}
         self._own: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
         of: dict[int, torch.nn.Parameter] = {}
         for module, twin in self._layers():
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in of:  # else two layers share it
-                    of[id(parameter)] = parameter if id(parameter) in packed else copied(parameter)
+                    of[id(parameter)] = parameter if id(parameter) in packed else own_copy(parameter)
                     if id(parameter) not in packed:
                         self._own.append((parameter, of[id(parameter)]))
                 setattr(twin, name, of[id(parameter)])
 
     def load(self, path: str) -> None:
-        """Read a published file and pack it. The model decodes as before, whatever comes of it."""
+        """Read a published file and pack it. The decoding model is not affected, not even by a failure."""
         self._spare.load_weights(parameters.read(Path(path)).items())
         for module, twin in self._layers():
             if hasattr(module, "cpu_linear"):
                 layer_utils.dispatch_cpu_unquantized_gemm(twin, remove_weight=False)
 
     def swap(self) -> None:
-        """What was loaded is the model's from now on."""
+        """Exchange the model's weights for the loaded ones."""
         for parameter, own in self._own:
             parameter.data, own.data = own.data, parameter.data
         for module, twin in self._layers():
@@ -118,7 +118,7 @@ class Spare:
                 module.cpu_linear, twin.cpu_linear = twin.cpu_linear, module.cpu_linear
 
     def release(self) -> None:
-        """Give back the packed copies that were the model's before the swap. Apart from it: that takes milliseconds."""
+        """Free the packed copies that were the model's before the swap. Not part of it: this takes milliseconds."""
         for _, twin in self._layers():
             if hasattr(twin, "cpu_linear"):
                 twin.cpu_linear = None
@@ -127,16 +127,16 @@ class Spare:
         return zip(self._model.modules(), self._spare.modules(), strict=True)
 
 
-def beside(config: VllmConfig) -> VllmConfig:
-    """For a second model of one engine: its layers are not entered among those that the engine finds by name."""
+def second_config(config: VllmConfig) -> VllmConfig:
+    """The configuration of an engine's second model, whose layers are not registered with the engine by name."""
     second = copy.copy(config)
     second.compilation_config = copy.copy(config.compilation_config)
     second.compilation_config.static_forward_context = {}
     return second
 
 
-def copied(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """With a memory of its own, and all that vLLM hung on it: how it is to be loaded, for one."""
+def own_copy(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """A copy of a parameter in its own memory, with the attributes vLLM has set, such as its loader."""
     own = copy.copy(parameter)
     own.__dict__.update(parameter.__dict__)
     own.data = parameter.detach().clone()
@@ -152,8 +152,8 @@ class WorkerExtension:
     start_weight_update: Callable[[], None]
 
     def prepare_weights(self, path: str) -> bool:
-        """Do all of an update but finish it, if there is a spare model for that. In any thread, while the model decodes
-        in another."""
+        """Do an update except for its finish, if there is a spare model for it. May run in any thread while the model
+        decodes in another."""
         spare = self.weight_transfer_engine.spare
         if spare is not None:
             self.start_weight_update()
@@ -161,13 +161,13 @@ class WorkerExtension:
         return spare is not None
 
     def release_weights(self) -> None:
-        """After an update that was prepared."""
+        """Free the replaced weights after a prepared update."""
         if self.weight_transfer_engine.spare is not None:
             self.weight_transfer_engine.spare.release()
 
     def held_fingerprint(self, shapes: parameters.Shapes) -> str:
-        """Of the weights this worker holds, by the checkpoint's names and shapes; empty if they are sharded, or fused
-        in a way that cannot be undone here."""
+        """Fingerprint of the weights this worker holds, by the checkpoint's names and shapes; empty if sharded,
+        or fused in a way that cannot be undone here."""
         model = self.model_runner.get_model()
         held = unfused(dict(model.named_parameters()), shapes, getattr(model, "packed_modules_mapping", {}))
         if held is None:
@@ -177,8 +177,8 @@ class WorkerExtension:
 
 
 def keep_weights_beside_packed_copies() -> None:
-    """vLLM's CPU build drops a linear layer's weight once it is packed; without it nothing can be loaded in place.
-    What would have been dropped is marked: nothing reads it while decoding."""
+    """Keep the weights of linear layers, which vLLM's CPU build drops once packed: loading in place needs them. They
+    are marked, since decoding does not read them."""
     dispatch: Callable[..., None] = layer_utils.dispatch_cpu_unquantized_gemm
 
     def dispatch_and_keep(layer: Any, remove_weight: bool) -> None:

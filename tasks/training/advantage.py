@@ -1,8 +1,8 @@
 """Advantages from the rewards of a step's groups. Numpy, pure.
 
-An estimate is a function of (rewards, valid), both [G, N], a row a group, to [G, N]: one advantage a trajectory,
+An estimator maps (rewards, valid), both [G, N] with one row per group, to [G, N]: one advantage per trajectory,
 constant over its tokens. An invalid member (its reward could not be computed) does not count in its group's
-statistics; what an estimate gives it is not used.
+statistics; its own result is not used.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Valid = npt.NDArray[np.bool_]
 
 ADVANTAGES: Registry[Rewards] = Registry("advantage", "training.advantage", own=True)
 NEED_NO_GROUP = ("reinforce_plus_plus",)
-"""Estimates that a job may ask for with groups of one."""
+"""Estimators that also work with groups of one."""
 
 
 def advantages(name: str, rewards: Rewards, valid: Valid) -> npt.NDArray[np.float32]:
-    """One advantage a trajectory, 0 for an invalid one. Returns [G, N] float32. Raises ConfigError for an estimate of
-    the user's own that cannot be loaded or used.
+    """Compute one advantage per trajectory, 0 for an invalid one. Returns [G, N] float32. Raises ConfigError if a
+    user's estimator cannot be loaded or used.
 
     >>> advantages("rloo", np.array([[1.0, 0.0, 0.0]]), np.ones((1, 3), bool)).tolist()
     [[1.0, -0.5, -0.5]]
@@ -49,7 +49,7 @@ def advantages(name: str, rewards: Rewards, valid: Valid) -> npt.NDArray[np.floa
 def grpo(rewards: Rewards, valid: Valid) -> Rewards:
     """GRPO (2402.03300)."""
     centred, count = _centred(rewards, valid)
-    # Sample deviation, as the published implementations have it.
+    # Sample standard deviation, as in the published implementations.
     std = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
     result: Rewards = centred / (std + EPS)
     return result
@@ -85,7 +85,7 @@ def reinforce_plus_plus(rewards: Rewards, valid: Valid) -> Rewards:
 
 
 def _centred(rewards: Rewards, valid: Valid) -> tuple[Rewards, npt.NDArray[np.int64]]:
-    """[G, N] rewards less the mean of their group, 0 where invalid; [G, 1] how many are valid."""
+    """[G, N] rewards minus the mean of their group, 0 where invalid; [G, 1] number of valid ones."""
     count = valid.sum(axis=1, keepdims=True)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(count, 1)
     return np.where(valid, rewards - mean, 0.0), count

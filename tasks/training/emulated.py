@@ -1,4 +1,4 @@
-"""A trainer without a model: a step takes the time the job sets, and publishes a version of one number."""
+"""A trainer without a model: a step takes as long as the job says, and publishes weights of one number."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Log-probabilities of given responses' tokens under a causal LM, at the sampling temperature.
 
-The trainer compares with them before a step and differentiates them in it; offline, they are computed for any
-checkpoint.
+The trainer compares the stored ones with them before a step and differentiates them in it; offline, they are computed
+under any checkpoint.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tasks.training.packing import MicroBatch, Row, microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
-    """A model and the settings for computing logprobs under it. half: forward under bfloat16 autocast. token_budget:
+class LogprobModel:
+    """A model to compute logprobs under, with the settings for it. half: forward under bfloat16 autocast. token_budget:
     padded tokens per forward pass."""
 
     model: Any

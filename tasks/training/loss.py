@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """loss: [N, T], to be minimised, not yet masked or averaged. clipped: [N, T], where the clip cut the gradient."""
+    """Losses by token. loss: [N, T], not masked or averaged. clipped: [N, T], where clipping removed the gradient."""
 
     loss: Tensor
     clipped: Tensor
 
 
 class Loss(Protocol):
-    """What a training step minimises."""
+    """A loss that a training step minimises."""
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether it wants the trainer's own logprobs from before the step: one more forward pass."""
+        """Whether it needs the trainer's own logprobs from before the step, at the cost of one more forward pass."""
         ...
 
     def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
@@ -47,7 +47,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OwnLoss:
-    """A loss from a user's file. A result of another shape would be broadcast to a wrong number in silence."""
+    """A loss from a user's file. Checks its results: one of another shape would silently be broadcast."""
 
     loss: Loss
     name: str
@@ -68,7 +68,7 @@ class OwnLoss:
             if getattr(given, "shape", None) != logprobs.shape:
                 raise ConfigError(
                     f"{LOSSES.key} = {self.name!r}: token_loss gave {part} of shape "
-                    f"{tuple(getattr(given, 'shape', ()))}; it must be {tuple(logprobs.shape)}, a number a token"
+                    f"{tuple(getattr(given, 'shape', ()))}; it must be {tuple(logprobs.shape)}, one number per token"
                 )
         return result
 
@@ -80,13 +80,13 @@ LOSSES: Registry[Loss] = Registry(
 
 @dataclass(frozen=True, kw_only=True)
 class _Clipped:
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """Clipping of the ratio to [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float = knob(0.2, "the ratio is clipped at 1 - clip_low", low=0, high=1)
     clip_high: float = knob(0.28, "and at 1 + clip_high", low=0)
 
     def surrogate(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """PPO's: the smaller of the ratio and the clipped ratio, times the advantage."""
+        """PPO's surrogate: the ratio or the clipped ratio, times the advantage, whichever is smaller."""
         return (ratio * advantage).minimum(self.clip(ratio) * advantage)
 
     def cut(self, ratio: Tensor, advantage: Tensor) -> Tensor:

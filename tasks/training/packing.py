@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Rows packed for transfer: seven arrays instead of three per row, because each array of a message costs."""
+    """Rows packed for transfer: seven arrays instead of three per row, because each array of a message has a cost."""
 
     prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
     response_tokens: npt.NDArray[np.int32]  # [sum of T]

@@ -1,7 +1,7 @@
 """The trainer: a Hugging Face causal LM and AdamW. `PolicyTrainer` is the plain object, `Trainer` its Dask actor.
 
-The training step's weights go out as a new policy version before the step counts as finished: a published version can
-always be fetched, while the next step already trains.
+A step's weights are published as a new policy version before the step counts as finished: a published version can
+always be fetched, also while the next step trains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stores import parameters
 from stores.errors import StoreError
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
-from tasks.training.logprobs import Reader
+from tasks.training.logprobs import LogprobModel
 from tasks.training.loss import LOSSES, Loss
 from tasks.training.packing import MicroBatch, Row, microbatches, minibatches, token_weights
 from tasks.training.settings import TrainingConfig
@@ -28,8 +28,8 @@ from tasks.training.settings import TrainingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """See ModelConfig. training: the job's table. num_steps: length of the cosine schedule. max_length: for
-    constant_length."""
+    """Settings of the trainer; see ModelConfig. training: the job's table. num_steps: length of the cosine schedule.
+    max_length: for constant_length."""
 
     model: str
     dtype: str
@@ -67,7 +67,7 @@ class Mismatch:
 
 
 class Policy(Protocol):
-    """What the Trainer actor trains and publishes."""
+    """The policy that the Trainer actor trains and publishes."""
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
 
@@ -83,13 +83,13 @@ class Policy(Protocol):
 
 
 class PolicySettings(Protocol):
-    """What a worker builds its policy from. Picklable."""
+    """Settings from which a worker builds its policy. Picklable."""
 
     def build(self) -> Policy: ...
 
 
 class PolicyTrainer:
-    """Trains on rows; publishes nothing. Deterministic for a seed and an order of calls.
+    """Trains a model on rows; publishes nothing. Deterministic for a seed and an order of calls.
 
     The weights it trains are float32 whatever is published: at usual learning rates an AdamW step on bfloat16 weights
     is mostly rounded away. With dtype bfloat16 forward and backward run under autocast.
@@ -107,7 +107,7 @@ class PolicyTrainer:
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
         )
-        self.reader = Reader(
+        self.logprob_model = LogprobModel(
             model=self.model,
             device=self.device,
             half=settings.dtype == "bfloat16",
@@ -117,7 +117,7 @@ class PolicyTrainer:
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then constant or a cosine down to a tenth."""
+        """The learning rate of a step: linear warm-up, then constant or a cosine down to a tenth."""
         s = self.settings.training
         if step < s.warmup_steps:
             return s.learning_rate * (step + 1) / (s.warmup_steps + 1)
@@ -127,7 +127,7 @@ class PolicyTrainer:
         return s.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
-        """One training step over all rows: `minibatches` optimizer updates. Mutates the model; returns metrics."""
+        """Train one step on all rows: `minibatches` optimizer updates. Mutates the model; returns metrics."""
         s = self.settings.training
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
@@ -139,9 +139,9 @@ class PolicyTrainer:
                 s.loss.aggregation, [len(rows[i].response) for i in chosen], self.settings.max_length
             )
             self.optimizer.zero_grad(set_to_none=True)
-            taught = [k for k, i in enumerate(chosen) if rows[i].has_gradient]
-            picked = [int(chosen[k]) for k in taught]
-            for batch in microbatches(rows, picked, weights[taught], s.microbatch_tokens):
+            trained = [k for k, i in enumerate(chosen) if rows[i].has_gradient]
+            picked = [int(chosen[k]) for k in trained]
+            for batch in microbatches(rows, picked, weights[trained], s.microbatch_tokens):
                 self._accumulate(batch, rows, proximal, sums)
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
             if torch.isfinite(norm):
@@ -167,7 +167,7 @@ class PolicyTrainer:
         return {name: p.detach().to(dtype) for name, p in self.model.named_parameters()}
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Logprobs of tokens[1:], nats, at temperature 1: what every engine is compared with."""
+        """Logprobs of tokens[1:], nats, at temperature 1: the reference for every engine."""
         half = self.settings.dtype == "bfloat16"
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=half):
             return forward_logprobs(self.model, tokens)
@@ -188,7 +188,7 @@ class PolicyTrainer:
         torch.save(state, path)
 
     def load_state(self, path: Path) -> None:
-        """Go on from what `save_state` wrote. Raises StoreError."""
+        """Restore what `save_state` wrote. Raises StoreError."""
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
             self.model.load_state_dict(state["model"])
@@ -198,12 +198,12 @@ class PolicyTrainer:
             raise StoreError(f"{path}: no resume point of this job: {error}; remove it to use an older one") from error
 
     def _before(self, rows: Sequence[Row]) -> tuple[list[np.ndarray[Any, Any]], Mismatch]:
-        """Each row's response logprobs before the step: the proximal policy, and a check of the stored ones. Losses
-        that do not need the proximal policy only check the fresh rows, which are the ones that must agree."""
-        everything = self.loss.needs_proximal
-        chosen = [i for i, r in enumerate(rows) if r.staleness == 0 or (everything and r.has_gradient)]
+        """Compute each row's response logprobs before the step (the proximal policy), and compare the stored ones. If
+        the loss does not need the proximal policy, only those of fresh rows are computed: only they must agree."""
+        needs_all = self.loss.needs_proximal
+        chosen = [i for i, r in enumerate(rows) if r.staleness == 0 or (needs_all and r.has_gradient)]
         proximal: list[np.ndarray[Any, Any]] = [r.behaviour for r in rows]
-        for i, logprobs in self.reader.rows(rows, chosen).items():
+        for i, logprobs in self.logprob_model.rows(rows, chosen).items():
             proximal[i] = logprobs
         fresh = [i for i in chosen if rows[i].staleness == 0 and len(rows[i].response)]
         if not fresh:
@@ -228,7 +228,7 @@ class PolicyTrainer:
         mask = torch.from_numpy(np.ascontiguousarray(batch.mask)).to(device)
         behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device)
         old_t = torch.from_numpy(old).to(device)
-        logprobs = self.reader.batch(batch)
+        logprobs = self.logprob_model.batch(batch)
         result = self.loss.token_loss(logprobs, old_t, behaviour, torch.from_numpy(batch.advantage).to(device))
         loss = (result.loss * mask * torch.from_numpy(batch.weight).to(device)).sum()
         loss.backward()

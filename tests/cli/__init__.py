@@ -1,1 +1,1 @@
-"""What a user types, and sees."""
+"""Tests of cli/."""

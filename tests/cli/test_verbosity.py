@@ -1,4 +1,4 @@
-"""What `-v` shows: a line a training step, one an event; in a pipe, beside JSON, and above a live view."""
+"""Output of `-v`: one line per training step and per event; in a pipe, with JSON, and above a live view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What actors are started with: what the job says, and picklable."""
+"""Settings that actors are started with: they follow the job and can be pickled."""
 
 from __future__ import annotations
 

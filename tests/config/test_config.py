@@ -1,4 +1,4 @@
-"""The job file: what is read is what was written, and every mistake is one line that helps."""
+"""Job files: what is read is what was written, and every mistake gives one line that helps."""
 
 from __future__ import annotations
 

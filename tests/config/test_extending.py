@@ -1,4 +1,4 @@
-"""docs/extending.md: its examples work as they stand there, and are as long as it says."""
+"""docs/extending.md: its examples work as printed, and are as long as it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON Schema of job files: current, and of one mind with the reader about every key."""
+"""The JSON Schema of job files: up to date, and in agreement with the parser about every key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules, losses and advantages from a user's file: found, checked in one line, kept with the run, taken along."""
+"""Rules, losses and advantages from a user's file: loaded, checked, kept with the run, and used again on resuming."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: P
     result = LOSSES.make(config).token_loss(logprobs, logprobs, logprobs, advantage)
     assert result.loss.tolist() == [[6.0] * 3, [1.5] * 3]
     summed = LOSSES.make(job(f"training.loss.name={mine}:Summed").training.loss)
-    with pytest.raises(ConfigError, match=r"gave loss of shape \(\); it must be \(2, 3\), a number a token"):
+    with pytest.raises(ConfigError, match=r"gave loss of shape \(\); it must be \(2, 3\), one number per token"):
         summed.token_loss(logprobs, logprobs, logprobs, advantage)
     torn = LOSSES.make(job(f"training.loss.name={mine}:Torn").training.loss)
     with pytest.raises(ConfigError, match=r":Torn': token_loss raised RuntimeError: The size of tensor") as caught:

@@ -1,4 +1,4 @@
-"""Registries: name, meaning, knobs and behaviour in one place; the table that chooses is composed of them."""
+"""Registries: name, description, knobs and behaviour in one place; the table that chooses is composed from them."""
 
 from __future__ import annotations
 

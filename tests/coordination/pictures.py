@@ -1,4 +1,4 @@
-"""All that a coordinator's state holds, as text: two are equal if nothing happened in between."""
+"""Text dumps of a coordinator's complete state: equal dumps mean that nothing has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events in, commands out: the coordinator's decisions as tables, without sleep or mock."""
+"""Events in, commands out: the coordinator's decisions as tables, without sleeps or mocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal: what is written is read back, and a replay notices any other answer."""
+"""The journal: what is written is read back, and a replay detects any difference."""
 
 from __future__ import annotations
 
@@ -219,17 +219,20 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
         (b"{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b"3", "3 is no dict"),
+        (b"3", "expected dict, got 3"),
         (b"{}", "now: missing"),
-        (b'{"now":"soon","event":{"type":"Tick"},"commands":[]}', "now: 'soon' is no float"),
-        (b'{"now":1,"event":{"type":"Tock"},"commands":[]}', "event: 'Tock' is no type known here"),
+        (b'{"now":"soon","event":{"type":"Tick"},"commands":[]}', "now: expected float, got 'soon'"),
+        (b'{"now":1,"event":{"type":"Tock"},"commands":[]}', "event: unknown type 'Tock'"),
         (b'{"now":1,"event":{"type":["Tick"]},"commands":[]}', "event: unhashable"),
-        (b'{"now":1,"event":{"type":"Draw","num_groups":1,"cause":""},"commands":[]}', "event: 'Draw' is no type"),
-        (b'{"now":1,"event":{"type":"Tick","tack":1},"commands":[]}', "event: no field is called 'tack'"),
+        (b'{"now":1,"event":{"type":"Draw","num_groups":1,"cause":""},"commands":[]}', "event: unknown type 'Draw'"),
+        (b'{"now":1,"event":{"type":"Tick","tack":1},"commands":[]}', "event: unknown field 'tack'"),
         (b'{"now":1,"event":{"type":"VersionPublished"},"commands":[]}', "event.version: missing"),
-        (b'{"now":1,"event":{"type":"VersionPublished","version":"1"},"commands":[]}', "event.version: '1' is no int"),
-        (b'{"now":1,"event":{"type":"Tick"},"commands":[{"type":"Tick"}]}', "commands[0]: 'Tick' is no type"),
-        (b'{"now":1,"event":{"type":"Tick"},"commands":[null]}', "commands[0]: None is no dict"),
+        (
+            b'{"now":1,"event":{"type":"VersionPublished","version":"1"},"commands":[]}',
+            "event.version: expected int, got '1'",
+        ),
+        (b'{"now":1,"event":{"type":"Tick"},"commands":[{"type":"Tick"}]}', "commands[0]: unknown type 'Tick'"),
+        (b'{"now":1,"event":{"type":"Tick"},"commands":[null]}', "commands[0]: expected dict, got None"),
     ],
 )
 def test_a_garbled_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:

@@ -1,5 +1,5 @@
-"""Random lives: any event in any order, also late, doubled and about what nobody knows. All invariants are re-checked
-after each, and every trajectory ends once, no staler than it may."""
+"""Random runs: any event in any order, also late, repeated or about something unknown. All invariants are re-checked
+after each, and every trajectory ends exactly once, within the staleness bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The phase table: what is in it moves a trajectory on, everything else is refused and nothing happens."""
+"""The phase table: its transitions move a trajectory on, all others are refused and change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's state: verbs keep every invariant, `validate` catches each broken one, nobody else writes."""
+"""The coordinator's state: methods keep every invariant, `validate` detects each violation, nothing else writes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,10 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "routed without an epoch": (lambda s: setattr(live(s, 2), "epoch", 0), "was routed 0 times"),
     "more safe than sampled": (lambda s: setattr(live(s, 4), "safe_tokens", 3), "3 of them safe"),
     "cut off after it left": (lambda s: setattr(live(s, 4), "cut", True), "4 is to be cut off but queued"),
-    "moved after it was sampled": (lambda s: setattr(live(s, 2), "target", InstanceId("c")), "go on at c but scoring"),
+    "moved after it was sampled": (
+        lambda s: setattr(live(s, 2), "target", InstanceId("c")),
+        "continue at c but scoring",
+    ),
     "tokens not counted": (lambda s: setattr(live(s, 0), "tokens", 40), "KV tokens"),
     "counted too much": (count_wrong, "KV tokens"),
     "arrays out of date": (move_in_arrays, "the arrays say"),

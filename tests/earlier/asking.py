@@ -1,4 +1,4 @@
-"""What the tests ask of a run that an earlier version made, by the command line and by plain files alone."""
+"""The questions the tests ask about a run of an earlier version, by the command line and plain files alone."""
 
 from __future__ import annotations
 

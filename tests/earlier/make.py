@@ -1,14 +1,14 @@
-"""Make the fixtures of tests/test_earlier_versions.py: small runs, packed, and what the command line says of them.
+"""Make the fixtures of tests/test_earlier_versions.py: small runs, packed, with the command line's output about them.
 
     PYTHONPATH=. python -m tests.earlier.make        (some five minutes on two cores)
 
-They are to be made by the version whose stores, journals and job files later versions must go on reading; running this
-with a later version makes other fixtures and proves less. README.md beside says which version made the ones there are.
+They must be made by the version whose stores, journals and job files later versions must still read; running this with
+a later version makes other fixtures and proves less. README.md says which version made the present ones.
 
 finished   a whole run of a tiny model: trajectories of up to three segments, members aborted as redundant, evaluations,
            a branch with other rewards, the latest two resume points
 killed     the same job, all of its processes killed in the middle
-resumed    that run gone on with: two journals, a step undone that no resume point had reached
+resumed    that run resumed: two journals, a step undone that no resume point had reached
 credits    an emulated engine; another system's admission, groups without signal dropped, an instance lost
 deadline   an emulated engine; migration between instances, stragglers cut off
 backlog    an emulated engine; an admission that keeps no bound

@@ -1,4 +1,4 @@
-"""Jobs on a cluster started by hand: scheduler and workers in processes of their own, the command line in others."""
+"""Jobs on a cluster started by hand: scheduler, workers and commands in processes of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaying a run folder: what its journal does not tell, where it is torn, and the story of each trajectory."""
+"""Replaying a run folder: missing parts of its journal, torn lines, and the history of each trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going on with stored runs: after a kill -9 of everything, after a clean stop, further than planned, and when not."""
+"""Resuming stored runs: after a kill -9 of everything, after a clean stop, with more steps, and when it is refused."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: P
     newest.write_bytes(newest.read_bytes()[:-1000])
     assert resumption.reached(config) == 2
     undone = resumption.prepare(config)
-    assert (undone.version, undone.life) == (2, 1)
+    assert (undone.version, undone.earlier_starts) == (2, 1)
     (folder / "events.jsonl").write_text("")  # as of a run that went on from there
-    assert resumption.prepare(config).life == 2
+    assert resumption.prepare(config).earlier_starts == 2
     assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
 
 

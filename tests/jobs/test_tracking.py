@@ -1,4 +1,4 @@
-"""Trackers: every step once, TensorBoard's files can be read, and a user's tracker cannot harm a run."""
+"""Trackers: every step is tracked once, TensorBoard's files are readable, a user's tracker cannot harm a run."""
 
 from __future__ import annotations
 

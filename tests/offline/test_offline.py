@@ -1,4 +1,4 @@
-"""What people do with a stored run: look at it, export it, read it under other weights, train on it again."""
+"""Work on stored runs: showing, exporting, computing logprobs under other weights, training again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scoring a stored run again: onto a branch, in parallel, with errors by row, and without a trace when it fails."""
+"""Scoring a stored run again: onto a branch, in parallel, with errors by row, and without traces of a failure."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path)
     again = command("store", "reprocess", stored, "--reward", "task", "--branch", "by-length")
     assert again.returncode == 2
     assert "nothing stored is overwritten" in again.stderr
-    with pytest.raises(StoreError, match="read only"):
+    with pytest.raises(StoreError, match="read-only"):
         branch.commit(VersionedStore.open(stored / "store").steps()[0], [])
 
 

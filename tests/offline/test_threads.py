@@ -1,4 +1,4 @@
-"""What the threads of one process share: each answer goes to whoever asked for it, whatever the others do meanwhile."""
+"""Objects shared by the threads of one process: each result reaches its caller, whatever other threads do."""
 
 from __future__ import annotations
 
@@ -371,16 +371,16 @@ def test_a_model_read_by_several_threads_gives_what_it_gives_one(
         found = store.rescored(row.trajectory.id)
         assert found is not None
         np.testing.assert_allclose(found, logprobs, atol=1e-5)
-    assert list(threads.client.run(_readers).values()) == [1]
+    assert list(threads.client.run(_num_logprob_models).values()) == [1]
 
 
-def _readers() -> int:
-    """How many models this process holds to read under."""
+def _num_logprob_models() -> int:
+    """The number of models this process holds to compute logprobs under."""
     import gc
 
-    from tasks.training.logprobs import Reader
+    from tasks.training.logprobs import LogprobModel
 
-    return sum(isinstance(held, Reader) for held in gc.get_objects())
+    return sum(isinstance(held, LogprobModel) for held in gc.get_objects())
 
 
 def test_an_export_by_several_threads_is_that_of_one(

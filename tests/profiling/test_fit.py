@@ -1,4 +1,4 @@
-"""The cost model's fit, the forecast of lengths and the pace of a run: what is learned from measurements."""
+"""Fits from measurements: the cost model, the forecast of lengths and the pace of a run."""
 
 from __future__ import annotations
 

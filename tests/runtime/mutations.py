@@ -1,4 +1,4 @@
-"""Ways to break driver, link and actors on purpose. The check named with each, over in-process actors, must notice."""
+"""Deliberate faults in driver, link and actors. The check named with each, over in-process actors, must detect it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actors of a run: who is placed where, what a call may take, whose weights are trusted, who is replaced."""
+"""The actors of a run: placement, deadlines of calls, verification of weights, replacement."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The driver over actors in the test's own process: losses in the middle of each call, deadlines, stops, the end.
 
-Whatever happens, `Run.check` or `Run.check_kept` holds a run to its promises: conservation, the bound, every token in
-its place, the same commands when the journal is replayed.
+Whatever happens, `Run.check` or `Run.check_kept` checks a run's promises: conservation, the bound, every token in its
+place, the same commands when the journal is replayed.
 """
 
 from __future__ import annotations

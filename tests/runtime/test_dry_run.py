@@ -1,4 +1,4 @@
-"""The whole system without a model, on a real cluster: what only an emulated engine can be made to do on demand."""
+"""The whole system without a model, on a real cluster: situations that only an emulated engine produces on demand."""
 
 from __future__ import annotations
 

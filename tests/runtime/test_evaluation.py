@@ -1,4 +1,4 @@
-"""What a held-out number rests on: how many different prompts, what could not be scored, its standard error."""
+"""The basis of a held-out number: distinct prompts, responses that could not be scored, its standard error."""
 
 from __future__ import annotations
 

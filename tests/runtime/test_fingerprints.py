@@ -1,4 +1,4 @@
-"""Fingerprints of reward, data and template: what is told when one of them changed while a run lay still."""
+"""Fingerprints of reward, data and template: the report when one of them changed between two starts of a run."""
 
 from __future__ import annotations
 

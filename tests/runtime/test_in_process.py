@@ -1,4 +1,4 @@
-"""What the tests of the runtime rest on: virtual time, and actors that are what the real ones are."""
+"""The test support of the runtime: virtual time, and in-process actors that match the real ones."""
 
 from __future__ import annotations
 

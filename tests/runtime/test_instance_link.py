@@ -1,5 +1,5 @@
-"""The link to one rollout instance: order, results, deadlines; and when an engine that stands still is told from one
-that works or has nothing to do."""
+"""The link to one rollout instance: order, results, deadlines; and how a stalled engine is distinguished from one that
+works or has nothing to do."""
 
 from __future__ import annotations
 

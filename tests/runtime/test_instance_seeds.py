@@ -1,4 +1,4 @@
-"""What the instances of a run sample with, however often they are replaced and the run is resumed."""
+"""Sampling seeds of a run's instances, however often they are replaced and the run is resumed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_who_joins_and_who_is_lost_is_logged(tmp_path: Path, caplog: pytest.LogC
 def test_no_instance_samples_with_the_seed_of_another_nor_again_after_it_was_resumed(tmp_path: Path) -> None:
     fresh = seeds_of(None, tmp_path, 300)
     assert len(fresh) == 300 * (REPLACEMENTS + 1)
-    again = seeds_of(Resumption(version=PolicyVersion(0), life=1), tmp_path, 300)
-    later = seeds_of(Resumption(version=PolicyVersion(4), life=2), tmp_path, 300)
+    again = seeds_of(Resumption(version=PolicyVersion(0), earlier_starts=1), tmp_path, 300)
+    later = seeds_of(Resumption(version=PolicyVersion(4), earlier_starts=2), tmp_path, 300)
     assert len({*fresh.values(), *again.values(), *later.values()}) == 3 * len(fresh)
     assert seeds_of(None, tmp_path, 300) == fresh

@@ -1,4 +1,4 @@
-"""A broken driver, link or set of actors does not pass: every deliberate mutation is caught by the check it names."""
+"""Deliberate faults in driver, link and actors: every one is detected by the check it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose routing rule, loss and advantage are a user's: it keeps them, and is replayed by what it kept."""
+"""A run with a user's routing rule, loss and advantage: it keeps their code, and is replayed with it."""
 
 from __future__ import annotations
 

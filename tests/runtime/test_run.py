@@ -1,4 +1,4 @@
-"""Whole runs on a real Dask cluster, with real actors, engine, store and faults. And what wrong input says."""
+"""Whole runs on a real Dask cluster, with real actors, engine, store and faults; and the messages for wrong input."""
 
 from __future__ import annotations
 

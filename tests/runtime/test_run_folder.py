@@ -1,4 +1,4 @@
-"""Run folders: one process at a time, nothing written before that is sure, and what is named is what is worked on."""
+"""Run folders: used by one process at a time, written only under the lock, and used where they are."""
 
 from __future__ import annotations
 

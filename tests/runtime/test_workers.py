@@ -1,4 +1,4 @@
-"""Placing actors on a Dask cluster: the slot table and its deadline, over a client that is played."""
+"""Placing actors on a Dask cluster: the slot table and its deadline, with a scripted client."""
 
 from __future__ import annotations
 

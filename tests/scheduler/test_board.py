@@ -1,4 +1,4 @@
-"""The board answers what drivers and commands ask it."""
+"""The board: its answers to drivers and commands."""
 
 from __future__ import annotations
 

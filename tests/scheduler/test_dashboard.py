@@ -1,4 +1,4 @@
-"""The staleflow page on a Dask dashboard: its routes, its metrics, and in a real browser what a person sees."""
+"""The staleflow page on a Dask dashboard: its routes, its metrics, and its display in a real browser."""
 
 from __future__ import annotations
 

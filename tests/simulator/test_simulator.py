@@ -1,4 +1,4 @@
-"""The coordinator's second body: virtual time obeys the cost model, and every promise holds whatever goes wrong."""
+"""The simulator: virtual time obeys the cost model, and every promise holds whatever goes wrong."""
 
 from __future__ import annotations
 

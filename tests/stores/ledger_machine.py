@@ -1,4 +1,4 @@
-"""Random lives of a ledger beside its naive model: every verb, legal and illegal, in any order."""
+"""Random operations on a ledger and on its naive model: every method, legal and illegal, in any order."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from stores.trajectory import AbortReason, Fate
 from tests.stores.ledger_model import NaiveGroup, NaiveLedger
 
 MOST_GROUPS = 9
-"""Live groups at once: the naive model tries every batch and every seating."""
+"""Live groups at once: the naive model tries every batch and every assignment."""
 
 
 def picture(ledger: Any) -> str:
-    """Everything a ledger holds, to see that a refused verb changed nothing."""
+    """The complete state of a ledger as text, to check that a refused call changed nothing."""
     entries = {
         g: (e.state.name, e.version, sorted(e.waiting), e.completed, sorted(e.routed))
         for g, e in ledger.entries.items()
     }
-    books = (ledger.version, ledger.next_step, ledger.num_started, ledger.num_ended)
-    return repr((entries, ledger._reserved, ledger._occupied, books))
+    counts = (ledger.version, ledger.next_step, ledger.num_started, ledger.num_ended)
+    return repr((entries, ledger._reserved, ledger._occupied, counts))
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """`ledger_class` is replaced by mutated ones, to see that this machine notices."""
+    """Random operations on a ledger and its model. `ledger_class` is replaced by mutated ones, which must fail."""
 
     ledger_class: Any = None
 

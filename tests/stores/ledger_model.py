@@ -1,7 +1,7 @@
-"""The staleness protocol, stated naively: entries in a list, and a search for a seat for each of them.
+"""A naive model of the staleness protocol: entries in a list, and a search for a place for each of them.
 
-Where the ledger counts by version and checks Hall's condition, this tries to seat every group by augmenting paths, and
-asks for a batch by trying every subset. It shares no code with the ledger; it is slow, and meant to be obvious.
+Where the ledger counts by version and checks Hall's condition, this places every group by augmenting paths, and finds
+a batch by trying every subset. It shares no code with the ledger; it is slow, and meant to be obviously right.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class NaiveGroup:
         return [m for m in self.members if m not in self.done and m not in self.gone]
 
 
-def can_be_seated(deadlines: Sequence[int], seats: dict[int, int]) -> bool:
-    """Whether every job gets a seat at a step no later than its deadline. Augmenting paths, one job at a time."""
-    slots = [step for step, count in seats.items() for _ in range(count)]
+def can_be_placed(deadlines: Sequence[int], places: dict[int, int]) -> bool:
+    """Whether every job fits into a step no later than its deadline. Augmenting paths, one job at a time."""
+    slots = [step for step, count in places.items() for _ in range(count)]
     holder: dict[int, int] = {}
 
-    def seat(job: int, tried: set[int]) -> bool:
+    def place(job: int, tried: set[int]) -> bool:
         for i, step in enumerate(slots):
             if step <= deadlines[job] and i not in tried:
                 tried.add(i)
-                if i not in holder or seat(holder[i], tried):
+                if i not in holder or place(holder[i], tried):
                     holder[i] = job
                     return True
         return False
 
-    return all(seat(job, set()) for job in range(len(deadlines)))
+    return all(place(job, set()) for job in range(len(deadlines)))
 
 
 @dataclass
@@ -82,10 +82,10 @@ class NaiveLedger:
         others = [o for o in self.held() if o is not g and o.version is not None]
         mine = self.deadline(version)
         if not self.redundant:
-            seats = dict.fromkeys(self.steps(self.next_step), self.batch)
-            return can_be_seated([*(self.deadline(o.version or 0) for o in others), mine], seats)
-        # Over-promised seats cannot all be kept; what counts is that promises stay within what may be started, where
-        # this group adds one, and that finished work has left it a seat.
+            places = dict.fromkeys(self.steps(self.next_step), self.batch)
+            return can_be_placed([*(self.deadline(o.version or 0) for o in others), mine], places)
+        # Over-promised places cannot all be kept; what counts is that promises stay within what may be started, where
+        # this group adds one, and that finished work has left it a place.
         last = self.deadline(self.version) if g.version is None else self.deadline(g.version) - 1
         for step in range(mine, last + 1):
             due = [o for o in others if self.deadline(o.version or 0) <= step]
@@ -97,34 +97,34 @@ class NaiveLedger:
         return True
 
     def ready(self) -> bool:
-        """Some batch of finished groups can go now without leaving another group without a seat."""
+        """Whether some batch of finished groups can be consumed now and all other groups still have a place."""
         if self.next_step >= self.num_steps or self.next_step > self.version:
             return False
         occupied = self.held(occupied=True)
         allowance = self.batch_started - self.batch
-        seats = dict.fromkeys(self.steps(self.next_step + 1), self.batch_started) | {self.next_step: allowance}
+        places = dict.fromkeys(self.steps(self.next_step + 1), self.batch_started) | {self.next_step: allowance}
         for chosen in itertools.combinations(occupied, self.batch):
             rest = [self.deadline(g.version) for g in self.held() if g not in chosen and g.version is not None]
-            if can_be_seated(rest, seats):
+            if can_be_placed(rest, places):
                 return True
         return False
 
     def hopeless(self) -> list[int]:
-        """With redundancy: groups in flight that finished work has left no seat at all."""
+        """With redundancy: groups in flight for which finished work has left no place."""
         if not self.redundant:
             return []
-        seats = dict.fromkeys(self.steps(self.next_step), self.batch)
+        places = dict.fromkeys(self.steps(self.next_step), self.batch)
         finished = [self.deadline(g.version) for g in self.held(occupied=True) if g.version is not None]
         return [
             i
             for i, g in self.groups.items()
             if g.version is not None
             and not g.occupied
-            and not can_be_seated([*finished, self.deadline(g.version)], seats)
+            and not can_be_placed([*finished, self.deadline(g.version)], places)
         ]
 
     def shed(self) -> set[int]:
-        """Abort the hopeless; returns their members."""
+        """Abort the hopeless groups; returns their members."""
         gone: set[int] = set()
         for i in self.hopeless():
             gone |= self.drop(i)

@@ -1,4 +1,4 @@
-"""Ways to break the protocol on purpose. The random lives of tests/stores/ledger_machine.py must notice each."""
+"""Deliberate faults in the protocol. The random operations of tests/stores/ledger_machine.py must detect each."""
 
 from __future__ import annotations
 

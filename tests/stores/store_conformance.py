@@ -1,4 +1,4 @@
-"""What every trajectory store must do. Subclass, and provide `make`."""
+"""The conformance suite of trajectory stores. Subclass, and provide `make`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders appear whole or not at all: after failures, kills, and with two writers at once."""
+"""Files and folders appear complete or not at all: after failures, kills, and with two writers at once."""
 
 from __future__ import annotations
 

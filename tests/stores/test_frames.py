@@ -1,4 +1,4 @@
-"""A store as dask.dataframe and xarray show it: the same values, read in blocks."""
+"""A store as a dask.dataframe and an xarray.Dataset: the same values, read in blocks."""
 
 from __future__ import annotations
 

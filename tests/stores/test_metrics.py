@@ -1,4 +1,4 @@
-"""Metrics: each is declared once and shown by its declaration; tokens per second is one number wherever it is shown."""
+"""Metrics: each is declared once and shown as declared; tokens per second is the same number everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A broken protocol does not pass: every deliberate mutation is caught by the random lives."""
+"""Deliberate faults in the protocol: every one is detected by random operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which groups carry a signal: one answer for the filter, the metric and the comparison of branches."""
+"""Groups that carry a signal: one answer for the filter, the metric and the comparison of branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expressions over a store's columns: what they choose, and what is answered to those that say nothing."""
+"""Expressions over a store's columns: the rows they select, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def test_it_chooses(text: str, chosen: list[int]) -> None:
     [
         ("rewrd > 0", "no column 'rewrd'; did you mean 'reward'"),
         ("zzz > 0", "there are reward, staleness"),
-        ("reward", "neither yes nor no"),
-        ("1 < 2", "neither yes nor no"),
+        ("reward", "is not a condition"),
+        ("1 < 2", "is not a condition"),
         ("reward and staleness", "'reward' is neither true nor false"),
-        ("fate == 1", "words are quoted"),
-        ("reward == 'x'", "words are quoted"),
+        ("fate == 1", "quote text"),
+        ("reward == 'x'", "quote text"),
         ("reward >", "cannot be read"),
-        ("reward.x > 1", "not understood"),
-        ("__import__('os').system('true')", "not understood"),
-        ("(lambda: 1)() > 0", "not understood"),
+        ("reward.x > 1", "not supported"),
+        ("__import__('os').system('true')", "not supported"),
+        ("(lambda: 1)() > 0", "not supported"),
         ("staleness in reward", "cannot be compared"),
         ("reward is 1", "cannot be compared"),
-        ("fate + 1 > 2", "is no number"),
+        ("fate + 1 > 2", "is not a number"),
     ],
 )
 def test_what_it_does_not_understand_is_one_line(text: str, message: str) -> None:

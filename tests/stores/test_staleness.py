@@ -1,4 +1,4 @@
-"""The staleness protocol: table tests of single rules, and random lives beside a naive model."""
+"""The staleness protocol: table tests of single rules, and random operations beside a naive model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both stores under the conformance suite; what only the versioned one does; every planted fault is found."""
+"""Both stores under the conformance suite; features of the versioned one; every planted fault is found."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
     (finding, *_) = audit(damaged).findings
     assert (finding.check, finding.where) == ("arrays", chunk.array)
     assert f"{chunk.array}, chunk {chunk.number}, is corrupt" in finding.what
-    assert "of 18 trajectories, the others can be read" in finding.what
+    assert "of 18 trajectories; the others can be read" in finding.what
     assert store.get(TrajectoryId(10**6)) is None
 
     # What lies elsewhere is read as before, wherever a reader begins.

@@ -1,4 +1,4 @@
-"""Each strategy as a table."""
+"""Every strategy, tested by tables."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What tests of several rooms need: virtual time, actors inside the test's own process, whole runs over them."""
+"""Support for tests of several packages: virtual time, actors in the test's process, whole runs over them."""

@@ -1,4 +1,4 @@
-"""Whole runs over actors in the test's own process: driven to their end in virtual time, and held to their promises."""
+"""Whole runs over actors in the test's own process: run to their end in virtual time, and checked for every promise."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ sample_s = 20
 train_s = 40
 stuck_s = 30
 """
-"""A job of three steps of four trajectories on two instances. No two deadlines are alike."""
+"""A job of three steps of four trajectories on two instances. All deadlines differ."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Runtime:
 
 @dataclass
 class Run:
-    """A run that has ended, and what is left of it."""
+    """A run that has ended, with its results."""
 
     config: RunConfig
     world: World
@@ -79,11 +79,11 @@ class Run:
     error: Exception | None = None
     stopped_at_once: bool = False
     said: list[tuple[float, Snapshot, Outcomes, str]] = field(default_factory=list)
-    """What was told to `progress`: when (on the loop's clock), with what."""
+    """Calls of `progress`: when (on the loop's clock), and with what."""
     ended_s: float = 0.0
     """On the loop's clock, before anything was closed."""
     losses_said: list[int] = field(default_factory=list)
-    """How many losses were known at each call of `progress`."""
+    """Number of losses known at each call of `progress`."""
 
     @property
     def outcomes(self) -> Outcomes:
@@ -100,11 +100,11 @@ class Run:
 
     @property
     def entries(self) -> list[journal.JournalEntry]:
-        """The journal, as it is read from its file."""
+        """The journal, read from its file."""
         return list(journal.read(self.config.run_dir / "events.jsonl"))
 
     def events(self, name: str) -> list[tuple[float, Any]]:
-        """(when, event) of one kind."""
+        """All (time, event) of one kind."""
         return [(e.now, e.event) for e in self.entries if type(e.event).__name__ == name]
 
     def commands(self, *names: str) -> list[Any]:
@@ -112,14 +112,14 @@ class Run:
         return [c for e in self.entries for c in e.commands if type(c).__name__ in names]
 
     def raised(self) -> Exception:
-        """What ended the run; fails if nothing did."""
+        """The error that ended the run; fails if there is none."""
         assert self.error is not None, "the run ended well"
         return self.error
 
     # -- promises ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """It ended well, did all its steps and kept every promise."""
+        """Check that it ended well, did all its steps and kept every promise."""
         if self.error is not None:
             raise self.error
         assert not self.outcomes.stopped
@@ -131,7 +131,7 @@ class Run:
         assert self.outcomes.snapshot is not None
 
     def check_kept(self) -> None:
-        """Whatever was stored is whole, however the run ended: conservation, the bound, every token in its place, and a
+        """Check what was stored, however the run ended: conservation, the bound, every token in its place, and a
         journal that gives the same commands again."""
         self._check_ledger()
         self._check_rows()
@@ -184,7 +184,7 @@ Script = Callable[[Run], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Stage:
-    """The actors of a run, placed, and nobody who drives them."""
+    """The placed actors of a run, without a driver."""
 
     config: RunConfig
     world: World
@@ -196,7 +196,7 @@ FACTS = ModelFacts(context=1000, eos=(1,), nonce="0")
 
 
 class Body:
-    """Makes runs in a folder, each in one of its own."""
+    """Makes runs below a folder, each in its own."""
 
     def __init__(self, folder: Path, runtime: Runtime | None = None) -> None:
         self._folder = folder
@@ -222,7 +222,7 @@ class Body:
         resumption: Resumption | None = None,
         config: RunConfig | None = None,
     ) -> Run:
-        """Drive a run to its end. meanwhile: runs beside it. config: instead of a new one, to go on with its folder."""
+        """Drive a run to its end. meanwhile: runs beside it. config: an earlier run's, to resume it."""
         config = config or self.config(*overrides)
         world = world or World()
         run = Run(config=config, world=world, workers=InProcessWorkers(world.actors, faults, hosts))
@@ -237,7 +237,7 @@ class Body:
         world: World | None = None,
         hosts: Sequence[str] = ("one",),
     ) -> Stage:
-        """Place the actors of a run, and have the script do with them what it wants to."""
+        """Place the actors of a run, and run a script on them."""
         config, world = self.config(*overrides), world or World()
         workers = InProcessWorkers(world.actors, faults, hosts)
 

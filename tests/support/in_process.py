@@ -1,9 +1,9 @@
-"""Worker processes and actors inside the test's own process, and faults that are scripted call by call.
+"""Worker processes and actors inside the test's own process, with faults scripted call by call.
 
 `InProcessWorkers` keeps the contract of pipeline/runtime/base.py as a Dask cluster does: an actor is called through a
-proxy; a call takes a moment to arrive and its answer a moment to come back; a caller that stops waiting does not stop
+proxy; a call takes a moment to arrive and its result a moment to come back; a caller that stops waiting does not stop
 the method; a call to a process that died fails with OSError in flight and with RuntimeError later, or hangs for ever if
-an actor made it. Arguments and answers are copied, so that nothing is shared by accident.
+an actor made it. Arguments and results are copied, so that nothing is shared by accident.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.runtime.base import Placed
 from stores.errors import ActorLost
 
 TRAVEL_S = 0.001
-"""Seconds a call takes to arrive, and its answer to come back."""
+"""Seconds a call takes to arrive, and its result to come back."""
 CREATE_S = 1.0
 """Seconds until a new actor is ready."""
 
@@ -29,13 +29,13 @@ _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside an actor"
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong at the n-th call of a method of an actor, counted from 1; at every call if `nth` is 0. Calls to
-    replacements count on, if the name is given without what a replacement appends to it. "__init__" is the actor's
+    """A fault at the n-th call of a method of an actor, counted from 1; at every call if `nth` is 0. Calls to
+    replacements are counted too, if the name is given without the suffix of replacements. "__init__" is the actor's
     creation.
 
-    dies, silent: the process dies, or never answers this call, before or after the method ran. late_s: the answer comes
-    so much later. error: raised instead of calling. change: of the answer. twice: the method is called once more, and
-    that answer comes back. act: called as the call arrives."""
+    dies, silent: the process dies, or never answers this call, before or after the method ran. late_s: delay of the
+    result. error: raised instead of calling. change: applied to the result. twice: the method is called once more, and
+    that result comes back. act: called when the call arrives."""
 
     actor: str
     method: str
@@ -65,18 +65,18 @@ class Call:
 
 @dataclass(eq=False)
 class Process:
-    """A worker process; its actors live and die with it."""
+    """A worker process; its actors end with it."""
 
     address: str
     host: str
     dead: bool = False
     running: dict[asyncio.Task[None], None] = field(default_factory=dict)
-    """Methods that are being carried out, in the order in which they were called; so that a run can be repeated."""
+    """Running methods, in the order in which they were called, so that a run is reproducible."""
     waiting: dict[asyncio.Future[Any], None] = field(default_factory=dict)
-    """Answers that the driver waits for."""
+    """Results that the driver waits for."""
 
     def die(self) -> None:
-        """As `kill -9` ends it."""
+        """End it as `kill -9` does."""
         self.dead = True
         for task in self.running:
             task.cancel()
@@ -86,7 +86,7 @@ class Process:
 
 
 class Proxy:
-    """An actor as others see it."""
+    """A proxy of an actor, as others call it."""
 
     def __init__(self, workers: InProcessWorkers, name: str, process: Process, actor: Any) -> None:
         self._workers, self._name, self._process, self._actor = workers, name, process, actor
@@ -105,8 +105,8 @@ class Proxy:
 
 
 class InProcessWorkers:
-    """One process an actor, a process beside another where that is asked for. actors: what is made for the classes that
-    are asked for. hosts: processes are spread over them in turn."""
+    """Workers with one process per actor, shared only where that is asked for. actors: factories by
+    class asked for. hosts: processes are spread over them in turn."""
 
     def __init__(
         self, actors: dict[type[Any], Callable[..., Any]], faults: Sequence[Fault] = (), hosts: Sequence[str] = ("one",)
@@ -119,10 +119,10 @@ class InProcessWorkers:
         self._objects: dict[str, Any] = {}
         self.placed: dict[str, Placed] = {}
         self.names: list[str] = []
-        """Of all actors that were ever placed."""
+        """All actors that were ever placed."""
         self.calls: list[Call] = []
         self.nanny = True
-        """Whether the process of a lost actor is ended; without, it may go on and answer late."""
+        """Whether the process of a lost actor is ended; if not, it may continue and answer late."""
 
     # -- the contract --------------------------------------------------------------------------------------------
 
@@ -149,11 +149,11 @@ class InProcessWorkers:
         self.placed[name].future.die()
 
     def actor(self, name: str) -> Any:
-        """The object behind an actor, also behind a lost one."""
+        """The object of an actor, also of a lost one."""
         return self._objects[name]
 
     def methods(self, actor: str) -> list[str]:
-        """What was called on an actor, in order."""
+        """The calls to an actor, in order."""
         return [c.method for c in self.calls if c.actor == actor]
 
     async def end(self) -> None:
@@ -187,7 +187,7 @@ class InProcessWorkers:
         return placed
 
     def carry(self, name: str, process: Process, actor: Any, method: str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
-        """Have a process carry out a method; the answer's future."""
+        """Run a method in a process; returns the future of its result."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         self.calls.append(Call(at_s=loop.time(), actor=name, method=method, args=args))
@@ -238,7 +238,7 @@ class InProcessWorkers:
     async def _outcome(self, actor: Any, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
         try:
             return await getattr(actor, method)(*args), None
-        except Exception as error:  # noqa: BLE001  an actor's rim: it travels to the caller
+        except Exception as error:  # noqa: BLE001  passed on to the caller
             return None, error
 
     def _fault(self, name: str, method: str) -> Fault:
@@ -256,7 +256,7 @@ class InProcessWorkers:
 
 
 def _put(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    """Answer, if anybody still waits."""
+    """Deliver a result, if anybody still waits."""
     if answer.done():
         return
     if error is not None:

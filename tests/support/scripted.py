@@ -1,9 +1,9 @@
-"""The actors of a run without model, processes or disk, in virtual time: what InProcessWorkers makes of each class.
+"""The actors of a run without model, processes or disk, in virtual time: what InProcessWorkers uses for each class.
 
-Trajectory server, rollout instance and reward worker are the real classes over an engine, a reward and a store that
-need nothing; trainer and parameter server are played. tests/runtime/test_in_process.py compares their methods with the
-real ones, so that they cannot drift. Everything sampled is a function of trajectory and position: a token that was
-lost, doubled or swapped on its way to the store shows there.
+Trajectory server, rollout instance and reward worker are the real classes over a fake engine, reward and store; trainer
+and parameter server are fakes. tests/runtime/test_in_process.py compares their methods with the real ones, so that they
+cannot drift apart. Everything sampled is a function of trajectory and position: a token that was lost, doubled or
+swapped on its way to the store is detected there.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ PROMPTS = DrawnWorkload(
 
 @dataclass(kw_only=True)
 class World:
-    """What the actors of a run share: how long things take, what is stored, which weights are on which host."""
+    """State that the actors of a run share: durations, the stored data, the weights on each host."""
 
     tokens_per_s: float = 20.0
-    """Of one trajectory; an engine samples all at once."""
+    """For one trajectory; an engine samples all at once."""
     length: Callable[[int], int] = lambda trajectory: 8 + 5 * (trajectory % 4)
     """Tokens of a trajectory's response."""
     reward: Callable[[str], float] = lambda text: float(len(text) % 2)
     reward_error: Callable[[str], str] = lambda text: ""
-    """What scoring a response fails with; empty if it does not."""
+    """The error that scoring a response fails with; empty if it succeeds."""
     train_s: float = 1.0
     publish_s: float = 0.1
     reward_s: float = 0.02
     stores: dict[str, MemoryStore] = field(default_factory=dict)
     weights: dict[str, set[int]] = field(default_factory=dict)
-    """Published versions that are there, by host."""
+    """Published versions present, by host."""
     loads_wrong: bool = False
-    """Whether engines end up with other weights than they read."""
+    """Whether engines end up with weights other than those they read."""
     drift: float = 0.0
-    """Nats that engines' logprobs of the probe are off."""
+    """Error of the engines' logprobs of the probe, nats."""
 
     def path(self, version: int) -> str:
         return f"/memory/v{version}"
@@ -90,7 +90,7 @@ def response(trajectory: int, count: int) -> list[int]:
 
 
 def server_class(world: World) -> type[TrajectoryServer]:
-    """The trajectory server whose store is one of the world's."""
+    """The trajectory server, with a store of the world's."""
 
     class Stores:
         @staticmethod
@@ -130,12 +130,12 @@ class _Request:
     since: float
     """When it was submitted."""
     marks: list[tuple[PolicyVersion, int]]
-    """(version, response tokens there were when sampling under it began), oldest first."""
+    """(version, response tokens when sampling under it began), oldest first."""
 
 
 class VirtualEngine:
-    """Samples every request at one rate, whatever else runs. `events` is a coroutine: in virtual time an executor waits
-    for it as a thread would block."""
+    """An engine that samples every request at one rate, whatever else runs. `events` is a coroutine: in virtual time an
+    executor waits for it as a thread would block."""
 
     def __init__(self, world: World, instance: InstanceId) -> None:
         self._world = world
@@ -147,15 +147,15 @@ class VirtualEngine:
         self._changed = asyncio.Event()
         self._begin = self._now()
         self._sampled = 0
-        """Tokens of the requests that are no longer here."""
+        """Tokens of the requests that have ended or were stopped."""
         self.closed = False
 
     def stand_still(self) -> None:
-        """Sample nothing more from now on, and answer as ever."""
+        """Sample nothing from now on, but still answer calls."""
         self._stood_still_s = self._now()
 
     def _now(self) -> float:
-        """When the engine lives: its decoding stands still in time where it stands still."""
+        """The engine's time: it stops when decoding stalls."""
         return asyncio.get_running_loop().time() if self._stood_still_s is None else self._stood_still_s
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -255,7 +255,7 @@ class VirtualEngine:
 
 
 class VirtualRolloutInstance(RolloutInstance):
-    """The real one but for its evaluation, which blocks a thread on the engine."""
+    """The real rollout instance except for its evaluation, which blocks a thread on the engine."""
 
     @property
     def engine(self) -> VirtualEngine:
@@ -264,7 +264,7 @@ class VirtualRolloutInstance(RolloutInstance):
         return engine
 
     async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
-        """A response of as many tokens as its prompt has, three seconds later."""
+        """Return a response with as many tokens as its prompt, three seconds later."""
 
         async def wait() -> None:
             await asyncio.sleep(3.0)
@@ -277,7 +277,7 @@ class VirtualRolloutInstance(RolloutInstance):
 
 
 class VirtualRewardWorker(RewardWorker):
-    """The real one but for its scoring process."""
+    """The real reward worker except for its scoring process."""
 
     def __init__(self, world: World, *args: Any) -> None:
         super().__init__(*args)
@@ -296,7 +296,7 @@ class VirtualRewardWorker(RewardWorker):
 
 
 class PlayedTrainer:
-    """Fetches batches as the real one does, trains for as long as the world says, publishes a number."""
+    """A trainer that fetches batches as the real one does, trains for as long as the world says, publishes a number."""
 
     def __init__(
         self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
@@ -306,7 +306,7 @@ class PlayedTrainer:
         self._probe: tuple[int, ...] = ()
         self._version = PolicyVersion(0)
         self.saved: list[str] = []
-        """Folders of the checkpoints."""
+        """Folders of the saved checkpoints."""
 
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion) -> StepResult:
         self._probe, self._version = probe, version
@@ -341,7 +341,7 @@ class PlayedTrainer:
 
 
 class PlayedParameterServer:
-    """Says where weights lie; one that was removed or never published is an error."""
+    """A parameter server that knows where weights are; asking for a removed or unpublished version is an error."""
 
     def __init__(self, world: World, host: str, folder: str, call_s: float) -> None:
         self._here = world.weights.setdefault(host, set())

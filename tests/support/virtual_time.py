@@ -1,12 +1,12 @@
-"""An asyncio event loop whose clock jumps to the next thing to do when there is nothing to do now.
+"""An asyncio event loop whose clock jumps to the next timer when there is nothing to do now.
 
 A deadline of a minute takes microseconds, and the order of what happens depends on nothing but the program. Invariants:
 - Time passes only while every task waits, and then exactly up to the earliest timer.
 - A loop in which every task waits and no timer runs would wait for ever: `run` raises Deadlock, naming the tasks and
   the lines they wait on. So it does when the tasks keep each other busy and time stands still, or goes on past LIMIT_S.
 - `run` leaves no task behind: tasks that outlive its coroutine raise LeftOver.
-- What is handed to an executor runs in the loop's own thread, one at a time an executor, in order. It takes no time,
-  unless it returns a coroutine: then it takes as long as that. Like a thread it may outlive who started it.
+- Calls given to an executor run in the loop's own thread, one at a time per executor, in order. They take no time,
+  unless they return a coroutine: then they take as long as it does. Like a thread, a call may outlive its caller.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TURNS = 20_000
-"""Turns of the loop without any time passing that count as no end: a run of thousands of events takes far fewer."""
+"""Iterations of the loop without time passing that count as endless: a run of thousands of events takes far fewer."""
 
 LIMIT_S = 600.0
-"""Virtual seconds after which a run counts as one without end."""
+"""Virtual seconds after which a run counts as endless."""
 
 
 class Deadlock(AssertionError):
-    """Nothing can happen any more, or things happen for ever and time stands still."""
+    """No task can proceed any more, or tasks run for ever while time stands still."""
 
 
 class LeftOver(AssertionError):
@@ -36,13 +36,13 @@ class LeftOver(AssertionError):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where the loop would sleep, time passes instead."""
+    """A selector that lets virtual time pass where the loop would sleep."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
         self.turns = 0
-        """Of the loop, since time last passed."""
+        """Iterations of the loop since time last passed."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
@@ -61,17 +61,17 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """See the module's head."""
+    """The event loop; see the module's docstring."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
         self._queues: dict[int, asyncio.Lock] = {}
         self.threads: set[asyncio.Task[Any]] = set()
-        """What executors are doing."""
+        """The executors' running calls."""
 
     def begin_anew(self) -> None:
-        """Count the turns from here on, after a deadlock."""
+        """Restart the count of iterations, after a deadlock."""
         self._jumping.turns = 0
 
     def time(self) -> float:
@@ -80,7 +80,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Cancelling what it returns cancels the waiting, not the work, as with threads."""
+        """Run a call; cancelling the returned future cancels the waiting, not the call, as with threads."""
 
         async def work() -> Any:
             async with self._queues.setdefault(id(executor), asyncio.Lock()):
@@ -114,7 +114,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _waiting(loop: VirtualTimeLoop) -> str:
-    """The tasks that are not done, and the line each waits on."""
+    """The unfinished tasks, and the line each waits on."""
     return "\n".join(f"  {task.get_name()}: {_where(task)}" for task in asyncio.all_tasks(loop))
 
 

@@ -1,4 +1,4 @@
-"""What every rollout engine must do. Subclass, and provide `engine`, `reference` and two sets of weights."""
+"""The conformance suite of rollout engines. Subclass, and provide `engine`, `reference` and two sets of weights."""
 
 from __future__ import annotations
 

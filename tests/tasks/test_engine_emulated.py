@@ -1,4 +1,4 @@
-"""The emulated engine under the conformance suite, and what only it promises: time by the cost model."""
+"""The emulated engine under the conformance suite, and its own promise: time by the cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM under the conformance suite, and what only it promises. Runs where vllm is installed (`make test-vllm`)."""
+"""vLLM under the conformance suite, and its own promises. Runs where vllm is installed (`make test-vllm`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages, losses and packing against slow and obvious versions of themselves."""
+"""Advantages, losses and packing against slow, simple versions of them."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_recomputed_logprobs_are_at_the_sampling_temperature(tiny_model: Any) ->
     expected = [
         float(logits[len(row.prompt) - 1 + t].log_softmax(-1)[int(row.response[t])]) for t in range(len(row.response))
     ]
-    got = one.reader.batch(batch)[0][torch.from_numpy(batch.mask[0] > 0)]
+    got = one.logprob_model.batch(batch)[0][torch.from_numpy(batch.mask[0] > 0)]
     np.testing.assert_allclose(got.detach().numpy(), expected, atol=1e-5)
 
 

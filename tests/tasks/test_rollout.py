@@ -1,4 +1,4 @@
-"""A rollout instance and a trajectory server as plain objects, without a cluster: the path of an interrupt."""
+"""A rollout instance and a trajectory server as plain objects, without a cluster: the course of an interrupt."""
 
 from __future__ import annotations
 

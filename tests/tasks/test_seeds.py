@@ -1,4 +1,4 @@
-"""Random streams: none is another, whoever asks; the same asked twice is the same."""
+"""Random streams: no two are alike, and each is reproducible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasks.seeds import ENGINE_SEED_BITS, Stream, engine_seed, generator
 
 def test_engines_never_share_a_seed() -> None:
     """4096 instances with all their replacements, before and after a resume, and in a job of the next seed."""
-    seeds = [engine_seed(0, i, a, life) for life in range(2) for a in range(4) for i in range(4096)]
+    seeds = [engine_seed(0, i, a, starts) for starts in range(2) for a in range(4) for i in range(4096)]
     seeds += [engine_seed(1, i, 0, 0) for i in range(4096)]
     assert len(set(seeds)) == len(seeds)
     assert max(seeds) < 2**ENGINE_SEED_BITS

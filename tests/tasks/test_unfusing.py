@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors back out of fused ones."""
+"""Recovery of a checkpoint's tensors from fused ones."""
 
 from __future__ import annotations
 
