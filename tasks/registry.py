@@ -113,7 +113,8 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def load(self, name: str) -> Callable[..., T]:
-        """The entry registered as `name`, or the user code it names. Raises ConfigError with a one-line message."""
+        """The entry registered as `name`, or the user code it names. Raises ConfigError with a
+        one-line message for user code, ValueError for a name that is neither."""
         if name in self or not (self.own and names_user_code(name)):
             return self.find(name)
         found: Callable[..., T] = user_code.load(name, self.key, "class" if self._contract else "function")

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.config.deciding import make_strategies
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
+from tasks import user_code
 from tasks.training.advantage import ADVANTAGES
 from tasks.training.loss import LOSSES
 
@@ -51,8 +52,11 @@ def placed(config: RunConfig, run_dir: Path) -> RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Load and construct once the rules, losses and advantages that the job names by file. Raises ConfigError."""
+    """Load once the code that the job names by file to decide, to train and to track with, and construct its rules and
+    losses. Raises ConfigError."""
     make_strategies(config)
+    if config.tracking.tracker:
+        user_code.load(config.tracking.tracker, "tracking.tracker")
     ADVANTAGES.load(config.training.advantage)
     LOSSES.make(config.training.loss)
 

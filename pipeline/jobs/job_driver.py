@@ -23,7 +23,7 @@ from distributed.core import Status
 from pipeline.config import loading
 from pipeline.config.schema import RunConfig
 from pipeline.config.user_files import with_code_in
-from pipeline.jobs import reporter as reporting
+from pipeline.jobs import reporter
 from pipeline.jobs.execution import DriverSlot, DriverSlotTaken, execute
 from pipeline.runtime.run_folder import FolderInUse, claimed, job_id, refuse_taken, write_job_id
 from pipeline.scheduler import board
@@ -82,7 +82,7 @@ async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive
             if not isinstance(error, StaleflowError):
                 logging.getLogger(__name__).exception("job %s failed", submission.id)
             state, why = "failed", f"{type(error).__name__}: {error}"
-        await reporting.report_state(client, submission.id, state, why)
+        await reporter.report_state(client, submission.id, state, why)
         return state
 
 
@@ -119,7 +119,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
             resumes += 1
             if resumes > MAX_RESUMES:
                 raise
-            await reporting.report_state(client, submission.id, "waiting", f"lost: {lost}; resuming")
+            await reporter.report_state(client, submission.id, "waiting", f"lost: {lost}; resuming")
             continue
         return ("stopped", end.stopped) if end.stopped else ("done", "")
 

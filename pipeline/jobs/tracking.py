@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from pipeline.config import fields
 from pipeline.config.schema import RunConfig
+from stores.errors import ConfigError
 from stores.metrics import STEP
 from tasks import user_code
 
@@ -59,10 +60,14 @@ class Tracking:
 
     def __init__(self, config: RunConfig, run_dir: Path, first: int = 0) -> None:
         job = tomllib.loads(fields.to_toml(config))
-        makers = [TensorBoard] if config.tracking.tensorboard else []
-        if config.tracking.tracker:
-            makers.append(user_code.load(config.tracking.tracker, "tracking.tracker"))
-        self._trackers: list[Tracker] = [make(str(run_dir), job) for make in makers]
+        self._trackers: list[Tracker] = [TensorBoard(str(run_dir), job)] if config.tracking.tensorboard else []
+        if named := config.tracking.tracker:
+            make = user_code.load(named, "tracking.tracker")
+            try:
+                self._trackers.append(make(str(run_dir), job))
+            except (Exception, SystemExit) as error:  # user code
+                said = f"{type(error).__name__}: {user_code.said(error)}"
+                raise ConfigError(f"tracking.tracker = {named!r}: cannot be constructed: {said}") from error
         self._next = first
 
     def steps(self, steps: Sequence[Mapping[str, float]]) -> None:

@@ -1,7 +1,9 @@
 """A run's folder: self-contained, and used by one process at a time.
 
-runs/NAME/ holds config.toml (resolved), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest
-resume points), tensorboard/, summary.json and summary.png; a submitted job's also job.txt (its id) and code/.
+runs/NAME/ holds config.toml (resolved), fingerprints.json, code/ (user code that decides or trains, and all user code
+of a submitted job), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest resume points),
+tensorboard/, summary.json and summary.png; a submitted job's also job.txt (its id). A resumed run keeps the job file
+and the events of each earlier start as config.N.toml and events.N.jsonl.
 
 Two guarantees. Nothing in the folder is written before its lock is held. And a run uses the folder it is given, even
 after a move: paths in config.toml that point into the folder's place at the time of writing are read as paths into its

@@ -255,11 +255,11 @@ async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
             )
         if not cluster.dashboard:
             _serve_nothing(local)
-        client = await Client(local, asynchronous=True, direct_to_workers=True)
         try:
+            client = await Client(local, asynchronous=True, direct_to_workers=True)
             await ensure(client)
         except BaseException:
-            await client.close()
+            await local.close()
             raise
     else:
         named = Where(address=cluster.address, security=security)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import loading
+from pipeline.config import loading, user_files
 from pipeline.config.user_files import with_code
 from pipeline.jobs.tracking import Tracking
 from stores.errors import ConfigError
@@ -90,3 +90,15 @@ def test_a_tracker_that_is_not_there_is_one_line_and_one_that_is_travels(job: Pa
     config, code = with_code(loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine",)))
     assert config.tracking.tracker == "tracking_mine.py:Mine"
     assert code == {"tracking_mine.py": MINE}
+
+
+def test_a_tracker_that_cannot_be_constructed_is_one_line(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n    def __init__(self, run_dir, job):\n        raise OSError('no\\nnet')\n"
+    )
+    config = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine", "tracking.tensorboard=false"))
+    with pytest.raises(ConfigError, match=r"Mine': cannot be constructed: OSError: no net$"):
+        Tracking(config, tmp_path)
+    missing = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Other",))
+    with pytest.raises(ConfigError, match="has no function Other"):
+        user_files.check(missing)

@@ -20,7 +20,7 @@ import pytest
 from pipeline.config import actor_settings, loading, user_files
 from pipeline.config.schema import RunConfig
 from pipeline.config.user_files import with_code
-from pipeline.jobs import job_driver as driving
+from pipeline.jobs import job_driver
 from pipeline.jobs.execution import execute
 from pipeline.jobs.submission import Submission
 from pipeline.runtime import resumption, run_folder
@@ -296,7 +296,9 @@ def test_a_moved_runs_code_travels_from_where_it_is_and_keeps_its_name(moved: Pa
     config, code = with_code(tracked)
     assert code == {"reward_mine.py": "one = 1\n", "task_mine.py": "two = 2\n"}
     submission = Submission(id="copy-2", job=configuration_text(config), code=code, resume=True)
-    assert driving.on_this_cluster(submission, "tcp://host:1").reward.function == f"{moved}/code/reward_mine.py:score"
+    assert (
+        job_driver.on_this_cluster(submission, "tcp://host:1").reward.function == f"{moved}/code/reward_mine.py:score"
+    )
 
 
 def configuration_text(config: RunConfig) -> str:
@@ -328,10 +330,10 @@ def test_a_second_job_of_a_name_is_refused_before_it_has_written_anything(light:
     config = loading.load(light)
 
     async def both() -> None:
-        async with driving.claimed_for_job(config, submission("job-a")):
+        async with job_driver.claimed_for_job(config, submission("job-a")):
             before = contents(config.run_dir)
             with pytest.raises(FolderInUse):
-                async with driving.claimed_for_job(config, submission("job-b", resume=resume)):
+                async with job_driver.claimed_for_job(config, submission("job-b", resume=resume)):
                     pytest.fail("both hold it")
             assert contents(config.run_dir) == before
 
@@ -341,7 +343,7 @@ def test_a_second_job_of_a_name_is_refused_before_it_has_written_anything(light:
     before = contents(config.run_dir)
 
     async def third() -> None:
-        async with driving.claimed_for_job(config, submission("job-c")):
+        async with job_driver.claimed_for_job(config, submission("job-c")):
             pytest.fail("there is a run already")
 
     with pytest.raises(ConfigError, match="already holds a run"):
@@ -355,7 +357,7 @@ def test_a_driver_that_starts_anew_waits_for_the_one_before_to_let_go(light: Pat
     order: list[str] = []
 
     async def driver(name: str, seconds: float) -> None:
-        async with driving.claimed_for_job(config, submission("job-a")):
+        async with job_driver.claimed_for_job(config, submission("job-a")):
             order.append(f"{name} in")
             await asyncio.sleep(seconds)
             order.append(f"{name} out")
@@ -368,7 +370,7 @@ def test_a_driver_that_starts_anew_waits_for_the_one_before_to_let_go(light: Pat
     hurried = loading.load(light, ("deadlines.start_s=0.1",))
 
     async def too_long() -> None:
-        async with driving.claimed_for_job(hurried, submission("job-a")):
+        async with job_driver.claimed_for_job(hurried, submission("job-a")):
             pytest.fail("it is held")
 
     with only_here(config.run_dir), pytest.raises(FolderInUse):
