@@ -110,16 +110,25 @@ def _part(path: Path, *, folder: bool) -> Iterator[Path]:
         else:
             held = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            # Where files cannot be locked, nothing can be swept either.
-            with contextlib.suppress(OSError):
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not part.exists():
-                continue  # swept before it was locked
+            if not _lock(held) or not part.exists():
+                continue  # another writer sweeps it, or has swept it
             yield part
             return
         finally:
             os.close(held)
             _remove(part)
+
+
+def _lock(held: int) -> bool:
+    """Lock an open file or folder; False if another holds its lock. Where files cannot be locked, nothing can be swept
+    either: True."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _sweep(path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -145,6 +147,33 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert (tmp_path / "a").read_text() in ("leftleft", "rightright")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("replace", [replace_file, replace_folder])
+def test_a_part_that_another_writer_is_about_to_sweep_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: Callable[..., None]
+) -> None:
+    """The other has locked it between its making and its own lock, and removes it while it is filled."""
+    lock = fcntl.flock
+    swept: list[tuple[Path, int]] = []
+
+    def locked_second(held: int, how: int) -> None:
+        if not swept:
+            (part,) = tmp_path.iterdir()
+            swept.append((part, os.open(part, os.O_RDONLY)))
+            lock(swept[0][1], how)
+        lock(held, how)
+
+    def write(part: Path) -> None:
+        (part / "whole" if part.is_dir() else part).write_text("whole")
+        left, held = swept[0]
+        if left.exists():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        os.close(held)
+
+    monkeypatch.setattr(fcntl, "flock", locked_second)
+    replace(tmp_path / "a", write, REMEDY)
     assert os.listdir(tmp_path) == ["a"]
 
 
