@@ -32,6 +32,8 @@ T = TypeVar("T")
 Plain = Any
 """None, bool, int, float, str, and lists and dicts of them."""
 TAG = "type"
+SMALL = 2**64
+"""Whole numbers are below: msgpack has no larger ones."""
 
 
 class Codec:
@@ -130,6 +132,8 @@ def _exactly(kind: type[Any]) -> Callable[[Any, Any], Any]:
     def structure(value: Any, _: Any) -> Any:
         if type(value) not in takes:
             raise ValueError(f"{value!r} is no {kind.__name__}")
+        if type(value) is int and not -SMALL <= value < SMALL:  # no float may hold it
+            raise ValueError(f"a number of {len(str(abs(value)))} digits is out of range")
         return value
 
     return structure
