@@ -21,6 +21,7 @@ ValueError: tokens: '3' is no int
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
@@ -43,6 +44,8 @@ class Codec:
         self._converter = converter = Converter()
         for plain in (int, float, str, bool):
             converter.register_structure_hook(plain, _exactly(plain))
+        tuples = converter.get_structure_hook(tuple)
+        converter.register_structure_hook_func(_is_tuple, lambda value, kind: tuples(_listed(value), kind))
         converter.register_structure_hook_factory(dataclasses.is_dataclass, self._fields)
         converter.register_structure_hook_factory(
             lambda kind: isinstance(kind, UnionType) and {*get_args(kind)} <= {*tagged},
@@ -105,7 +108,7 @@ class Codec:
 
     def _from_words_for_keys(self, kind: Any) -> Callable[[Any, Any], dict[Any, Any]]:
         key, held = get_args(kind)
-        keys = (lambda k, _: int(k)) if key is int else self._converter.get_structure_hook(key)
+        keys = _number_in_words if key is int else self._converter.get_structure_hook(key)
         values = self._converter.get_structure_hook(held)
 
         def structure(value: Any, _: Any) -> dict[Any, Any]:
@@ -118,6 +121,25 @@ class Codec:
 def _is_dict(kind: Any) -> bool:
     origin: Any = get_origin(kind)
     return origin is dict
+
+
+def _is_tuple(kind: Any) -> bool:
+    origin: Any = get_origin(kind)
+    return origin is tuple
+
+
+def _listed(value: Any) -> Any:
+    """The value, a list or a tuple: strings and dicts can be iterated, too."""
+    if type(value) not in (list, tuple):
+        raise ValueError(f"{value!r} is no list")
+    return value
+
+
+def _number_in_words(key: Any, _: Any) -> int:
+    """Reads a key that is a number, as digits only: int() also takes "1_0" and " 10"."""
+    if type(key) is not str or not re.fullmatch("-?[0-9]+", key):
+        raise ValueError(f"{key!r} is no int")
+    return int(key)
 
 
 def _be_dict(value: Any) -> None:

@@ -76,15 +76,17 @@ class Outer:
     inner: tuple[Inner, ...]
     flag: bool
     pair: tuple[int, str] = (0, "")
+    words: tuple[str, ...] = ()
 
 
 def test_enums_tuples_and_keys_that_are_numbers_come_back() -> None:
-    value = Outer(inner=(Inner(Fate.FILTERED, {3: 1.5}), Inner(Fate.CONSUMED)), flag=True, pair=(2, "b"))
+    value = Outer(inner=(Inner(Fate.FILTERED, {3: 1.5}), Inner(Fate.CONSUMED)), flag=True, pair=(2, "b"), words=("c",))
     plain = CODEC.encode(value)
     assert json.loads(json.dumps(plain)) == {
         "inner": [{"fate": "filtered", "counts": {"3": 1.5}}, {"fate": "consumed", "counts": {}}],
         "flag": True,
         "pair": [2, "b"],
+        "words": ["c"],
     }
     assert CODEC.decode(json.loads(json.dumps(plain)), Outer) == value
 
@@ -99,9 +101,17 @@ def test_enums_tuples_and_keys_that_are_numbers_come_back() -> None:
         ({"pair": [1, 2]}, "pair[1]: 2 is no str"),
         ({"inner": [{"fate": "eaten", "counts": {}}]}, "inner[0].fate: 'eaten' is not a valid Fate"),
         ({"inner": [{"counts": {}}]}, "inner[0].fate: missing"),
-        ({"inner": [{"fate": "filtered", "counts": {"x": 1}}]}, "inner[0].counts: invalid literal"),
+        ({"inner": [{"fate": "filtered", "counts": {"x": 1}}]}, "inner[0].counts: 'x' is no int"),
+        *(
+            ({"inner": [{"fate": "filtered", "counts": {key: 1}}]}, f"inner[0].counts: {key!r} is no int")
+            for key in ("1_0", " 10", "1\n", "+1", "", "\u0661", 1)
+        ),
         ({"inner": [{"fate": "filtered", "counts": []}]}, "inner[0].counts: [] is no dict"),
-        ({"inner": 3}, "inner: 'int' object is not iterable"),
+        ({"inner": 3}, "inner: 3 is no list"),
+        ({"inner": "abc"}, "inner: 'abc' is no list"),
+        ({"words": "abc"}, "words: 'abc' is no list"),
+        ({"words": {"k": 1}}, "words: {'k': 1} is no list"),
+        ({"pair": {1: 0, "b": 0}}, "pair: {1: 0, 'b': 0} is no list"),
     ],
 )
 def test_garbage_is_named_with_its_place(change: dict[str, Any], message: str) -> None:
