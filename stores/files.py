@@ -64,7 +64,7 @@ def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, 
                 publish(part, path)
                 return
             _flush_all(part)
-            old = _beside(path, "old")
+            old = part.with_suffix(".old")
             path.rename(old)  # a folder cannot be renamed onto a full one
             try:
                 part.replace(path)
@@ -72,7 +72,8 @@ def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, 
                 old.rename(path)
                 raise
             _flush(path.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                old.rename(part)  # removed under this name: what is called old is whole
 
 
 def publish(part: Path, path: Path) -> None:
@@ -132,7 +133,8 @@ def _lock(held: int) -> bool:
 
 
 def _sweep(path: Path) -> None:
-    """Remove the parts of `path` whose writers are gone."""
+    """Remove the parts of `path` whose writers are gone. Of one killed between the two renames of `replace_folder`, put
+    the old folder back."""
     called = re.compile(rf"\.{re.escape(path.name[:NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
     for left in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
         with contextlib.suppress(OSError):
@@ -142,6 +144,17 @@ def _sweep(path: Path) -> None:
                 _remove(left)
             finally:
                 os.close(held)
+    if len(path.name) >= NAME_CHARS:
+        return  # an old folder may be that of a longer name
+    called = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.old")
+    for left in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
+        if left.with_suffix(".part").exists():
+            continue  # its writer is about to rename that one
+        with contextlib.suppress(OSError):
+            if path.exists():
+                _remove(left)
+            else:
+                left.rename(path)
 
 
 def _beside(path: Path, kind: str) -> Path:
