@@ -21,6 +21,7 @@ ValueError: tokens: expected int, got '3'
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
@@ -32,6 +33,8 @@ T = TypeVar("T")
 Plain = Any
 """None, bool, int, float, str, and lists and dicts of them."""
 TAG = "type"
+SMALL = 2**64
+"""Whole numbers are below: msgpack has no larger ones."""
 
 
 class Codec:
@@ -41,6 +44,8 @@ class Codec:
         self._converter = converter = Converter()
         for plain in (int, float, str, bool):
             converter.register_structure_hook(plain, _exact(plain))
+        tuples = converter.get_structure_hook(tuple)
+        converter.register_structure_hook_func(_is_tuple, lambda value, kind: tuples(_require_list(value), kind))
         converter.register_structure_hook_factory(dataclasses.is_dataclass, self._fields)
         converter.register_structure_hook_factory(
             lambda kind: isinstance(kind, UnionType) and {*get_args(kind)} <= {*tagged},
@@ -104,7 +109,7 @@ class Codec:
 
     def _decode_dict(self, kind: Any) -> Callable[[Any, Any], dict[Any, Any]]:
         key, held = get_args(kind)
-        keys = (lambda k, _: int(k)) if key is int else self._converter.get_structure_hook(key)
+        keys = _int_key if key is int else self._converter.get_structure_hook(key)
         values = self._converter.get_structure_hook(held)
 
         def structure(value: Any, _: Any) -> dict[Any, Any]:
@@ -119,6 +124,25 @@ def _is_dict(kind: Any) -> bool:
     return origin is dict
 
 
+def _is_tuple(kind: Any) -> bool:
+    origin: Any = get_origin(kind)
+    return origin is tuple
+
+
+def _require_list(value: Any) -> Any:
+    """The value, a list or a tuple: strings and dicts can be iterated, too."""
+    if type(value) not in (list, tuple):
+        raise ValueError(f"expected list, got {value!r}")
+    return value
+
+
+def _int_key(key: Any, _: Any) -> int:
+    """Decode a key that is a number, as digits only: int() also takes "1_0" and " 10"."""
+    if type(key) is not str or not re.fullmatch("-?[0-9]+", key):
+        raise ValueError(f"expected int, got {key!r}")
+    return int(key)
+
+
 def _require_dict(value: Any) -> None:
     if type(value) is not dict:
         raise ValueError(f"expected dict, got {value!r}")
@@ -131,6 +155,8 @@ def _exact(kind: type[Any]) -> Callable[[Any, Any], Any]:
     def structure(value: Any, _: Any) -> Any:
         if type(value) not in takes:
             raise ValueError(f"expected {kind.__name__}, got {value!r}")
+        if type(value) is int and not -SMALL <= value < SMALL:  # no float may hold it
+            raise ValueError(f"a number of {len(str(abs(value)))} digits is out of range")
         return value
 
     return structure

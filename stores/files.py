@@ -64,7 +64,7 @@ def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, 
                 publish(part, path)
                 return
             _flush_all(part)
-            old = _beside(path, "old")
+            old = part.with_suffix(".old")
             path.rename(old)  # a folder cannot be renamed onto a full one
             try:
                 part.replace(path)
@@ -72,7 +72,8 @@ def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, 
                 old.rename(path)
                 raise
             _flush(path.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                old.rename(part)  # removed under this name: what is called old is whole
 
 
 def publish(part: Path, path: Path) -> None:
@@ -110,11 +111,8 @@ def _part(path: Path, *, folder: bool) -> Iterator[Path]:
         else:
             held = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            # On a file system without locks nothing is swept either.
-            with contextlib.suppress(OSError):
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not part.exists():
-                continue  # swept before it was locked
+            if not _lock(held) or not part.exists():
+                continue  # another writer sweeps it, or has swept it
             yield part
             return
         finally:
@@ -122,8 +120,21 @@ def _part(path: Path, *, folder: bool) -> Iterator[Path]:
             _remove(part)
 
 
+def _lock(held: int) -> bool:
+    """Lock an open file or folder; False if another holds its lock. Where files cannot be locked, nothing can be swept
+    either: True."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _sweep(path: Path) -> None:
-    """Remove temporary files of `path` whose writers have died."""
+    """Remove temporary files of `path` whose writers have died. After a kill between the two renames of
+    `replace_folder`, put the old folder back."""
     called = re.compile(rf"\.{re.escape(path.name[:NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
     for left in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
         with contextlib.suppress(OSError):
@@ -133,6 +144,17 @@ def _sweep(path: Path) -> None:
                 _remove(left)
             finally:
                 os.close(held)
+    if len(path.name) >= NAME_CHARS:
+        return  # an old folder may be that of a longer name
+    called = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.old")
+    for left in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
+        if left.with_suffix(".part").exists():
+            continue  # its writer is about to rename that one
+        with contextlib.suppress(OSError):
+            if path.exists():
+                _remove(left)
+            else:
+                left.rename(path)
 
 
 def _beside(path: Path, kind: str) -> Path:

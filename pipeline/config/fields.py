@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date, time
 from typing import Any
 
 from stores.errors import ConfigError
@@ -67,13 +70,18 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, (date, time)):  # a datetime is a date
+        return value.isoformat()
     return repr(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _toml(key)
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Knob, Any]]:

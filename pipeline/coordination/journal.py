@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +12,15 @@ from typing import TextIO, get_args
 
 from pipeline.coordination.commands import Command
 from pipeline.coordination.coordinator import Coordinator
-from pipeline.coordination.events import Event, NewGroup
+from pipeline.coordination.events import Event, NewGroup, RunResumed
 from stores.codec import Codec
 from stores.errors import ConfigError, ProtocolViolation
 from stores.staleness import Ending
+from stores.trajectory import AbortReason, Fate
 
 CODEC = Codec(tagged=(*get_args(Event), *get_args(Command), NewGroup, Ending))
+ENDED = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
+"""A fate and its reason, as `RunResumed` has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +86,23 @@ class Entries:
                             return
                         raise ConfigError(f"{self.path}, line {number}: not JSON") from None
                     try:
-                        yield CODEC.decode(value, JournalEntry)
+                        entry = CODEC.decode(value, JournalEntry)
+                        _check(entry)
                     except ValueError as error:
                         raise ConfigError(f"{self.path}, line {number}: {error}") from error
+                    yield entry
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+
+def _check(entry: JournalEntry) -> None:
+    """Raise ValueError for what has the right type and still cannot be replayed."""
+    if not math.isfinite(entry.now):
+        raise ValueError(f"now: {entry.now} is no time")
+    if isinstance(entry.event, RunResumed):
+        for key, count in entry.event.num_ended:
+            if not ENDED.fullmatch(key) or count < 0:
+                raise ValueError(f"event.num_ended: {key!r}: {count} is no count of a fate and its reason")
 
 
 def read(path: Path) -> Entries:

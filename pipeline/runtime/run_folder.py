@@ -64,14 +64,14 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides. file:
     another for the job of an earlier start. Raises ConfigError."""
     tree = loading.read_tree(run_dir / file)
-    here, before = run_dir.resolve(), str(Path(tree.get("runs_dir", "runs")) / tree.get("name", "run"))
-    for path in PATHS:
+    here, place = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
+    for path in PATHS if all(isinstance(part, str) for part in place) else ():  # else it is no job, as is said below
         *tables, key = path.split(".")
         section: Any = tree
         for table in tables:
             section = section.get(table) if isinstance(section, dict) else None
         if isinstance(section, dict) and isinstance(value := section.get(key), str):
-            section[key] = _moved(value, before, str(here))
+            section[key] = _moved(value, str(Path(*place)), str(here))
     config = loading.from_overridden(tree, overrides, str(run_dir / file))
     return user_files.placed(config, here)
 

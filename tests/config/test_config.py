@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cli.config import command as config_command
 from pipeline.config import fields, loading, schema
@@ -26,6 +31,21 @@ def load(tmp_path: Path, text: str = GOOD, *overrides: str) -> RunConfig:
 def test_defaults_are_valid_and_survive_a_round_trip(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD, 'task.options={a = 1, b = "x\\"y", c = [1, 2]}', "task.answer_pattern=so(\\d+)\\.")
     assert load(tmp_path, fields.to_toml(config)) == config
+
+
+TEXTS = st.text() | st.text('\r\n\t\0\x01\x7f\\"\x27 .=[]{}#a\u2028')
+VALUES = st.recursive(
+    TEXTS | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.datetimes() | st.dates(),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(TEXTS, below, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(options=st.dictionaries(TEXTS, VALUES, max_size=4), pattern=TEXTS)
+def test_whatever_keys_and_texts_a_job_has_it_is_read_back_as_it_was(options: dict[str, Any], pattern: str) -> None:
+    config = RunConfig(task=replace(RunConfig().task, options=options, answer_pattern=pattern))
+    read = tomllib.loads(fields.to_toml(config))["task"]
+    assert (read["options"], read["answer_pattern"]) == (options, pattern)
 
 
 def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:

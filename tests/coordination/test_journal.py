@@ -233,6 +233,21 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
         ),
         (b'{"now":1,"event":{"type":"Tick"},"commands":[{"type":"Tick"}]}', "commands[0]: unknown type 'Tick'"),
         (b'{"now":1,"event":{"type":"Tick"},"commands":[null]}', "commands[0]: expected dict, got None"),
+        (b'{"now":NaN,"event":{"type":"Tick"},"commands":[]}', "now: nan is no time"),
+        (b'{"now":1e400,"event":{"type":"Tick"},"commands":[]}', "now: inf is no time"),
+        (b'{"now":1%s,"event":{"type":"Tick"},"commands":[]}' % (b"0" * 400), "now: a number of 401 digits is out of"),
+        (
+            b'{"now":1,"event":{"type":"TrajectorySampled","trajectory":1,"epoch":1,"tokens":1%s},"commands":[]}'
+            % (b"0" * 400),
+            "event.tokens: a number of 401 digits is out of range",
+        ),
+        *(
+            (
+                b'{"now":1,"event":{"type":"RunResumed","step":2,"num_ended":[["%s",%d]]},"commands":[]}' % ended,
+                f"event.num_ended: '{ended[0].decode()}': {ended[1]} is no count of a fate and its reason",
+            )
+            for ended in ((b"bad:key", 1), (b"consumed", 1), (b"consumed:why", 1), (b"consumed:none", -1))
+        ),
     ],
 )
 def test_a_garbled_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:

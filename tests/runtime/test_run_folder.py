@@ -81,6 +81,16 @@ def begun(light: Path, *overrides: str) -> RunConfig:
     return config
 
 
+@pytest.mark.parametrize("line", ["runs_dir = 5", "name = 5", "name = ['a']", "runs_dir = {}"])
+def test_a_job_whose_place_is_no_text_is_one_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "config.toml").write_text(f"{line}\n")
+    (tmp_path / "events.jsonl").touch()
+    told = command("replay", tmp_path)
+    assert told.returncode == 2
+    assert told.stderr.startswith(f"staleflow: {tmp_path / 'config.toml'}: {line.split(maxsplit=1)[0]} must be ")
+    assert len(told.stderr.splitlines()) == 1
+
+
 # -- one process at a time ---------------------------------------------------------------------------------------------
 
 

@@ -76,15 +76,17 @@ class Outer:
     inner: tuple[Inner, ...]
     flag: bool
     pair: tuple[int, str] = (0, "")
+    words: tuple[str, ...] = ()
 
 
 def test_enums_tuples_and_keys_that_are_numbers_come_back() -> None:
-    value = Outer(inner=(Inner(Fate.FILTERED, {3: 1.5}), Inner(Fate.CONSUMED)), flag=True, pair=(2, "b"))
+    value = Outer(inner=(Inner(Fate.FILTERED, {3: 1.5}), Inner(Fate.CONSUMED)), flag=True, pair=(2, "b"), words=("c",))
     plain = CODEC.encode(value)
     assert json.loads(json.dumps(plain)) == {
         "inner": [{"fate": "filtered", "counts": {"3": 1.5}}, {"fate": "consumed", "counts": {}}],
         "flag": True,
         "pair": [2, "b"],
+        "words": ["c"],
     }
     assert CODEC.decode(json.loads(json.dumps(plain)), Outer) == value
 
@@ -99,9 +101,17 @@ def test_enums_tuples_and_keys_that_are_numbers_come_back() -> None:
         ({"pair": [1, 2]}, "pair[1]: expected str, got 2"),
         ({"inner": [{"fate": "eaten", "counts": {}}]}, "inner[0].fate: 'eaten' is not a valid Fate"),
         ({"inner": [{"counts": {}}]}, "inner[0].fate: missing"),
-        ({"inner": [{"fate": "filtered", "counts": {"x": 1}}]}, "inner[0].counts: invalid literal"),
+        ({"inner": [{"fate": "filtered", "counts": {"x": 1}}]}, "inner[0].counts: expected int, got 'x'"),
+        *(
+            ({"inner": [{"fate": "filtered", "counts": {key: 1}}]}, f"inner[0].counts: expected int, got {key!r}")
+            for key in ("1_0", " 10", "1\n", "+1", "", "\u0661", 1)
+        ),
         ({"inner": [{"fate": "filtered", "counts": []}]}, "inner[0].counts: expected dict, got []"),
-        ({"inner": 3}, "inner: 'int' object is not iterable"),
+        ({"inner": 3}, "inner: expected list, got 3"),
+        ({"inner": "abc"}, "inner: expected list, got 'abc'"),
+        ({"words": "abc"}, "words: expected list, got 'abc'"),
+        ({"words": {"k": 1}}, "words: expected list, got {'k': 1}"),
+        ({"pair": {1: 0, "b": 0}}, "pair: expected list, got {1: 0, 'b': 0}"),
     ],
 )
 def test_garbage_is_named_with_its_place(change: dict[str, Any], message: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -148,6 +150,33 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("replace", [replace_file, replace_folder])
+def test_a_part_that_another_writer_is_about_to_sweep_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: Callable[..., None]
+) -> None:
+    """The other has locked it between its making and its own lock, and removes it while it is filled."""
+    lock = fcntl.flock
+    swept: list[tuple[Path, int]] = []
+
+    def locked_second(held: int, how: int) -> None:
+        if not swept:
+            (part,) = tmp_path.iterdir()
+            swept.append((part, os.open(part, os.O_RDONLY)))
+            lock(swept[0][1], how)
+        lock(held, how)
+
+    def write(part: Path) -> None:
+        (part / "whole" if part.is_dir() else part).write_text("whole")
+        left, held = swept[0]
+        if left.exists():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        os.close(held)
+
+    monkeypatch.setattr(fcntl, "flock", locked_second)
+    replace(tmp_path / "a", write, REMEDY)
+    assert os.listdir(tmp_path) == ["a"]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -175,6 +204,56 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path, kind: 
     else:
         replace_folder(path, lambda part: (part / "whole").touch(), REMEDY)
     assert sorted(os.listdir(tmp_path)) == [".a.part", "a"]
+
+
+KILLED_AT = """
+import os, signal, sys
+from pathlib import Path
+from stores.files import replace_folder
+
+at, renames = int(sys.argv[1]), []
+
+def killing(rename):
+    def renamed(self, to):
+        renames.append(to)
+        if len(renames) > at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, to)
+    return renamed
+
+Path.rename, Path.replace = killing(Path.rename), killing(Path.replace)
+replace_folder(Path(sys.argv[2]), lambda part: (part / "new").touch(), "")
+"""
+
+
+@pytest.mark.parametrize(("at", "kept"), [(0, "before"), (1, "before"), (2, "new")])
+def test_a_folder_whose_writer_was_killed_between_two_renames_is_put_back(tmp_path: Path, at: int, kept: str) -> None:
+    """The next writer fails, and shows what it found."""
+    path = tmp_path / "a"
+    path.mkdir()
+    (path / "before").touch()
+    done = subprocess.run([sys.executable, "-c", KILLED_AT, str(at), str(path)], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert path.exists() == (at != 1)
+    with pytest.raises(StoreError):
+        replace_folder(path, fails(OSError(28, "No space left on device")), REMEDY)
+    assert os.listdir(tmp_path) == ["a"]
+    assert os.listdir(path) == [kept]
+
+
+def test_the_old_folder_of_a_writer_at_work_and_of_a_longer_name_are_left(tmp_path: Path) -> None:
+    long = "n" * 50
+    for old in (f".a.{'0' * 16}.old", f".{long}.{'1' * 16}.old"):
+        (tmp_path / old).mkdir()
+
+    def write(part: Path) -> None:
+        part.rename(tmp_path / f".a.{'0' * 16}.part")
+        replace_text(tmp_path / "a", "the second writer", REMEDY)
+        (tmp_path / f".a.{'0' * 16}.part").rename(part)
+
+    replace_folder(tmp_path / "b", write, REMEDY)
+    replace_text(tmp_path / long, "whole", REMEDY)
+    assert {f".{long}.{'1' * 16}.old", f".a.{'0' * 16}.old", "a", "b", long} == {*os.listdir(tmp_path)}
 
 
 def test_weights_that_stop_arriving_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
