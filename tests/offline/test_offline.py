@@ -361,7 +361,7 @@ def test_wrong_input_is_one_line(stored: Path, tmp_path: Path) -> None:
         (["train-offline", stored, "--where", "reward > 99"], "no trajectory that was trained on matches"),
         (["train-offline", stored, "--set", "rollout.instances=2"], "cannot be changed offline"),
         (["train-offline", stored, "--out", tmp_path], "already exists"),
-        (["simulate"], "a job file, or --from RUN"),
+        (["simulate"], "give a job file or --from RUN"),
         (["simulate", "--from", none], "no such run"),
     ):
         answered = command(*arguments)
