@@ -22,9 +22,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
-MODELS = ("tasks.actors.trainer", "tasks.engines.transformers", "tasks.training.policy_trainer")
-"""Modules that load torch and transformers."""
-ACTORS = ("pipeline.scheduler.plugin", "tasks.actors.trajectory_server", "tasks.actors.rollout_instance")
+ACTORS = (
+    "distributed.nanny",
+    "pipeline.scheduler.plugin",
+    "tasks.actors.trajectory_server",
+    "tasks.actors.rollout_instance",
+    "tasks.actors.trainer",
+    "safetensors.torch",
+)
+"""Modules that every run's workers need."""
+MODELS = ("tasks.engines.transformers", "tasks.training.policy_trainer")
+"""Modules that workers need besides if there is a model."""
 METHOD = "distributed.worker.multiprocessing-method"
 
 
@@ -41,7 +49,7 @@ def prepare(threads: int, modules: Sequence[str] = MODELS) -> None:
     """Start the server process that worker processes are forked from, unless it runs. Returns at once; the server goes
     on importing. modules: what it imports besides the actors. threads: of each worker's pools."""
     forkserver.set_forkserver_preload(["pipeline.runtime.preloading"])
-    named = {"STALEFLOW_PRELOAD": ",".join(("distributed.nanny", *ACTORS, *modules)), "PYTHONSAFEPATH": "1"}
+    named = {"STALEFLOW_PRELOAD": ",".join((*ACTORS, *modules)), "PYTHONSAFEPATH": "1"}
     with _environment({**worker_environment(threads), **named}), _deaf_to_ctrl_c():
         forkserver.ensure_running()
 

@@ -106,7 +106,8 @@ class DaskWorkers:
             pure=False,
         )
         try:
-            actor = await asyncio.wait_for(_result(future), within_s)
+            async with asyncio.timeout(within_s):
+                actor = await future
         except TimeoutError:
             raise ActorLost(
                 f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}"
@@ -256,7 +257,3 @@ async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
 def modules(config: RunConfig) -> tuple[str, ...]:
     """What a run's local worker processes import before they are needed."""
     return () if config.emulated else local_cluster.MODELS
-
-
-async def _result(future: Any) -> Any:
-    return await future
