@@ -34,10 +34,19 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point. Errors are one line; exit code 2 for wrong input, 1 for failures."""
+    from cli.interrupts import ctrl_c
     from stores.errors import ConfigError, StaleflowError
 
     try:
-        cli()
+        with ctrl_c():
+            code = cli(prog_name="staleflow", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.Abort:
+        click.echo("staleflow: interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
     except ConfigError as error:
         click.echo(f"staleflow: {error}", err=True)
         sys.exit(2)

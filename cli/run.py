@@ -37,13 +37,30 @@ def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool)
     # and in workers.
     os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info" if verbose > 1 else "critical")
 
+    if config.cluster.kind == "local":
+        from pipeline.runtime import local_cluster
+
+        # It imports what the workers need while this process imports what it needs itself.
+        local_cluster.prepare(config.cluster.threads, local_cluster.modules(emulated=config.emulated))
+
     from cli.display import Display
+    from cli.interrupts import end_at_once
     from cli.verbosity import logging_to
-    from pipeline.jobs.execution import execute
+    from pipeline.jobs.execution import RunEnd, execute
+    from pipeline.jobs.stopping import Interrupted, Signals
 
     display = Display(config, quiet=as_json, verbosity=verbose)
-    with display, logging_to(display.console, verbose):
-        end = asyncio.run(execute(config, display.progress, display.announce, resume=resume))
+
+    async def run() -> RunEnd:
+        with Signals(display.announce, end_at_once) as signals:
+            return await execute(config, display.progress, display.announce, resume=resume, signals=signals)
+
+    try:
+        with display, logging_to(display.console, verbose):
+            end = asyncio.run(run())
+    except Interrupted as stopped:
+        click.echo(f"stopped: {stopped} before the first step; nothing is lost", err=True)
+        sys.exit(130)
     if as_json:
         click.echo(json.dumps(end.summary, indent=2))
     else:

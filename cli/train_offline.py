@@ -58,7 +58,7 @@ def command(
     open_store(Path(run), branch=branch)
     folder = Path(out or f"{Path(run).resolve()}-offline")
     planned(Path(run), folder, overrides, branch, selection, epochs)  # reports wrong input before any worker starts
-    with pool_at(where, 1) as pool, progress(quiet=as_json) as report:
+    with pool_at(where, 1, model=True) as pool, progress(quiet=as_json) as report:
         result = train_offline(
             Path(run), folder, pool, overrides=overrides, branch=branch, where=selection, epochs=epochs, report=report
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from pipeline.config import user_files
 from pipeline.config.model_facts import ModelFacts, inspect_model
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.snapshot import Snapshot
+from pipeline.jobs.stopping import Signals
 from pipeline.runtime import fingerprints
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.driver import Driver
@@ -54,17 +53,18 @@ async def execute(
     held: bool = False,
     slot: DriverSlot | None = None,
     job: str = "",
+    signals: Signals | None = None,
 ) -> RunEnd:
     """Run a job on the cluster it names, or resume it from its folder. `announce` receives lines for the user, such as
     the dashboard's address. held: the caller has locked the run folder. job: id of a submitted job, whose task reports
-    how it ended."""
+    how it ended. signals: by which the run is stopped."""
     if config.simulation.colocated:
         raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
     facts = inspect_model(config)
     config = user_files.located(config)
     user_files.check(config)
     with contextlib.nullcontext() if held else claimed(config.run_dir):
-        return await _execute(config, facts, progress, announce, resume=resume, slot=slot, job=job)
+        return await _execute(config, facts, progress, announce, resume=resume, slot=slot, job=job, signals=signals)
 
 
 async def _execute(
@@ -76,6 +76,7 @@ async def _execute(
     resume: bool,
     slot: DriverSlot | None,
     job: str,
+    signals: Signals | None,
 ) -> RunEnd:
     """`execute` with the run folder locked."""
     from pipeline.jobs.reporter import Reporter
@@ -119,7 +120,7 @@ async def _execute(
             driver = Driver(
                 config, actors, run_dir, show, resumption, announce=say, fingerprints=found, changed=changed
             )
-            outcomes = await _run_driver(driver, reporter.attend(driver, cluster))
+            outcomes = await _run_driver(driver, reporter.attend(driver, cluster), signals)
             ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
     finally:
         with contextlib.suppress(Exception):
@@ -144,15 +145,11 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     return config, found, []
 
 
-async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None]) -> Outcomes:
+async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], signals: Signals | None) -> Outcomes:
     """Run the driver until it ends or a signal stops it, then close it. reporting: runs meanwhile."""
-    loop = asyncio.get_running_loop()
     reports = asyncio.ensure_future(reporting)
-    signals = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-    if threading.current_thread() is not threading.main_thread():
-        signals = {}  # signals belong to the worker process that runs this task
-    for number, why in signals.items():
-        loop.add_signal_handler(number, driver.stop, why)
+    if signals is not None:
+        signals.stop = driver.stop
     try:
         return await driver.run()
     except asyncio.CancelledError:
@@ -162,8 +159,12 @@ async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None]) -> O
         task.uncancel()
         return driver.outcomes  # stopped at once: only committed steps count
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+        if signals is not None:
+            signals.stop = _ending
         reports.cancel()
         await asyncio.gather(reports, return_exceptions=True)
         await driver.close()
+
+
+def _ending(_: str) -> None:
+    """Stop a run that is ending anyway."""
