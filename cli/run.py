@@ -21,9 +21,24 @@ if TYPE_CHECKING:
 @click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
 def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose: int) -> None:
     """Run a job from start to end. Ctrl-C stops it cleanly and keeps what is stored."""
-    from pipeline.config import loading
+    from pipeline.config import checks, loading, user_files
+    from pipeline.runtime.run_folder import refuse_used
 
-    execute_job(loading.load(config_path, overrides), as_json=as_json, verbose=verbose, resume=False)
+    config = loading.load(config_path, overrides)
+    checks.check_names(config)
+    config = user_files.located(config)
+    refuse_used(config.run_dir)
+    check(config)
+    execute_job(config, as_json=as_json, verbose=verbose, resume=False)
+
+
+def check(config: RunConfig, *, here: bool = True) -> None:
+    """Check what a job names, and print what could not be checked. here: whether it runs on this machine. Raises
+    ConfigError."""
+    from pipeline.config import checks
+
+    for line in checks.check_job(config, here=here):
+        click.echo(line, err=True)
 
 
 def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
