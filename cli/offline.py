@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cli.jobs import cluster_options
+from cli.output import claim_folder
 from cli.stored import open_store, print_errors, progress_bar, quiet_libraries
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, w
     from pipeline.runtime.run_folder import only_here
 
     open_store(Path(run))
+    reprocessing.refuse(Path(run), reward, branch)
     with only_here(Path(run)), pool_at(where, workers) as pool, progress_bar("scored", quiet=as_json) as progress:
         result = reprocessing.reprocess(Path(run), reward, branch, pool, progress)
     if as_json:
@@ -120,6 +122,7 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
     from pipeline.runtime.run_folder import only_here
 
     open_store(Path(run))
+    rescoring.refuse(Path(run), model, branch, selection)
     # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
     alone = only_here(Path(run)) if branch else contextlib.nullcontext()
     with alone, pool_at(where, workers, model=True) as pool, progress_bar("read", quiet=as_json) as progress:
@@ -173,6 +176,8 @@ def export(run: str, to: str, out: str, branch: str, selection: str, workers: in
 
     open_store(Path(run), branch=branch)
     path = Path(out or f"{Path(run).resolve().name}.{to}")
+    exporting.refuse(Path(run), to, path, branch, selection)
+    claim_folder(path.parent, "--out")
     with pool_at(where, workers) as pool, progress_bar("written", quiet=as_json) as progress:
         result = exporting.export(Path(run), to, path, pool, branch=branch, where=selection, progress=progress)
     if as_json:

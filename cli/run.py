@@ -21,13 +21,30 @@ if TYPE_CHECKING:
 @click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
 def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose: int) -> None:
     """Run a job from start to end. Ctrl-C stops it cleanly and keeps what is stored."""
-    from pipeline.config import loading
+    from pipeline.config import checks, loading, user_files
+    from pipeline.runtime.run_folder import refuse_used
 
-    execute_job(loading.load(config_path, overrides), as_json=as_json, verbose=verbose, resume=False)
+    config = loading.load(config_path, overrides)
+    checks.check_names(config)
+    config = user_files.located(config)
+    refuse_used(config.run_dir)
+    warm_up(config, verbose)
+    check(config)
+    execute_job(config, as_json=as_json, verbose=verbose, resume=False)
 
 
-def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
-    """Run or resume a job with a live view; exits with 130 if it was stopped. verbose: see cli/verbosity.py."""
+def check(config: RunConfig, *, here: bool = True) -> None:
+    """Check what a job names, and print what could not be checked. here: whether it runs on this machine. Raises
+    ConfigError."""
+    from pipeline.config import checks
+
+    for line in checks.check_job(config, here=here):
+        click.echo(line, err=True)
+
+
+def warm_up(config: RunConfig, verbose: int) -> None:
+    """Set the environment that libraries read when they are imported, and have them imported for the workers while this
+    process still checks the job. Called before anything heavy is imported. verbose: see cli/verbosity.py."""
     # Before torch is loaded anywhere below: its thread pools spin on shared cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -40,9 +57,11 @@ def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool)
     if config.cluster.kind == "local":
         from pipeline.runtime import local_cluster
 
-        # It imports what the workers need while this process imports what it needs itself.
         local_cluster.prepare(config.cluster.threads, local_cluster.modules(emulated=config.emulated))
 
+
+def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
+    """Run or resume a job with a live view; exits with 130 if it was stopped. `warm_up` comes first."""
     from cli.display import Display
     from cli.interrupts import end_at_once
     from cli.verbosity import logging_to

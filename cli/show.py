@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli.output import claim_folder
 from cli.stored import open_store, quiet_libraries
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def command(
     if at_step is not None and branch != "main":
         raise ConfigError("--at-step shows only what the run stored; leave out --branch")
     store = open_store(Path(run), at_step, branch)
+    if html is not None:
+        claim_folder(Path(html).parent, "--html")
     if orders or trajectory is not None:
         chosen = [] if trajectory is None else [TrajectoryId(trajectory)]
         for order, count in orders.items():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.jobs import cluster_options
+from cli.output import claim_folder
 from cli.stored import open_store, print_errors, quiet_libraries
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def command(
 
     open_store(Path(run), branch=branch)
     folder = Path(out or f"{Path(run).resolve()}-offline")
+    claim_folder(folder.parent, "--out")
     planned(Path(run), folder, overrides, branch, selection, epochs)  # reports wrong input before any worker starts
     with pool_at(where, 1, model=True) as pool, progress(quiet=as_json) as report:
         result = train_offline(

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from stores.errors import ConfigError
 from tasks.engines.emulated import words
 from tasks.environments import Record, Task, TaskSource, distinct_held_out, make_source
-from tasks.texts import NumberTexts, tokenizer_texts
+from tasks.texts import NumberTexts, TokenizerTexts, tokenizer_texts
 from tasks.workload import Workload
 
 
@@ -86,18 +86,18 @@ class TokenizedPrompts:
     """Prompts of a task source, encoded by the model's tokenizer. Threads may share one. Which prompt a group's id
     stands for depends on `held_out`: for an existing store it must be the value in its header."""
 
-    def __init__(self, settings: PromptSettings) -> None:
+    def __init__(self, settings: PromptSettings, texts: TokenizerTexts | None = None) -> None:
+        """texts: the model's tokenizer, if it is loaded already."""
         self._settings = settings
         source = make_source(settings.source, settings.options, settings.seed)
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
-        self._texts = tokenizer_texts(settings.tokenizer)
+        self._texts = texts or tokenizer_texts(settings.tokenizer)
 
     def encode(self, task: Task) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
         text = self._settings.template.format(prompt=task.prompt)
         ids = self._texts.ids(text, chat=self._settings.chat)
-        settings = self._settings
-        room = min(settings.context, settings.kv_tokens) - settings.max_new_tokens
+        settings, room = self._settings, self._room
         if not 0 < len(ids) <= room:
             smaller = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
             raise ConfigError(
@@ -106,6 +106,15 @@ class TokenizedPrompts:
                 f"{task.prompt[:60]!r}..."
             )
         return ids
+
+    def may_be_too_long(self, task: Task) -> bool:
+        """Whether a prompt could exceed its room, by its length alone: a token has at least one byte."""
+        return len(task.prompt.encode()) + len(self._settings.template) > self._room
+
+    @property
+    def _room(self) -> int:
+        """Most tokens of a prompt."""
+        return min(self._settings.context, self._settings.kv_tokens) - self._settings.max_new_tokens
 
     def task(self, index: int) -> Task:
         """Training prompt `index`."""

@@ -213,7 +213,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             # Plain numbers: a user's class could not be loaded in the process that reads the answer.
             parts = {str(name): float(part) for name, part in dict(parts).items()}
             problem = "" if math.isfinite(reward) else f"the reward is {reward}; it must be a finite number"
-        except Exception as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded as data
+        except (Exception, SystemExit) as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded
             reward, parts, problem = 0.0, {}, f"{type(raised).__name__}: {raised}"
         _write(answers, (number, 0.0 if problem else reward, parts, problem[:500]))
 

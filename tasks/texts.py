@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from stores.errors import ConfigError
+from tasks.user_code import said
 
 LOOK_BACK = 8
 """Preceding tokens decoded with each token: alone it may lack its leading space, or be an incomplete character."""
@@ -39,7 +40,10 @@ class TokenizerTexts:
         with self._lock:
             if chat:
                 turn = [{"role": "user", "content": text}]
-                text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+                try:
+                    text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+                except Exception as error:  # a model's template may raise anything
+                    raise ConfigError(f"task.chat = true: the chat template fails: {said(error)}") from error
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -51,11 +55,16 @@ class NumberTexts:
 
 
 def tokenizer_texts(model: str) -> TokenizerTexts:
+    """A model's tokenizer as texts. Raises ConfigError if it cannot be loaded."""
+    return TokenizerTexts(load_tokenizer(model))
+
+
+def load_tokenizer(model: str) -> Any:
     """Load a model's tokenizer. Raises ConfigError if that fails."""
     from transformers import AutoTokenizer
 
     try:
-        return TokenizerTexts(AutoTokenizer.from_pretrained(model))
+        return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.path = {model!r}: its tokenizer cannot be loaded: {reason}") from error

@@ -100,10 +100,12 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override}: expected key=value, such as training.learning_rate=1e-4")
     try:
         value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # also a number of too many digits; the key's type is checked later
         value = text
     node: Any = tree
     *parents, leaf = key.split(".")
+    if not all((*parents, leaf)):
+        raise ConfigError(f"--set {override}: the key has an empty part; expected key=value, such as task.chat=true")
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):

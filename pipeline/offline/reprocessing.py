@@ -102,6 +102,12 @@ def reprocess(
     )
 
 
+def refuse(run_dir: Path, reward: str, branch: str) -> None:
+    """Raise ConfigError for what `reprocess` refuses, before any worker starts."""
+    branches.refuse((run_dir / "store").resolve(), branch)
+    _with_reward(load_job(run_dir), reward)
+
+
 def _with_reward(config: RunConfig, reward: str) -> RunConfig:
     """The stored job with another reward. Raises ConfigError if it cannot be loaded."""
     from tasks.environments import make_reward, make_source
@@ -112,9 +118,9 @@ def _with_reward(config: RunConfig, reward: str) -> RunConfig:
     if file.endswith(".py"):
         reward = f"{Path(file).resolve()}:{name}"
     config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward))
-    texts_of(config)
     settings = actor_settings.scoring_settings(config)
     make_reward(reward, make_source(settings.source, settings.options, settings.seed))
+    texts_of(config)
     return config
 
 

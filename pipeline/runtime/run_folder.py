@@ -45,6 +45,20 @@ def refuse_taken(run_dir: Path) -> None:
         raise ConfigError(f"{run_dir} already holds a run; choose another with --set name=..., or remove it")
 
 
+def refuse_used(run_dir: Path) -> None:
+    """Raise ConfigError if another process is using the folder, or as `refuse_taken`. For commands that have no lock on
+    the folder yet."""
+    if (run_dir / LOCK).is_file():
+        _locked(run_dir).close()
+    refuse_taken(run_dir)
+
+
+def require_run(run_dir: Path) -> None:
+    """Raise ConfigError unless the folder holds a run."""
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"{run_dir}: no such run; `staleflow store ls` lists runs")
+
+
 def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) -> Path:
     """Create a new run's folder with its job file and a copy of the user's code, by file name. Requires the folder's
     lock. Raises ConfigError as `refuse_taken`, StoreError."""
@@ -139,7 +153,7 @@ def _make(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+        raise ConfigError(f"{run_dir}: cannot be written: {error.strerror}; set runs_dir to another folder") from error
 
 
 def job_id(run_dir: Path) -> str:

@@ -153,7 +153,7 @@ def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -
         with pytest.raises(ConfigError, match=message) as caught:
             resumption.prepare(resumption.load(end.run_dir, overrides))
         assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="no run here"):
+    with pytest.raises(ConfigError, match="no such run"):
         resumption.load(tmp_path / "nothing")
 
 
