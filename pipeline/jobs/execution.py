@@ -80,10 +80,11 @@ async def _execute(
     from pipeline.runtime import resumption as resumptions
     from pipeline.runtime.workers import connect
     from pipeline.scheduler import board
+    from pipeline.scheduler.connection import PATIENT_S
 
     run_dir = config.run_dir
     config, found, changed = _folder_ready(config, resume=resume)
-    cluster = await connect(config, None if slot is None else slot.security)
+    cluster = await (connect(config) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps)
     cluster.job = reporter.id
 

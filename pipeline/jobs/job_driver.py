@@ -28,7 +28,7 @@ from pipeline.config.user_files import with_code_in
 from pipeline.runtime.run_folder import FolderInUse, claimed, job_id, refuse_taken, write_job_id
 from pipeline.runtime.workers import DriverSlotTaken
 from pipeline.scheduler import board
-from pipeline.scheduler.connection import Where, client_security
+from pipeline.scheduler.connection import PATIENT_S, Where, client_security
 from pipeline.scheduler.job_list import find
 from stores.errors import ActorLost, StaleflowError
 
@@ -70,7 +70,7 @@ async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive
     from pipeline.jobs import reporter
 
     where = Where(address=scheduler, security=slot.security)
-    async with where.connected() as client:
+    async with where.connected(PATIENT_S) as client:
         job = await find(client, submission.id)
         if job["state"] in board.ENDED:
             return str(job["state"])

@@ -275,9 +275,10 @@ def worker_environment(threads: int) -> dict[str, str]:
     return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
 
 
-async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
+async def connect(config: RunConfig, security: Any = None, *, within_s: float = CONNECT_S) -> DaskWorkers:
     """Start or join the cluster that the job names. security: Dask's, for a cluster with TLS; by default as Dask is
-    configured. Raises ConfigError, in one line, if the cluster cannot be reached."""
+    configured. within_s: how long its scheduler may take to answer. Raises ConfigError, in one line, if the cluster
+    cannot be reached."""
     cluster = config.cluster
     local: Any = None
     if cluster.kind == "local":
@@ -312,7 +313,7 @@ async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
         named = Where(address=cluster.address, security=security)
         if cluster.kind == "file":
             named = Where(scheduler_file=cluster.scheduler_file, security=security)
-        client = await named.client(direct_to_workers=True, file_within_s=CONNECT_S)
+        client = await named.client(direct_to_workers=True, file_within_s=CONNECT_S, within_s=within_s)
     return DaskWorkers(
         client=client,
         local=local,

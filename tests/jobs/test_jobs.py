@@ -283,7 +283,7 @@ def test_wrong_input_to_each_command_is_one_line(job: Path, cluster: Cluster, tm
     assert nowhere.stderr.startswith("staleflow: no scheduler at tcp://127.0.0.1:9: ")
     assert nowhere.stderr.count("\n") == 1
     assert "no cluster given" in command("jobs").stderr
-    assert "no such file" in command("jobs", "--scheduler-file", tmp_path / "none.json").stderr
+    assert "No such file" in command("jobs", "--scheduler-file", tmp_path / "none.json").stderr
     assert "with TLS all three" in command("jobs", "--scheduler", "tls://127.0.0.1:9", "--tls-cert", "x").stderr
     missing = cluster("submit", job, "--set", "reward.function=none.py:f")
     assert (missing.returncode, missing.stdout) == (2, "")
