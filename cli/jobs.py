@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import RunConfig
     from pipeline.scheduler.connection import Where
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -50,8 +49,9 @@ def cluster_options(function: Command) -> Command:
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
 @click.option("--name", default="", help="Name of the run; the same as --set name=NAME.")
+@click.option("--json", "as_json", is_flag=True, help="Print the job as JSON.")
 @cluster_options
-def submit(config_path: str, overrides: tuple[str, ...], name: str, where: Where) -> None:
+def submit(config_path: str, overrides: tuple[str, ...], name: str, as_json: bool, where: Where) -> None:
     """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
     from pipeline.config import loading, user_files
     from pipeline.jobs import submission
@@ -61,13 +61,19 @@ def submit(config_path: str, overrides: tuple[str, ...], name: str, where: Where
         overrides = (*overrides, f"name={name}")
     config = user_files.located(loading.load(config_path, overrides))
     refuse_taken(config.run_dir)
-    print_submitted(config, asyncio.run(submission.submit(config, where)))
+    print_submitted(asyncio.run(submission.submit(config, where)), as_json=as_json)
 
 
-def print_submitted(config: RunConfig, id: str) -> None:
+def print_submitted(job: dict[str, Any], *, as_json: bool) -> None:
     """Print a submitted job's id to stdout, and the next commands to stderr."""
+    if as_json:
+        click.echo(json.dumps(job, indent=2))
+        return
+    id = job["id"]
     click.echo(id)
-    click.echo(f"folder: {config.run_dir}; staleflow status {id}, staleflow logs {id} -f", err=True)
+    click.echo(f"folder: {job['run_dir']}; staleflow status {id}, staleflow logs {id} -f", err=True)
+    if job["state"] == "waiting" and job["why"]:
+        click.echo(f"waiting: {job['why']}", err=True)
 
 
 @click.command("jobs")

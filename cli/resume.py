@@ -34,6 +34,8 @@ def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, w
     if not where.named:
         execute_job(config, as_json=as_json, verbose=verbose, resume=True)
         return
+    from pipeline.config import user_files
     from pipeline.jobs import submission
 
-    print_submitted(config, asyncio.run(submission.submit(config, where, resume=True)))
+    job = asyncio.run(submission.submit(user_files.located(config), where, resume=True))
+    print_submitted(job, as_json=as_json)

@@ -192,6 +192,7 @@ class DeadlineConfig:
     stuck_s: float = knob(
         300.0, "seconds without progress before the run stops and reports what it was waiting for", above=0
     )
+    wait_s: float = knob(0.0, "seconds a run may wait for workers of a cluster that others use; 0: no limit", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from pipeline.runtime.driver import Driver
 from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.run_folder import claimed, prepare_run_dir
-from stores.errors import ConfigError, StaleflowError
+from stores.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,6 @@ class DriverSlot:
 
     address: str
     security: Any = None
-
-
-class DriverSlotTaken(StaleflowError):
-    """The driver's worker belongs to another run."""
 
 
 async def execute(
@@ -80,16 +76,18 @@ async def _execute(
 ) -> RunEnd:
     """`execute` with the run folder locked."""
     from pipeline.jobs.reporter import Reporter
-    from pipeline.jobs.summary import write_report
+    from pipeline.jobs.summary import summarize, write_report
     from pipeline.jobs.tracking import Tracking
     from pipeline.runtime import resumption as resumptions
     from pipeline.runtime.workers import connect
     from pipeline.scheduler import board
+    from pipeline.scheduler.connection import PATIENT_S
 
     run_dir = config.run_dir
     config, found, changed = _folder_ready(config, resume=resume)
-    cluster = await connect(config, None if slot is None else slot.security)
+    cluster = await (connect(config) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps)
+    cluster.job = reporter.id
 
     def say(line: str) -> None:
         reporter.say(line)
@@ -107,8 +105,11 @@ async def _execute(
         await board.ask(
             cluster.client, "submit", id=reporter.id, name=config.name, run_dir=str(run_dir), steps=config.steps
         )
-        if not await cluster.settle("" if slot is None else slot.address):
-            raise DriverSlotTaken("this worker belongs to another run")
+        stopped = await cluster.settle(config, announce, "" if slot is None else slot.address)
+        if stopped:
+            ended = "stopped", stopped
+            summary = summarize(config, Outcomes(stopped=stopped), run_dir)  # not written: nothing has changed
+            return RunEnd(run_dir=run_dir, summary=summary, stopped=stopped)
         with reporter.listening(), contextlib.ExitStack() as stack:
             resumption = resumptions.prepare(config) if resume else None
             if resumption is not None:
@@ -122,6 +123,9 @@ async def _execute(
             )
             outcomes = await _run_driver(driver, reporter.attend(driver, cluster), signals)
             ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
+    except Exception as error:
+        ended = "failed", str(error)
+        raise
     finally:
         with contextlib.suppress(Exception):
             await reporter.report(cluster.client, *(("running", "") if job else ended))

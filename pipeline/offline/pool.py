@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from pipeline.runtime.workers import HEAVY_ROLES
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import Where
+from pipeline.scheduler.gang import HEAVY_ROLES
 from stores.errors import ActorLost, ConfigError, ProtocolViolation
 from stores.versioned import VersionedStore
 
