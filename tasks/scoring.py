@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from stores.errors import ConfigError
-from tasks.environments import extract_answer, make_reward, make_source
+from tasks.environments import SourceSettings, extract_answer, make_reward
 
 START_S = 60.0
 """Seconds the scoring process may take to import what it needs."""
@@ -37,9 +37,7 @@ HEADER = struct.Struct("<I")
 class ScoringSettings:
     """Settings of the reward that the scoring process builds; see TaskConfig and RewardConfig."""
 
-    source: str
-    options: dict[str, Any]
-    seed: int
+    source: SourceSettings
     function: str
     answer_pattern: str
     timeout_s: float
@@ -195,8 +193,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """The main loop of the scoring process: settings first, then pairs until the other side closes."""
     settings: ScoringSettings = _read(requests, None)
     try:
-        source = make_source(settings.source, settings.options, settings.seed)
-        reward_of = make_reward(settings.function, source)
+        reward_of = make_reward(settings.function, settings.source.build())
     except ConfigError as error:
         _write(answers, str(error))
         return

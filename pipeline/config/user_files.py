@@ -17,6 +17,7 @@ from tasks.training.loss import LOSSES
 
 CODE = (
     "task.source",
+    "task.eval_source",
     "reward.function",
     "tracking.tracker",
     "rollout.routing",
@@ -26,8 +27,12 @@ CODE = (
 """Keys of a job that may name user code by file."""
 RULES = ("rollout.routing", "training.advantage", "training.loss.name")
 """Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
-SCORING = ("task.source", "reward.function")
+SCORING = ("task.source", "task.eval_source", "reward.function")
 """Keys whose code scores responses."""
+SOURCES = ("task.source", "task.eval_source")
+"""Keys that may name a data set."""
+DATA = ("jsonl:", "parquet:", "datasets:")
+"""How the name of a data set begins."""
 
 
 def located(config: RunConfig) -> RunConfig:
@@ -38,12 +43,20 @@ def located(config: RunConfig) -> RunConfig:
             config = _set(config, key, f"{Path(file).resolve()}:{name}")
     if Path(config.model.path).is_dir():
         config = _set(config, "model.path", str(Path(config.model.path).resolve()))
-    kind, _, data = config.task.source.partition(":")
-    if kind == "jsonl":
-        config = _set(config, "task.source", f"jsonl:{Path(data).resolve()}")
+    for key in SOURCES:
+        kind, path = data_file(_get(config, key))
+        if path is not None:
+            config = _set(config, key, f"{kind}{path.resolve()}")
     if config.workload.run:
         config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
     return _set(config, "runs_dir", str(Path(config.runs_dir).resolve()))
+
+
+def data_file(source: str) -> tuple[str, Path | None]:
+    """(how it begins, path) of a data set; without path if the source names none, such as a data set on the hub."""
+    kind = next((kind for kind in DATA if source.startswith(kind)), "")
+    path = Path(source.removeprefix(kind))
+    return kind, path if kind and (kind != "datasets:" or path.exists()) else None
 
 
 def placed(config: RunConfig, run_dir: Path) -> RunConfig:
@@ -71,9 +84,11 @@ def with_code(config: RunConfig, keys: Sequence[str] = CODE) -> tuple[RunConfig,
             prefix = key.split(".")[-2] + "_"
             sent_as = prefix + Path(file).name.removeprefix(prefix)
             try:
-                code[sent_as] = Path(file).read_text()
+                text = Path(file).read_text()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{key} = {_get(config, key)!r}: cannot be read: {error}") from error
+            while code.setdefault(sent_as, text) != text:  # files of one name, from two folders
+                sent_as = f"{prefix}{sent_as}"
             config = _set(config, key, f"{sent_as}:{name}")
     return config, code
 

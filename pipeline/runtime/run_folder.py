@@ -84,7 +84,7 @@ def _moved(value: str, before: str, here: str) -> str:
     >>> _moved("jsonl:/runs/one-more/p.jsonl", "/runs/one", "/runs/two")
     'jsonl:/runs/one-more/p.jsonl'
     """
-    kind = "jsonl:" if value.startswith("jsonl:") else ""
+    kind = next((kind for kind in user_files.DATA if value.startswith(kind)), "")
     file = value.removeprefix(kind)
     return f"{kind}{here}{file[len(before) :]}" if file == before or file.startswith(f"{before}/") else value
 

@@ -33,9 +33,9 @@ from stores.trajectory import (
 )
 from stores.versioned import VersionedStore
 from tasks.engines.base import Sampled
-from tasks.environments import Record, Task
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
+from tasks.task_source import Record, Task
 from tasks.training.advantage import advantages
 from tasks.training.packing import PackedRows
 

@@ -18,16 +18,9 @@ from stores.errors import ConfigError, StoreError
 from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion
 from tasks.actors.parameter_server import ParameterServer
-from tasks.environments import (
-    JsonLines,
-    ReasoningGym,
-    TaskSource,
-    distinct_held_out,
-    extract_answer,
-    make_reward,
-    make_source,
-)
+from tasks.environments import ReasoningGym, SourceSettings, extract_answer, make_reward, make_source
 from tasks.scoring import Scorer, ScoringSettings
+from tasks.task_source import TaskSource, distinct_held_out
 
 OPTIONS = {"min_terms": 2, "max_terms": 3}
 
@@ -74,9 +67,11 @@ def scorer(function: str, timeout_s: float = 1.0, pattern: str = "", rows: Path 
     """rows: a file of prompts to be used in place of chain_sum, whose package takes seconds to load in each process."""
     return Scorer(
         ScoringSettings(
-            source="reasoning_gym:chain_sum" if rows is None else f"jsonl:{rows}",
-            options=OPTIONS if rows is None else {},
-            seed=1,
+            source=SourceSettings(
+                source="reasoning_gym:chain_sum" if rows is None else f"jsonl:{rows}",
+                options=OPTIONS if rows is None else {},
+                seed=1,
+            ),
             function=function,
             answer_pattern=pattern,
             timeout_s=timeout_s,
@@ -136,19 +131,23 @@ def write_rows(path: Path, prompts: Sequence[str]) -> Path:
     return path
 
 
+def rows_of(path: Path) -> TaskSource:
+    return make_source(f"jsonl:{path}", {}, 0)
+
+
 def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
     rows = [f"p{i}" for i in range(17)]
-    source = JsonLines(write_rows(tmp_path / "data.jsonl", [*rows[:3], "same", *rows[3:], "other", "same"]))
+    source = rows_of(write_rows(tmp_path / "data.jsonl", [*rows[:3], "same", *rows[3:], "other", "same"]))
     assert "same" in prompts_of(source, 18)
     apart = source.apart(1)
     assert prompts_of(apart, 36) == ["p0", "p1", "p2", *rows[3:], "p0", "p1", "p2", *rows[3:], "p0", "p1"]
     assert "1 of 20 rows" in apart.held_out_notice
     assert [t.prompt for t in distinct_held_out(apart, 200)] == ["other", "same"]
-    unique = JsonLines(write_rows(tmp_path / "unique.jsonl", rows))
+    unique = rows_of(write_rows(tmp_path / "unique.jsonl", rows))
     assert prompts_of(unique.apart(5), 40) == prompts_of(unique, 40)
     assert unique.apart(5).held_out_notice == ""
     with pytest.raises(ConfigError, match="each of the 9 training rows has the prompt of a held-out row"):
-        JsonLines(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).apart(1)
+        rows_of(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).apart(1)
 
 
 def test_a_users_environment_that_mixes_them_up_is_counted(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_the_sources_own_verifier() -> None:
 def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": f" a {i}"}) for i in range(20)))
-    source = JsonLines(path)
+    source = rows_of(path)
     assert [source.task(i).prompt for i in (0, 17, 18, 19)] == ["p0", "p17", "p0", "p1"]
     assert {source.task(i, held_out=True).prompt for i in range(5)} == {"p18", "p19"}
     assert source.score("a  3", source.task(3).record) == 1.0
@@ -182,7 +181,8 @@ def test_json_lines(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{not json", "line 1: not JSON"),
-        ('{"prompt": "a"}\n', "line 1: must be an object"),
+        ("[1]", "line 1: must be an object"),
+        ('{"prompt": "a"}\n', r"line 1: no 'answer'; set task\.columns\.answer, to one of prompt$"),
         ('{"prompt": "a", "answer": 1}', "1 rows; at least"),
         (None, "cannot be read"),
     ],
@@ -231,9 +231,11 @@ def test_a_users_own_environment(tmp_path: Path) -> None:
     assert task.prompt == "9+9="
     assert source.task(4, held_out=True).prompt == "1000009+1000009="
     settings = ScoringSettings(
-        source=f"{tmp_path}/mine.py:Doubles", options={"first": 3}, seed=2, function="task", answer_pattern="",
+        source=SourceSettings(source=f"{tmp_path}/mine.py:Doubles", options={"first": 3}, seed=2),
+        function="task",
+        answer_pattern="",
         timeout_s=10,
-    )  # fmt: skip
+    )
     scorer = Scorer(settings)
     try:
         assert [s.reward for s in scorer.score([("18", task.record), ("8", task.record)])] == [1.0, 0.0]
@@ -241,7 +243,7 @@ def test_a_users_own_environment(tmp_path: Path) -> None:
         scorer.close()
     for name, message in (
         ("broken", "cannot be created: KeyError: 'first'"),
-        ("Speechless", "record 0 must be a dict with a string `prompt`"),
+        ("Speechless", "record 0 must be a dict with a `prompt`"),
         ("Nothing", "has no function Nothing"),
     ):
         with pytest.raises(ConfigError, match=r"task\.source = ") as caught:
