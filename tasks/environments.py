@@ -9,12 +9,15 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from stores.errors import ConfigError
 from tasks import user_code
 from tasks.columns import Columns
 from tasks.names import REWARD_TOKEN
+from tasks.reward_part import RewardPart
+from tasks.rewards import WeightedSum
 from tasks.rows import DatasetRows, JsonLines, ParquetRows, Rows, RowSource, Use
 from tasks.task_source import Prompt, Record, Reward, Task, TaskSource, prompt_of, set_apart
 
@@ -253,23 +256,31 @@ def math_verify_reward(answer: str, record: Record) -> float:
     return float(verify(parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$"), parse(answer)))
 
 
-def make_reward(function: str, source: TaskSource) -> Reward:
-    """Load the reward named `function`: task, math_verify, path/to/file.py:name, or module:name. Raises ConfigError."""
+def make_reward(function: str, source: TaskSource, parts: Mapping[str, RewardPart] = MappingProxyType({})) -> Reward:
+    """The reward named `function`, or the weighted sum of `parts`. Raises ConfigError."""
+    if not parts:
+        return _load_reward(function, source, "reward.function")
+    if function != "task":
+        raise ConfigError(f"reward.function = {function!r}: there are reward.parts too; make it one of them")
+    loaded = {n: _load_reward(part.function, source, f"reward.parts.{n}.function") for n, part in parts.items()}
+    return WeightedSum(loaded, {name: part.weight for name, part in parts.items()})
+
+
+def _load_reward(function: str, source: TaskSource, key: str) -> Reward:
+    """Load task, math_verify, path/to/file.py:name, or module:name. key: of the job file, for messages."""
     if function == "task":
         return source.score
     if function == "math_verify":
         return math_verify_reward
     if ":" not in function:
-        raise ConfigError(f"reward.function = {function!r}: expected task, math_verify, file.py:name or module:name")
-    reward: Reward = user_code.load(function, "reward.function")
+        raise ConfigError(f"{key} = {function!r}: expected task, math_verify, file.py:name or module:name")
+    reward: Reward = user_code.load(function, key)
     num_required = sum(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in inspect.signature(reward).parameters.values()
     )
     if num_required > 2:
-        raise ConfigError(
-            f"reward.function = {function!r}: must take (answer, record), but requires {num_required} arguments"
-        )
+        raise ConfigError(f"{key} = {function!r}: must take (answer, record), but requires {num_required} arguments")
     return reward
 
 

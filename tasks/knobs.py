@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from typing import Any, TypeVar, overload
 
 from stores.errors import ConfigError
 
+NAME = r"^[A-Za-z][A-Za-z0-9_-]*$"
+"""What the names of a table of tables look like; keys are joined by dots."""
 METADATA = "knob"
 """The key of a field's metadata that holds its Knob."""
 
@@ -154,11 +157,30 @@ def read(cls: type[Any], tree: object, where: str, prefix: str = "") -> dict[str
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known) or 'none'}"
             raise ConfigError(f"{where}: unknown key {key}; {hint}")
         spec = spec_of(known[name])
-        if spec is None:
+        if entries := entry_type(hints[name]):
+            named = _entries(value, f"{where}: {key}")
+            read_values[name] = {entry: build(entries, v, where, f"{key}.{entry}.") for entry, v in named.items()}
+        elif spec is None:
             read_values[name] = build(hints[name], value, where, f"{key}.")
         else:
             read_values[name] = _checked(value, hints[name], spec, f"{where}: {key}")
     return read_values
+
+
+def entry_type(hint: Any) -> type[Any] | None:
+    """The dataclass of a table of named tables, dict[str, X]; None for any other type."""
+    found = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
+    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+
+
+def _entries(tree: object, where: str) -> Mapping[str, Any]:
+    """The entries of a table of named tables. Raises ConfigError."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where} must be a table of named tables, not {tree!r}")
+    for name in tree:
+        if not re.search(NAME, name):
+            raise ConfigError(f"{where}: {name!r} is no name; use letters, digits, - and _, a letter first")
+    return tree
 
 
 def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:

@@ -59,6 +59,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     return ScoringSettings(
         source=source_settings(config),
         function=config.reward.function,
+        parts=dict(config.reward.parts),
         answer_pattern=config.task.answer_pattern,
         timeout_s=config.reward.timeout_s,
     )
@@ -89,7 +90,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
 
     return ServerSettings(
         prompts=prompt_settings(config, context, held_out=config.task.eval_prompts),
-        reward=config.reward.function,
+        reward=config.reward.named,
         group_size=config.batch.group_size,
         members_started=config.members_started,
         advantage=config.training.advantage,

@@ -22,6 +22,7 @@ from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
 from tasks.knobs import knob
 from tasks.names import WORKLOAD_NAMES
 from tasks.registry import choice, composed
+from tasks.reward_part import RewardPart
 from tasks.training.settings import TrainingConfig
 
 
@@ -69,6 +70,9 @@ class RewardConfig:
     function: str = knob(
         "task", "task (the verifier of task.source), math_verify, path/to/file.py:name, or module:name"
     )
+    parts: dict[str, RewardPart] = knob(
+        {}, "in place of function: functions by name, each with a weight; the reward is their weighted sum"
+    )
     workers: int = knob(1, "reward worker processes", low=1, high=1024)
     timeout_s: float = knob(
         10.0, "seconds allowed to score one response; after that its process is killed and an error recorded", above=0
@@ -76,6 +80,11 @@ class RewardConfig:
     max_error_share: float = knob(
         0.5, "share of a batch whose scoring may fail; beyond it the run stops", low=0, high=1
     )
+
+    @property
+    def named(self) -> str:
+        """The functions, as the job file names them."""
+        return f"reward.parts = {', '.join(self.parts)}" if self.parts else f"reward.function = {self.function!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

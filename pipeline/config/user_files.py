@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,14 @@ DATA = ("jsonl:", "parquet:", "datasets:")
 """How the name of a data set begins."""
 
 
+def code_keys(reward_parts: Iterable[str]) -> tuple[str, ...]:
+    """Keys of a job with these parts of its reward that may name user code by file."""
+    return (*CODE, *(f"reward.parts.{name}.function" for name in reward_parts))
+
+
 def located(config: RunConfig) -> RunConfig:
     """The job with absolute paths, since a cluster's workers have other working directories."""
-    for key in CODE:
+    for key in code_keys(config.reward.parts):
         file, name = _named(config, key)
         if file:
             config = _set(config, key, f"{Path(file).resolve()}:{name}")
@@ -74,14 +79,14 @@ def check(config: RunConfig) -> None:
     LOSSES.make(config.training.loss)
 
 
-def with_code(config: RunConfig, keys: Sequence[str] = CODE) -> tuple[RunConfig, dict[str, str]]:
-    """The job with the user code of these keys referenced by file name only, and that code by file name. Raises
-    ConfigError for an unreadable file."""
+def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[RunConfig, dict[str, str]]:
+    """The job with the user code of these keys, by default of all, referenced by file name only, and that code by file
+    name. Raises ConfigError for an unreadable file."""
     code: dict[str, str] = {}
-    for key in keys:
+    for key in code_keys(config.reward.parts) if keys is None else keys:
         file, name = _named(config, key)
         if file:
-            prefix = key.split(".")[-2] + "_"
+            prefix = key.split(".")[-2 if key in CODE else 0] + "_"
             sent_as = prefix + Path(file).name.removeprefix(prefix)
             try:
                 text = Path(file).read_text()
@@ -95,7 +100,7 @@ def with_code(config: RunConfig, keys: Sequence[str] = CODE) -> tuple[RunConfig,
 
 def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
     """The job with that code referenced by its path in `folder`."""
-    for key in CODE:
+    for key in code_keys(config.reward.parts):
         file, name = _named(config, key)
         if file in code:
             config = _set(config, key, f"{folder / file}:{name}")
@@ -109,7 +114,7 @@ def _named(config: RunConfig, key: str) -> tuple[str, str]:
 
 
 def _get(config: RunConfig, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)
+    return reduce(_below, key.split("."), config)
 
 
 def _set(config: RunConfig, key: str, value: str) -> RunConfig:
@@ -119,4 +124,9 @@ def _set(config: RunConfig, key: str, value: str) -> RunConfig:
 
 def _replaced(node: Any, path: Sequence[str], value: str) -> Any:
     first, *rest = path
-    return dataclasses.replace(node, **{first: _replaced(getattr(node, first), rest, value) if rest else value})
+    changed = {first: _replaced(_below(node, first), rest, value) if rest else value}
+    return {**node, **changed} if isinstance(node, Mapping) else dataclasses.replace(node, **changed)
+
+
+def _below(node: Any, name: str) -> Any:
+    return node[name] if isinstance(node, Mapping) else getattr(node, name)

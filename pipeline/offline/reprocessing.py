@@ -111,7 +111,7 @@ def _with_reward(config: RunConfig, reward: str) -> RunConfig:
     file, _, name = reward.rpartition(":")
     if file.endswith(".py"):
         reward = f"{Path(file).resolve()}:{name}"
-    config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward))
+    config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward, parts={}))
     texts_of(config)
     make_reward(reward, actor_settings.source_settings(config).build())
     return config

@@ -48,15 +48,11 @@ def taken(config: RunConfig) -> Fingerprints:
     if config.emulated:
         return Fingerprints(reward={}, data={}, template={})
     task = config.task
-    source, function = _source(task.source, task.options, config.seed), config.reward.function
-    verifier = {"reward.function": function}
-    if function == "task":
-        verifier |= {k: v for k, v in source.items() if k not in ("file", "task.options", "seed")}
-        verifier |= {"package staleflow": _version("staleflow")} if task.source.startswith(DATA) else {}
-    elif function == "math_verify":
-        verifier["package math-verify"] = _version("math-verify")
-    else:
-        verifier = {"reward.function": _name(function), "code": _code(function)}
+    source = _source(task.source, task.options, config.seed)
+    verifier: Facts = {} if config.reward.parts else _function(config.reward.function, task.source, source)
+    for name, part in config.reward.parts.items():
+        facts = _function(part.function, task.source, source) | {"reward.weight": f"{part.weight:g}"}
+        verifier |= {f"{name}'s {key.removeprefix('reward.')}": value for key, value in facts.items()}
     if task.columns != Columns():
         source["task.columns"] = f"{task.columns.prompt}, {task.columns.answer}"
     if task.eval_source:
@@ -113,6 +109,17 @@ def _source(source: str, options: Mapping[str, Any], seed: int) -> Facts:
     if source.startswith("reasoning_gym:"):
         return {"task.source": source, **drawn, "package reasoning-gym": _version("reasoning-gym")}
     return {"task.source": _name(source), **drawn, "code": _code(source)}
+
+
+def _function(function: str, named: str, source: Facts) -> Facts:
+    """Of one reward function. named: the source of prompts, and source: its facts."""
+    if function == "task":
+        verifier = {k: v for k, v in source.items() if k not in ("file", "task.options", "seed")}
+        package = {"package staleflow": _version("staleflow")} if named.startswith(DATA) else {}
+        return {"reward.function": function} | verifier | package
+    if function == "math_verify":
+        return {"reward.function": function, "package math-verify": _version("math-verify")}
+    return {"reward.function": _name(function), "code": _code(function)}
 
 
 def _name(named: str) -> str:

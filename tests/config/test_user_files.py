@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import loading, user_files
+from pipeline.config import fields, loading, schema, user_files
 from pipeline.config.schema import RunConfig
+from pipeline.runtime import run_folder
+from stores.errors import ConfigError
 
 
 def job(*overrides: str) -> RunConfig:
@@ -49,3 +51,41 @@ def test_files_of_one_name_are_sent_apart(here: Path) -> None:
     assert code[config.task.eval_source.partition(":")[0]] == "# b/mine.py\n"
     again, same = user_files.with_code(job("task.source=a/mine.py:One", "task.eval_source=a/mine.py:Two"))
     assert (list(same), again.task.eval_source) == (["task_mine.py"], "task_mine.py:Two")
+
+
+def test_the_code_of_each_part_of_a_reward_is_found_sent_and_put_back(here: Path) -> None:
+    names = ('reward.parts.one.function="a/mine.py:f"', "reward.parts.two.function=b/mine.py:g", "reward.parts.sum={}")
+    config = user_files.located(job(*names))
+    assert config.reward.parts["one"].function == f"{here}/a/mine.py:f"
+    assert config.reward.parts["sum"].function == "task"
+    sent, code = user_files.with_code(config)
+    files = {name: part.function.partition(":")[0] for name, part in sent.reward.parts.items()}
+    assert (code[files["one"]], code[files["two"]]) == ("# a/mine.py\n", "# b/mine.py\n")
+    assert all(file.startswith("reward_") for file in code)
+    back = user_files.with_code_in(sent, here / "code", code).reward.parts
+    assert back["two"].function == f"{here}/code/{files['two']}:g"
+
+
+def test_the_code_of_a_part_moves_with_its_run(here: Path) -> None:
+    config = job(f"runs_dir={here}/runs", "name=one", f"reward.parts.a.function={here}/runs/one/code/mine.py:f")
+    (here / "runs" / "two").mkdir(parents=True)
+    (here / "runs" / "two" / "config.toml").write_text(fields.to_toml(config))
+    moved = run_folder.load_job(here / "runs" / "two")
+    assert moved.reward.parts["a"].function == f"{here}/runs/two/code/mine.py:f"
+
+
+def test_parts_are_written_explained_and_checked_by_name(here: Path) -> None:
+    config = job("reward.parts.a.weight=0.5", "reward.parts.b-2={}")
+    (here / "again.toml").write_text(fields.to_toml(config))
+    assert loading.load(here / "again.toml") == config
+    rows = {row.key: row.value for row in schema.explain(config)}
+    assert (rows["reward.parts.a.weight"], rows["reward.parts.b-2.function"]) == (0.5, "task")
+    for override, message in (
+        ("reward.parts.a.wieght=1", r"unknown key reward\.parts\.a\.wieght; did you mean reward\.parts\.a\.weight\?"),
+        ("reward.parts.a.weight=much", r"reward\.parts\.a\.weight must be a number"),
+        ("reward.parts.a=1", r"reward\.parts\.a must be a table"),
+        ("reward.parts=1", r"reward\.parts must be a table of named tables"),
+        ('reward.parts={"a b"={}}', r"reward\.parts: 'a b' is no name; use letters, digits, - and _"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            job(override)
