@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from stores.errors import ConfigError
 from tasks.engines.emulated import words
-from tasks.environments import Record, Task, TaskSource, distinct_held_out, make_source
+from tasks.environments import SourceSettings
+from tasks.task_source import Message, Record, Task, TaskSource, distinct_held_out, shown_prompt
 from tasks.texts import NumberTexts, TokenizerTexts, tokenizer_texts
 from tasks.workload import Workload
 
@@ -27,11 +28,10 @@ class PromptSettings:
     context: tokens the model can attend to. kv_tokens: tokens an engine's cache can hold."""
 
     tokenizer: str
-    source: str
-    options: dict[str, Any]
-    seed: int
+    source: SourceSettings
     template: str
     chat: bool
+    system: str
     max_new_tokens: int
     context: int
     kv_tokens: int
@@ -88,28 +88,41 @@ class TokenizedPrompts:
 
     def __init__(self, settings: PromptSettings, texts: TokenizerTexts | None = None) -> None:
         """texts: the model's tokenizer, if it is loaded already."""
+        if settings.system and not settings.chat:
+            raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
-        source = make_source(settings.source, settings.options, settings.seed)
+        source = settings.source.build()
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
         self._texts = texts or tokenizer_texts(settings.tokenizer)
 
     def encode(self, task: Task) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
-        text = self._settings.template.format(prompt=task.prompt)
-        ids = self._texts.ids(text, chat=self._settings.chat)
+        prompt, template = task.prompt, self._settings.template
+        if self._settings.chat:
+            *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+            messages = [*before, last._replace(content=template.format(prompt=last.content))]
+            if self._settings.system and messages[0].role != "system":
+                messages.insert(0, Message("system", self._settings.system))
+            ids = self._texts.chat_ids(messages)
+        elif isinstance(prompt, str):
+            ids = self._texts.ids(template.format(prompt=prompt))
+        else:
+            raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
         settings, room = self._settings, self._room
         if not 0 < len(ids) <= room:
             smaller = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
             raise ConfigError(
                 f"a prompt has {len(ids)} tokens; it must have 1 to {room}, {smaller} of "
                 f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
-                f"{task.prompt[:60]!r}..."
+                f"{shown_prompt(prompt)}"
             )
         return ids
 
     def may_be_too_long(self, task: Task) -> bool:
         """Whether a prompt could exceed its room, by its length alone: a token has at least one byte."""
-        return len(task.prompt.encode()) + len(self._settings.template) > self._room
+        prompt = task.prompt
+        texts = (prompt,) if isinstance(prompt, str) else tuple(message.content for message in prompt)
+        return sum(len(text.encode()) for text in (*texts, self._settings.template, self._settings.system)) > self._room
 
     @property
     def _room(self) -> int:

@@ -18,6 +18,7 @@ from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSe
 
 if TYPE_CHECKING:
     from tasks.actors.trajectory_server import ServerSettings
+    from tasks.environments import SourceSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
     from tasks.training.policy import PolicySettings
@@ -35,14 +36,30 @@ def run_header(config: RunConfig) -> RunHeader:
     )
 
 
+def source_settings(config: RunConfig) -> SourceSettings:
+    """Settings of the source of prompts and of evaluation prompts."""
+    from tasks.environments import SourceSettings
+
+    task = config.task
+    if config.emulated:
+        return SourceSettings(source="emulated", options={}, seed=config.seed)
+    return SourceSettings(
+        source=task.source,
+        options=dict(task.options),
+        seed=config.seed,
+        columns=task.columns,
+        evaluation=task.eval_source,
+        evaluation_options=dict(task.eval_options),
+    )
+
+
 def scoring_settings(config: RunConfig) -> ScoringSettings:
     from tasks.scoring import ScoringSettings
 
     return ScoringSettings(
-        source="emulated" if config.emulated else config.task.source,
-        options=dict(config.task.options),
-        seed=config.seed,
+        source=source_settings(config),
         function=config.reward.function,
+        parts=dict(config.reward.parts),
         answer_pattern=config.task.answer_pattern,
         timeout_s=config.reward.timeout_s,
     )
@@ -55,11 +72,10 @@ def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int | 
 
     return PromptSettings(
         tokenizer=config.model.path,
-        source=config.task.source,
-        options=dict(config.task.options),
-        seed=config.seed,
+        source=source_settings(config),
         template=config.task.template,
         chat=config.task.chat,
+        system=config.task.system,
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,
@@ -74,7 +90,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
 
     return ServerSettings(
         prompts=prompt_settings(config, context, held_out=config.task.eval_prompts),
-        reward=config.reward.function,
+        reward=config.reward.named,
         group_size=config.batch.group_size,
         members_started=config.members_started,
         advantage=config.training.advantage,

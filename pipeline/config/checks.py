@@ -26,8 +26,8 @@ from tasks.file_tokenizer import FileTokenizer, chat_template
 from tasks.knobs import names_user_code, shown
 
 if TYPE_CHECKING:
-    from tasks.environments import Task
     from tasks.prompts import TokenizedPrompts
+    from tasks.task_source import Task
 
 MAX_NAME = 200
 """Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
@@ -182,12 +182,11 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
 
 def _first_prompt(config: RunConfig, folder: Path | None) -> Task:
     """Draw the run's first prompt. With the model's folder, encode it, and any of the run's that may be too long."""
-    from tasks.environments import make_source
     from tasks.prompts import TokenizedPrompts
     from tasks.texts import TokenizerTexts
 
     if folder is None:
-        return make_source(config.task.source, config.task.options, config.seed).task(0)
+        return actor_settings.source_settings(config).build().task(0)
     context = read_architecture(folder, config.model.path).get("max_position_embeddings") or 2**31
     settings = actor_settings.prompt_settings(config, int(context), held_out=config.task.eval_prompts)
     prompts = TokenizedPrompts(settings, TokenizerTexts(FileTokenizer(folder)))
