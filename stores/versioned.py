@@ -241,13 +241,18 @@ class VersionedStore:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def steps(self) -> list[StepRecord]:
+    def steps(self, first: int = 0) -> list[StepRecord]:
+        """All commits, oldest first, but for the `first` ones; these are not read."""
         root = self._read_root()
-        text = self._column(root, "text").tobytes()
+        places = self._slice(root, "steps", first, root["steps"].shape[0]).tolist()
+        if not places:
+            return []
+        begin = places[0][1]
+        text = self._slice(root, "text", begin, root["text"].shape[0]).tobytes()
         records = []
-        for step, offset, size in self._column(root, "steps").tolist():
+        for step, offset, size in places:
             try:
-                records.append(CODEC.decode(json.loads(text[offset : offset + size]), StepRecord))
+                records.append(CODEC.decode(json.loads(text[offset - begin : offset - begin + size]), StepRecord))
             except ValueError as error:
                 raise StoreError(f"{self._where}: the record of step {step} is corrupt: {error}") from error
         return records
@@ -277,7 +282,20 @@ class VersionedStore:
 
     def readable(self, first: int, last: int) -> Iterator[Ended | Damaged]:
         """As `rows`, but yields Damaged for rows in a corrupt chunk instead of raising."""
+        return self._readable(self._read_root(), first, last)
+
+    def picked(self, positions: Iterable[int]) -> Iterator[Ended | Damaged]:
+        """The rows at these positions, in this order; Damaged for those that cannot be read. Adjacent ones are read
+        together."""
         root = self._read_root()
+        wanted = list(positions)
+        first = 0
+        for i in range(1, len(wanted) + 1):
+            if i == len(wanted) or wanted[i] != wanted[i - 1] + 1:
+                yield from self._readable(root, wanted[first], wanted[i - 1] + 1)
+                first = i
+
+    def _readable(self, root: Any, first: int, last: int) -> Iterator[Ended | Damaged]:
         ints, floats = self._slice(root, "rows/int", first, last), self._slice(root, "rows/float", first, last)
         try:
             yield from list(self._block(root, ints, floats))
@@ -314,6 +332,10 @@ class VersionedStore:
     def snapshot(self) -> str:
         """The snapshot id this store reads from."""
         return self._at_snapshot or str(self._repository.lookup_branch(self._branch))
+
+    def follows(self, snapshot: str) -> bool:
+        """Whether what this store reads was committed after `snapshot`, or is that."""
+        return any(str(one.id) == snapshot for one in self._repository.ancestry(snapshot_id=self.snapshot))
 
     def get(self, trajectory: TrajectoryId) -> Ended | None:
         root = self._read_root()
