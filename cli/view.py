@@ -31,7 +31,7 @@ def command(run: str, port: int | None, host: str, no_browser: bool) -> None:
     quiet_libraries()
     from pipeline.run_page.answers import Answers
     from pipeline.run_page.reading import RunReader
-    from pipeline.run_page.server import listen, serve
+    from pipeline.run_page.server import listen, make_server
 
     reader = RunReader(Path(run))
     reader.stored()  # reports a store that cannot be read before anything is served
@@ -47,7 +47,7 @@ def command(run: str, port: int | None, host: str, no_browser: bool) -> None:
             webbrowser.open(address)
 
     try:
-        serve(Answers(reader), listening, host, started)
+        make_server(Answers(reader), host, started).run(sockets=[listening])
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support import browser
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,6 +29,17 @@ def pytest_collection_finish() -> None:
     closing an engine of transformers asks for two."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Say in the very last line which tests a machine without a browser has left out."""
+    yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    count = sum(browser.REASON in str(report.longrepr) for report in skipped)
+    if count:
+        reporter.write_line(f"{count} tests of pages were left out: {browser.MISSING} not found on this machine")
 
 
 @pytest.fixture(scope="session")

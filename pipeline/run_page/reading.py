@@ -133,10 +133,9 @@ class RunReader:
         if not path.is_dir():
             return None
         with self._lock:
-            now = VersionedStore.open(path, branch=branch)
+            store = VersionedStore.pinned(path, branch)
             before = self._stored.pop(branch, None)
-            if before is None or before.store.snapshot != now.snapshot:
-                store = VersionedStore.at(path, now.snapshot)
+            if before is None or before.store.snapshot != store.snapshot:
                 known = before.records if before is not None and store.follows(before.store.snapshot) else []
                 before = Stored(store, branch, [*known, *store.steps(len(known))])
             self._stored[branch] = before

@@ -7,11 +7,9 @@ its own is allowed, so that nothing a model wrote is ever executed.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.resources
 import ipaddress
 import json
-import logging
 import re
 import socket
 from collections.abc import Callable
@@ -28,8 +26,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipeline.run_page.answers import Answers
 from stores.errors import ConfigError, StaleflowError
 from stores.versioned import MAIN
-
-logger = logging.getLogger(__name__)
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -225,16 +221,15 @@ def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
     ) from failure
 
 
-def serve(answers: Answers, listening: socket.socket, host: str, on_start: Callable[[], None]) -> None:
-    """Serve until interrupted; then raises KeyboardInterrupt. on_start: called once it answers."""
+def make_server(answers: Answers, host: str, on_start: Callable[[], None]) -> uvicorn.Server:
+    """A server whose `run(sockets=[...])` serves until it is interrupted. host: the name it was asked to listen on.
+    on_start: called once it answers."""
     names = frozenset({host.lower(), socket.gethostname().lower()})
     config = uvicorn.Config(
         application(answers, names), log_level="warning", lifespan="off", ws="none", server_header=False,
         timeout_graceful_shutdown=1,
     )  # fmt: skip
-    server = _Server(config, on_start)
-    with contextlib.closing(listening):
-        server.run(sockets=[listening])
+    return _Server(config, on_start)
 
 
 class _Server(uvicorn.Server):

@@ -34,8 +34,8 @@ export async function stepView(run, step) {
     nodes: [heading(found.num_steps), figures, tools, pager(found, found.total === 1 ? "group" : "groups"), ...found.groups.map((group) => groupCard(group, run)),
       found.pages > 1 ? pager(found, "groups") : null].filter(Boolean),
     // The next step's link appears when that is stored.
-    follow: step + 1 < found.num_steps ? null : async () => {
-      if ((await ask("run")).num_steps > found.num_steps) document.querySelector(".heading").replaceWith(heading((found.num_steps = step + 2)));
+    follow: (now) => {
+      if (step + 1 === found.num_steps && now.num_steps > found.num_steps) document.querySelector(".heading").replaceWith(heading((found.num_steps = step + 2)));
     },
   };
 }

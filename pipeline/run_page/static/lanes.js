@@ -45,8 +45,8 @@ export async function lanesView(run) {
       notes, h("section", { class: "card" }, plot),
       found.events.length ? h("h2", {}, "What happened") : null, h("ol", { class: "story" }, queue),
     ].filter(Boolean),
-    follow: async () => {
-      if (found.read_share >= 1 && run.state !== "running") return;
+    follow: async (now) => {
+      if (found.read_share >= 1 && now.state !== "running") return;
       found = await asked();
       draw();
     },

@@ -24,7 +24,7 @@ const VIEWS = [
 const view = document.getElementById("view");
 let shown = 0; // counts views, so that an answer that comes late is not shown in another
 let path = "";
-let follow = null; // called with the run when the store has changed
+let follow = null; // called every POLL_MS with the run as it is now
 
 async function show() {
   const mine = ++shown;
@@ -41,7 +41,7 @@ async function show() {
     const made = await make(run, ...path.match(pattern)?.slice(1).map(Number) ?? []);
     if (mine !== shown) return;
     view.replaceChildren(...made.nodes.flat(Infinity).filter(Boolean));
-    follow = made.follow ?? null;
+    follow = made.follow ?? (() => {});
     document.title = `${made.title ? `${made.title} · ` : ""}${run.name} · staleflow`;
   } catch (error) {
     if (mine === shown) fail(error);
@@ -73,15 +73,17 @@ async function poll() {
   if (follow && !document.hidden) {
     const mine = shown;
     try {
-      await follow();
+      const run = await ask("run");
+      if (mine === shown) {
+        frame(run);
+        await follow(run);
+        document.getElementById("lost")?.remove();
+      }
     } catch (error) {
       if (mine === shown && !document.getElementById("lost")) {
         view.prepend(h("p", { class: "error", id: "lost", role: "alert" }, error.message));
       }
-      setTimeout(poll, POLL_MS);
-      return;
     }
-    document.getElementById("lost")?.remove();
   }
   setTimeout(poll, POLL_MS);
 }

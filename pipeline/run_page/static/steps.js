@@ -39,11 +39,9 @@ export async function stepsView(run) {
     title: "Steps",
     nodes: [...run.notes.map((note) => h("p", { class: "note" }, note)), figures, tools, h("div", { class: "board" }, cards),
       data.step.length ? null : h("p", { class: "quiet" }, "No step is stored yet; this page shows the first as soon as it is.")].filter(Boolean),
-    follow: async () => {
-      const before = run.state;
-      const now = await ask("run");
-      if (now.snapshot === run.snapshot && now.state === before) return;
-      if (now.num_steps < data.step.length || now.charts.length !== run.charts.length) return go(changed({}), { replace: true });
+    follow: async (now) => {
+      if (now.snapshot === run.snapshot && now.state === run.state) return;
+      if (now.num_steps < data.step.length) return go(changed({}), { replace: true }); // resumed: later steps were undone
       Object.assign(run, now);
       append(data, await ask("steps", { first: data.step.length }));
       draw();

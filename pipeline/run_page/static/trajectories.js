@@ -101,7 +101,7 @@ function distinct(prompts) {
   return (prompt) => `${head > 3 ? "…" : prompt.slice(0, head)}${prompt.slice(head, Math.max(head + 1, prompt.length - tail))}${tail > 3 ? "…" : prompt.slice(prompt.length - tail)}`;
 }
 
-const flat = (words) => words.replace(/\s+/g, " ");
+const flat = (words) => words.replace(/[ \t\n]+/g, " ");
 
 function histogram({ edges, fates }) {
   const plot = h("div", { class: "plot low" });
