@@ -25,6 +25,7 @@ COMMANDS = {
     "simulate": ("cli.simulate", "run a job in virtual time: how long it would take, and why"),
     "profile": ("cli.profile", "measure an engine's decode steps and fit the cost model"),
     "config": ("cli.config", "explain a job file, or print the schema"),
+    "view": ("cli.view", "show a run in the browser, live or finished"),
     "store": ("cli.store", "inspect, audit and process stored runs"),
     "replay": ("cli.replay", "replay a run's recorded events and compare the commands"),
     "doctor": ("cli.doctor", "check what works on this machine"),

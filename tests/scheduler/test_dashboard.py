@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -21,6 +19,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.runtime.workers import connect
 from pipeline.scheduler import board
 from pipeline.scheduler.plugin import ensure
+from tests.support.browser import in_browser, opened
 
 STATUS: dict[str, Any] = {
     "version": 3, "num_queued": 4, "num_running": 6, "num_scoring": 1, "num_started": 96,
@@ -130,18 +129,10 @@ def test_routes_and_metrics_tell_what_runs_have_told() -> None:
     with_two_jobs(look)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("playwright") is None or not shutil.which("chromium"), reason="needs playwright, chromium"
-)
+@in_browser
 def test_a_browser_shows_live_data() -> None:
     async def look(client: Any, address: str) -> None:
-        from playwright.async_api import async_playwright
-
-        async with async_playwright() as playwright:
-            browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            page = await browser.new_page(viewport={"width": 1400, "height": 1000})
-            faults: list[str] = []
-            page.on("pageerror", lambda error: faults.append(str(error)))
+        async with opened(viewport={"width": 1400, "height": 1000}) as page:
             await page.goto(f"{address}staleflow?job=one")
             await page.get_by_text("reward 0.625").wait_for()
             await page.get_by_text("routed to rollout-0 at version 3").wait_for()
@@ -149,7 +140,5 @@ def test_a_browser_shows_live_data() -> None:
             await page.get_by_text("reward 0.750").wait_for()
             await page.get_by_text("two<b>").click()  # the other job's page
             await page.get_by_text("no worker has taken its driver yet").wait_for()
-            assert faults == []
-            await browser.close()
 
     with_two_jobs(look)
