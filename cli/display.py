@@ -80,7 +80,8 @@ class Display:
         for step in outcomes.steps[self._num_printed :]:
             self._doing = "training"
             if self._live is None and not self._verbosity:
-                self.console.print(step_line(step, self._config.steps), highlight=False, markup=False, soft_wrap=True)
+                line = step_line(step, self._config.steps, outcomes.limits.get(int(step["step"]), ""))
+                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         self._num_printed = len(outcomes.steps)
 
     def _view(self, snapshot: Snapshot, outcomes: Outcomes) -> Group:
@@ -150,6 +151,9 @@ class Display:
             highlight=False,
             soft_wrap=True,
         )
+        if "diagnosis" in summary:
+            diagnosis: Any = summary["diagnosis"]
+            console.print(f"[bold]{escape(diagnosis['line'])}[/]", highlight=False, soft_wrap=True)
         alarms: Any = summary["alarms"]
         for alarm in alarms[:1]:
             more = f" (and {len(alarms) - 1} more in summary.json)" if len(alarms) > 1 else ""

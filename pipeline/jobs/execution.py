@@ -121,6 +121,8 @@ async def _execute(
             )
             outcomes = await _run_driver(driver, reporter.attend(driver, cluster))
             ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
+            if outcomes.diagnosis is not None:
+                reporter.say(outcomes.diagnosis.line)
     finally:
         with contextlib.suppress(Exception):
             await reporter.report(cluster.client, *(("running", "") if job else ended))

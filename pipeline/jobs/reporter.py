@@ -57,7 +57,7 @@ class Reporter:
         for step in outcomes.steps[self._num_steps :]:
             self._doing = "training"
             self._steps.append(step)
-            self._log(step_line(step, self._planned))
+            self._log(step_line(step, self._planned, outcomes.limits.get(int(step["step"]), "")))
         self._num_steps = len(outcomes.steps)
         self._status = {**CODEC.encode(snapshot), "doing": self._doing, "losses": list(outcomes.losses)}
 

@@ -94,7 +94,7 @@ class Driver:
         self._run_dir = run_dir
         self._progress = progress
         self._resumption = resumption
-        self._measurements = Measurements(0.0 if resumption is None else resumption.elapsed_s)
+        self._measurements = Measurements(config, 0.0 if resumption is None else resumption.elapsed_s)
         self._coordinator: Coordinator = deciding.make_coordinator(config)
         self._journal = Journal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
@@ -221,6 +221,9 @@ class Driver:
         with self._measurements.deciding():
             commands = self._coordinator.handle(event, now * self._config.time_scale)
         self._journal.append(now * self._config.time_scale, event, commands)
+        self._measurements.decided(now, event, commands)
+        if isinstance(event, VersionPublished) and (limit := self._measurements.limit) is not None:
+            self.outcomes.limits[event.version - 1] = limit.short
         for command in commands:
             kind = type(command).__name__
             self.outcomes.commands[kind] = self.outcomes.commands.get(kind, 0) + 1
@@ -425,6 +428,8 @@ class Driver:
         self.outcomes.cost_ratio = self._cost_watch.ratio
         self.outcomes.cost_drifted = self._cost_watch.drifted
         self.outcomes.cost_refit = self._cost_watch.refit()
+        self.outcomes.diagnosis = self._measurements.diagnosis
+        self.outcomes.profile = self._measurements.profile(str(self._run_dir))
         self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
 
     def _say(self, what: str) -> None:

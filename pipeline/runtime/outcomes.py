@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.coordination.snapshot import Snapshot
+from pipeline.profiling.diagnosis import Diagnosis
 from pipeline.profiling.fit import Fit
+from pipeline.profiling.measure import Profile
 from pipeline.runtime.evaluation import (
     Evaluation,
 )
@@ -30,6 +32,12 @@ class Outcomes:
     """Whether that is further from one than rollout.cost.tolerance allows."""
     cost_refit: Fit | None = None
     """The cost model that fits this run's own decode steps."""
+    limits: dict[int, str] = field(default_factory=dict)
+    """What limited each step and those just before it, in a few words."""
+    diagnosis: Diagnosis | None = None
+    """What limited the run; None if no step was trained since it was last started."""
+    profile: Profile | None = None
+    """The cost model and latencies of this run, for simulations of it; None if it sampled too little."""
     losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)

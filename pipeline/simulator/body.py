@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from pipeline.config import deciding
@@ -32,10 +32,10 @@ from pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
+from pipeline.profiling.loads import LoadWatch
 from pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
 from stores.errors import RunStuck
 from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.cost_model import CostModel
 from tasks.engines.decoding import DecodingInstance
 from tasks.seeds import Stream, generator
 from tasks.workload import Workload
@@ -95,7 +95,8 @@ class SimulatedRun:
         self._tokens: dict[TrajectoryId, int] = {}
         self._next_group = 0
         self._quiet_ticks = 0
-        self.trace = Trace()
+        self._watch = LoadWatch(self._cost, self._members, recomputes=config.rollout.on_pull == "interrupt")
+        self.trace = Trace(loads=self._watch.loads)
 
     def run(self) -> Trace:
         """Run all steps. Raises RunStuck, with what the job waits for, if nothing more can happen."""
@@ -128,6 +129,7 @@ class SimulatedRun:
     def _tell(self, event: Event) -> None:
         commands = self.coordinator.handle(event, self._now)
         self.trace.num_events += 1
+        self._watch.observe(self._now, event, commands)
         if self._observe is not None:
             self._observe(self._now, event, commands)
         for command in commands:
@@ -262,7 +264,7 @@ class SimulatedRun:
         simulation, engine = self._simulation, self._config.rollout.engine
         cost = self._cost
         if index < simulation.straggler_share * num_instances(self._config):
-            cost = slowed(cost, simulation.straggler_factor)
+            cost = cost.times(simulation.straggler_factor)
         name = InstanceId(f"rollout-{index}" + (f".{attempt}" if attempt else ""))
         version = self.coordinator.ledger.version
         one = Simulated(
@@ -341,16 +343,3 @@ def train_seconds(config: RunConfig, tokens: int) -> float:
         return seconds
     own = config.rollout.instances * simulation.gpus_per_instance
     return seconds * simulation.trainer_gpus / (simulation.trainer_gpus + own) + 2 * simulation.switch_s
-
-
-def slowed(cost: CostModel, factor: float) -> CostModel:
-    """Cost model of an instance that is slower by `factor`."""
-    return replace(
-        cost,
-        k1=cost.k1 * factor,
-        k2=cost.k2 * factor,
-        k3=cost.k3 * factor,
-        k4=cost.k4 * factor,
-        b=cost.b * factor,
-        prefill=cost.prefill * factor,
-    )
