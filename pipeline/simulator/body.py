@@ -100,7 +100,7 @@ class SimulatedRun:
 
     def run(self) -> Trace:
         """Run all steps. Raises RunStuck, with what the job waits for, if nothing more can happen."""
-        for index in range(num_instances(self._config)):
+        for index in range(deciding.num_instances(self._config)):
             self._join(index, attempt=0)
         self._at(self._simulation.report_s, self._tick, by_itself=True)
         if self._simulation.lost_every_s:
@@ -261,10 +261,8 @@ class SimulatedRun:
     # -- instances -----------------------------------------------------------------------------------------------
 
     def _join(self, index: int, attempt: int) -> None:
-        simulation, engine = self._simulation, self._config.rollout.engine
-        cost = self._cost
-        if index < simulation.straggler_share * num_instances(self._config):
-            cost = cost.times(simulation.straggler_factor)
+        engine = self._config.rollout.engine
+        cost = deciding.instance_cost(self._config, index)
         name = InstanceId(f"rollout-{index}" + (f".{attempt}" if attempt else ""))
         version = self.coordinator.ledger.version
         one = Simulated(
@@ -326,13 +324,6 @@ class SimulatedRun:
             one.trace.work = one.engine.work
         self.trace.finished_s = self._now
         self.trace.refusals = self.coordinator.snapshot().refusals
-
-
-def num_instances(config: RunConfig) -> int:
-    """Number of rollout instances; colocated, those on the trainer's GPUs are included."""
-    simulation = config.simulation
-    extra = simulation.trainer_gpus // simulation.gpus_per_instance if simulation.colocated else 0
-    return config.rollout.instances + extra
 
 
 def train_seconds(config: RunConfig, tokens: int) -> float:

@@ -15,7 +15,6 @@ from pipeline.config import deciding
 from pipeline.config.schema import RunConfig
 from pipeline.profiling.diagnosis import Diagnosis, diagnose, sizes_of
 from pipeline.profiling.loads import steady, steady_part
-from pipeline.simulator.body import num_instances
 from pipeline.simulator.trace import Trace, TrainedStep
 from stores.metrics import tokens_per_s
 
@@ -135,7 +134,7 @@ def _as_metrics(steps: Iterable[TrainedStep]) -> list[dict[str, float]]:
 def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
     """Mean physical bound of the given steps."""
     cost, engine, count = deciding.cost_model(config), config.rollout.engine, len(steps)
-    instances = num_instances(config)
+    instances = deciding.num_instances(config)
     tokens = sum(s.tokens for s in steps)
     context = sum(s.context_tokens for s in steps)
     in_flight = (config.bound + 1) * config.groups_started * config.members_started / instances
