@@ -73,11 +73,11 @@ class Display:
                 )
         if self._live is not None:
             self._live.update(self._view(snapshot, outcomes))
-        for evaluation in outcomes.evaluations[self._num_evaluated :]:
+        for evaluation in outcomes.evaluations[max(self._num_evaluated, outcomes.earlier_evaluations) :]:
             if not self._verbosity:
                 self.announce(evaluation.line)
         self._num_evaluated = len(outcomes.evaluations)
-        for step in outcomes.steps[self._num_printed :]:
+        for step in outcomes.steps[max(self._num_printed, outcomes.earlier_steps) :]:
             self._doing = "training"
             if self._live is None and not self._verbosity:
                 line = step_line(step, self._config.steps, outcomes.limits.get(int(step["step"]), ""))

@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 """Seconds between two ticks of the coordinator."""
+STARTING_S = 2.0
+"""Seconds between two lines on how far the start is."""
 SCORE_BATCH = 32
 """Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
 
@@ -117,7 +119,11 @@ class Driver:
         for line in self._changed:
             self._note(line)
         self._say("starting actors")
-        await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
+        starting = asyncio.ensure_future(self._tell_starting())
+        try:
+            await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
+        finally:
+            starting.cancel()
         resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
         if resumed is None or resumed.step == 0:
@@ -147,6 +153,15 @@ class Driver:
         self._log_resume_points()
         return self.outcomes
 
+    async def _tell_starting(self) -> None:
+        """Say how far the start is, whenever that has changed."""
+        said = ""
+        while True:
+            await asyncio.sleep(STARTING_S)
+            if (now := self._actors.starting) != said:
+                said = now
+                self._say(f"starting actors: {now}")
+
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
         """The coordinator's latest decisions: (when, trajectory, what, cause), newest first."""
         return self._coordinator.latest(count)
@@ -161,6 +176,8 @@ class Driver:
             return None
         self.outcomes.steps += self._resumption.steps
         self.outcomes.evaluations += read_evaluations(self._run_dir)
+        self.outcomes.earlier_steps = len(self.outcomes.steps)
+        self.outcomes.earlier_evaluations = len(self.outcomes.evaluations)
         state: LedgerState = await self._actors.ask("server", "resume", deadline="start_s")
         return RunResumed(step=state.next_step, num_ended=tuple(state.num_ended.items()))
 

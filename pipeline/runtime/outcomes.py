@@ -8,9 +8,7 @@ from pipeline.coordination.snapshot import Snapshot
 from pipeline.profiling.diagnosis import Diagnosis
 from pipeline.profiling.fit import Fit
 from pipeline.profiling.measure import Profile
-from pipeline.runtime.evaluation import (
-    Evaluation,
-)
+from pipeline.runtime.evaluation import Evaluation
 
 
 @dataclass(slots=True)
@@ -19,6 +17,9 @@ class Outcomes:
 
     steps: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    earlier_steps: int = 0
+    """Steps, and evaluations, from before the run was resumed: they have been shown already."""
+    earlier_evaluations: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by activity."""
     snapshot: Snapshot | None = None
