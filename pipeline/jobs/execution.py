@@ -123,6 +123,8 @@ async def _execute(
             )
             outcomes = await _run_driver(driver, reporter.attend(driver, cluster), signals)
             ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
+            if outcomes.diagnosis is not None:
+                reporter.say(outcomes.diagnosis.line)
     except Exception as error:
         ended = "failed", str(error)
         raise

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 REPLACEMENTS = 3
 """How often one instance or reward worker is replaced before the run stops: more losses are no accident."""
+NAMED = 4
+"""Most actors that are named in a line on the start."""
 PROBE_PROMPTS, PROBE_TOKENS = 8, 64
 """Held-out prompts that the probe is made of, and its tokens at most: one small prefill after each pull."""
 SLOW_PULL_S = 5.0
@@ -153,6 +155,20 @@ class Actors:
         self.publish(initial)
         if version:
             await _all(*(self.pull(instance, version) for instance in self.instances.values()))
+
+    @property
+    def starting(self) -> str:
+        """How far `place_all` is, for people: which actors it waits for."""
+        names = ["server", "trainer", *(f"reward-{i}" for i in range(self._config.reward.workers))]
+        names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
+        missing = [name for name in names if name not in self._workers.placed]
+        if not missing:
+            return f"all {len(names)} ready, publishing the first weights"
+        loads = not self._config.emulated and any(n == "trainer" or n.startswith("rollout-") for n in missing)
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        return f"{len(names) - len(missing)} of {len(names)} ready, waiting for {', '.join(missing[:NAMED])}{more}" + (
+            f" (loading {self._config.model.path})" if loads else ""
+        )
 
     async def place_reward(self, name: str) -> None:
         """Place a reward worker and have it load its reward function. Raises ConfigError if that cannot be done."""

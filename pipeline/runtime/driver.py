@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 """Seconds between two ticks of the coordinator."""
+STARTING_S = 2.0
+"""Seconds between two lines on how far the start is."""
 SCORE_BATCH = 32
 """Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
 
@@ -94,7 +96,7 @@ class Driver:
         self._run_dir = run_dir
         self._progress = progress
         self._resumption = resumption
-        self._measurements = Measurements(0.0 if resumption is None else resumption.elapsed_s)
+        self._measurements = Measurements(config, 0.0 if resumption is None else resumption.elapsed_s)
         self._coordinator: Coordinator = deciding.make_coordinator(config)
         self._journal = Journal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
@@ -117,7 +119,11 @@ class Driver:
         for line in self._changed:
             self._note(line)
         self._say("starting actors")
-        await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
+        starting = asyncio.ensure_future(self._tell_starting())
+        try:
+            await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
+        finally:
+            starting.cancel()
         resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
         if resumed is None or resumed.step == 0:
@@ -147,6 +153,15 @@ class Driver:
         self._log_resume_points()
         return self.outcomes
 
+    async def _tell_starting(self) -> None:
+        """Say how far the start is, whenever that has changed."""
+        said = ""
+        while True:
+            await asyncio.sleep(STARTING_S)
+            if (now := self._actors.starting) != said:
+                said = now
+                self._say(f"starting actors: {now}")
+
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
         """The coordinator's latest decisions: (when, trajectory, what, cause), newest first."""
         return self._coordinator.latest(count)
@@ -161,6 +176,8 @@ class Driver:
             return None
         self.outcomes.steps += self._resumption.steps
         self.outcomes.evaluations += read_evaluations(self._run_dir)
+        self.outcomes.earlier_steps = len(self.outcomes.steps)
+        self.outcomes.earlier_evaluations = len(self.outcomes.evaluations)
         state: LedgerState = await self._actors.ask("server", "resume", deadline="start_s")
         return RunResumed(step=state.next_step, num_ended=tuple(state.num_ended.items()))
 
@@ -225,6 +242,9 @@ class Driver:
         with self._measurements.deciding():
             commands = self._coordinator.handle(event, now * self._config.time_scale)
         self._journal.append(now * self._config.time_scale, event, commands)
+        self._measurements.decided(now, event, commands)
+        if isinstance(event, VersionPublished) and (limit := self._measurements.limit) is not None:
+            self.outcomes.limits[event.version - 1] = limit.short
         for command in commands:
             kind = type(command).__name__
             self.outcomes.commands[kind] = self.outcomes.commands.get(kind, 0) + 1
@@ -429,6 +449,8 @@ class Driver:
         self.outcomes.cost_ratio = self._cost_watch.ratio
         self.outcomes.cost_drifted = self._cost_watch.drifted
         self.outcomes.cost_refit = self._cost_watch.refit()
+        self.outcomes.diagnosis = self._measurements.diagnosis
+        self.outcomes.profile = self._measurements.profile(str(self._run_dir))
         self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
 
     def _say(self, what: str) -> None:

@@ -654,3 +654,12 @@ def test_whatever_goes_wrong_at_once_the_run_ends_well_or_with_one_story(
         assert isinstance(run.error, ActorLost)
         assert "\n" not in str(run.error)
         run.check_kept()
+
+
+def test_the_start_says_what_it_waits_for(body: Body) -> None:
+    late = Fault(actor="rollout-1", method="__init__", late_s=9.0)
+    run = body.run("rollout.instances=2", faults=(late,))
+    run.check()
+    said = [what for _, _, _, what in run.said if what.startswith("starting actors")]
+    stages = ("", ": 4 of 5 ready, waiting for rollout-1", ": all 5 ready, publishing the first weights")
+    assert said == [f"starting actors{stage}" for stage in stages]
