@@ -94,11 +94,11 @@ async def start(num_workers: int, threads: int, modules: Sequence[str], *, dashb
             dashboard_address="127.0.0.1:8787" if dashboard else None,
             asynchronous=True,
         )
-    try:
-        local = await starting
-    except BaseException:
-        await starting.close()
-        raise
+        try:
+            local = await starting
+        except BaseException:
+            await starting.close()
+            raise
     if not dashboard:
         _serve_nothing(local)
     return local
