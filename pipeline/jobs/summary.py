@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import RunConfig
+from pipeline.jobs.starts import read, whole
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.outcomes import Outcomes
 from stores.files import replace_file, replace_text
@@ -27,7 +28,8 @@ LENGTHS = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
 
 def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, object]:
     """Write both files into the run folder; returns the summary."""
-    summary = summarize(config, outcomes, run_dir)
+    summary = summarize(config, whole(outcomes, run_dir), run_dir)
+    summary["starts"] = [{"version": one.version, "end": one.end} for one in read(run_dir)]
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if outcomes.steps:
         replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), REMEDY)
