@@ -48,7 +48,8 @@ async def resolve(host: str, within_s: float = RESOLVE_S) -> str:
 
     threading.Thread(target=work, daemon=True, name="resolve").start()
     try:
-        return await asyncio.wait_for(resolved, within_s)
+        async with asyncio.timeout(within_s):
+            return await resolved
     except TimeoutError:
         return f"the host name {host} is not resolved within {within_s:g} s"
 
@@ -123,7 +124,8 @@ async def _connected(
     host: str, port: int, **options: Any
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection's reader and writer. Raises OSError, TimeoutError."""
-    reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port, **options), ANSWER_S)
+    async with asyncio.timeout(ANSWER_S):
+        reader, writer = await asyncio.open_connection(host, port, **options)
     try:
         yield reader, writer
     finally:
@@ -133,7 +135,8 @@ async def _connected(
 async def _read(reader: asyncio.StreamReader, within_s: float) -> bytes | None:
     """What a server says next; None if it says nothing in that time, empty if it hangs up."""
     try:
-        return await asyncio.wait_for(reader.read(4096), within_s)
+        async with asyncio.timeout(within_s):
+            return await reader.read(4096)
     except TimeoutError:
         return None
     except OSError:
