@@ -121,7 +121,7 @@ def local_pool(count: int) -> Iterator[Pool]:
     import dask
     from distributed import Client, LocalCluster
 
-    from pipeline.runtime.local_cluster import worker_environment
+    from pipeline.runtime.local_cluster import log_level, worker_environment
 
     environment = {"distributed.nanny.pre-spawn-environ": worker_environment(1)}
     with warnings.catch_warnings():
@@ -129,7 +129,11 @@ def local_pool(count: int) -> Iterator[Pool]:
         with (
             dask.config.set(environment),
             LocalCluster(
-                n_workers=count, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0"
+                n_workers=count,
+                threads_per_worker=1,
+                memory_limit=0,
+                dashboard_address="127.0.0.1:0",
+                silence_logs=log_level(),
             ) as cluster,
             Client(cluster) as client,
         ):
