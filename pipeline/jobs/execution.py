@@ -13,13 +13,17 @@ from pipeline.config import user_files
 from pipeline.config.model_facts import ModelFacts, inspect_model
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.snapshot import Snapshot
+from pipeline.jobs.starts import Starts
 from pipeline.jobs.stopping import Signals
 from pipeline.runtime import fingerprints
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.driver import Driver
+from pipeline.runtime.evaluation import read_evaluations
 from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.run_folder import claimed, prepare_run_dir
+from pipeline.scheduler import board
+from pipeline.scheduler.connection import PATIENT_S
 from stores.errors import ConfigError
 
 
@@ -80,8 +84,6 @@ async def _execute(
     from pipeline.jobs.tracking import Tracking
     from pipeline.runtime import resumption as resumptions
     from pipeline.runtime.workers import connect
-    from pipeline.scheduler import board
-    from pipeline.scheduler.connection import PATIENT_S
 
     run_dir = config.run_dir
     config, found, changed = _folder_ready(config, resume=resume)
@@ -95,6 +97,7 @@ async def _execute(
 
     def show(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
         tracking.steps(outcomes.steps)
+        starts.note(outcomes)
         reporter.progress(snapshot, outcomes, doing)
         progress(snapshot, outcomes, doing)
 
@@ -114,6 +117,11 @@ async def _execute(
             resumption = resumptions.prepare(config) if resume else None
             if resumption is not None:
                 say(f"resuming from version {resumption.version}")
+            starts = (
+                Starts(run_dir, 0, 0.0)
+                if resumption is None
+                else Starts(run_dir, resumption.version, resumption.elapsed_s)
+            )
             tracking = stack.enter_context(
                 contextlib.closing(Tracking(config, run_dir, 0 if resumption is None else len(resumption.steps)))
             )
@@ -121,7 +129,11 @@ async def _execute(
             driver = Driver(
                 config, actors, run_dir, show, resumption, announce=say, fingerprints=found, changed=changed
             )
-            outcomes = await _run_driver(driver, reporter.attend(driver, cluster), signals)
+            with starts.ending(driver.outcomes):
+                outcomes = await _run_driver(driver, reporter.attend(driver, cluster), signals)
+            if resumption is not None and not outcomes.steps:  # stopped before the run was taken up again
+                outcomes.steps += resumption.steps
+                outcomes.evaluations += read_evaluations(run_dir)
             ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
             if outcomes.diagnosis is not None:
                 reporter.say(outcomes.diagnosis.line)

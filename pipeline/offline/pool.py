@@ -128,7 +128,11 @@ def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
         with (
             dask.config.set(local_cluster.forked(1, local_cluster.MODELS if model else ())),
             LocalCluster(
-                n_workers=count, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0"
+                n_workers=count,
+                threads_per_worker=1,
+                memory_limit=0,
+                dashboard_address="127.0.0.1:0",
+                silence_logs=local_cluster.log_level(),
             ) as cluster,
             Client(cluster) as client,
         ):

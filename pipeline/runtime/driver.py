@@ -107,7 +107,7 @@ class Driver:
         self._stepping = False
         self._task: asyncio.Task[Any] | None = None
         self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
-        self._drift_said = False
+        self._drift_said = self._reward_failure_said = False
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = Outcomes(losses=actors.losses, alarms=actors.alarms)  # their lists: shown while the run lasts
 
@@ -357,8 +357,12 @@ class Driver:
                     self._scores.put_nowait(trajectory)
                 continue
             for trajectory, reward, error in scored:
-                if error:
-                    logger.warning("trajectory %d: reward failed: %s", trajectory, error)
+                if error:  # the first in full: they are many and alike, and each is stored with its trajectory
+                    level = logging.DEBUG if self._reward_failure_said else logging.WARNING
+                    logger.log(
+                        level, "trajectory %d: reward failed: %s; further ones: steps count them", trajectory, error
+                    )
+                    self._reward_failure_said = True
                 self._inbox.put_nowait(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))
 
     async def _tick(self) -> None:

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -92,6 +93,7 @@ async def start(num_workers: int, threads: int, modules: Sequence[str], *, dashb
             processes=True,
             memory_limit=0,
             dashboard_address="127.0.0.1:8787" if dashboard else None,
+            silence_logs=log_level(),
             asynchronous=True,
         )
         try:
@@ -102,6 +104,13 @@ async def start(num_workers: int, threads: int, modules: Sequence[str], *, dashb
     if not dashboard:
         _serve_nothing(local)
     return local
+
+
+def log_level() -> int:
+    """The level from which on Dask's messages are shown, here and in worker processes: the configured one, but warnings
+    at least. LocalCluster would set it to warnings for nannies in their processes, and clients have one of their own.
+    """
+    return max(logging.WARNING, logging.getLogger("distributed").getEffectiveLevel())
 
 
 def _serve_nothing(local: Any) -> None:

@@ -15,7 +15,7 @@ from distributed import Client, Security
 from distributed.comm.addressing import normalize_address, parse_address, parse_host_port
 
 from pipeline.scheduler.plugin import ensure
-from pipeline.scheduler.probe import PORT, mistake_at, resolve
+from pipeline.scheduler.probe import PORT, Found, look_at, resolve
 from stores.errors import ConfigError
 
 UNREACHABLE = (OSError, TimeoutError, ValueError, RuntimeError, MemoryError)
@@ -68,15 +68,12 @@ class Where:
         address = self._address()
         options = {"direct_to_workers": direct_to_workers, "set_as_default": as_default, "security": self.security}
         try:
-            async with asyncio.timeout(within_s):
-                return await _connect(address, within_s, options)
+            return await _connect(address, within_s, options)
         except ConfigError:
             raise
         except UNREACHABLE as error:
-            reason = str(error).splitlines()[0] if str(error) else ""
-            if isinstance(error, TimeoutError) and not reason:
-                reason = f"what listens there does not answer within {within_s:g} s; it may be busy, or no scheduler"
-            raise ConfigError(f"no scheduler at {address}: {reason or type(error).__name__}") from error
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(f"no scheduler at {address}: {reason}") from error
 
     @contextlib.asynccontextmanager
     async def connected(self, within_s: float = CONNECT_S) -> AsyncIterator[Any]:
@@ -129,24 +126,29 @@ class Where:
 
 
 async def _connect(address: str, within_s: float, options: dict[str, Any]) -> Any:
-    """A client of the scheduler at an address. Looks what else may be there if none answers soon. Raises ConfigError,
-    and what Dask raises."""
+    """A client of the scheduler at an address. If none answers soon, looks what is there: a scheduler may be busy, and
+    is given `PATIENT_S`. Raises ConfigError, and what Dask raises."""
     scheme, _ = parse_address(address)
     host, port = parse_host_port(address) if scheme in NETWORK else ("", 0)
+    until = asyncio.get_running_loop().time() + within_s
     if host and (why := await resolve(host)):
         raise ConfigError(f"no scheduler at {address}: {why}")
-    client = Client(address, asynchronous=True, timeout=within_s, **options)
+    client = Client(address, asynchronous=True, timeout=within_s + PATIENT_S, **options)
     starting = asyncio.ensure_future(_started(client, address))
+    found = Found()
     try:
         await asyncio.wait({starting}, timeout=SUSPECT_S)
         if host and (not starting.done() or starting.exception() is not None):
-            mistake = await mistake_at(host, port, tls=scheme == "tls")
-            if mistake:
-                raise ConfigError(f"no scheduler at {address}: {mistake}")
-        return await starting
-    except BaseException:
+            found = await look_at(host, port, tls=scheme == "tls")
+            if found.mistake:
+                raise ConfigError(f"no scheduler at {address}: {found.mistake}")
+        async with asyncio.timeout_at(until + (PATIENT_S if found.dask else 0.0)):
+            return await starting
+    except BaseException as error:
         starting.cancel()
         await asyncio.wait({starting, asyncio.ensure_future(client.close())}, timeout=CLOSE_S)
+        if isinstance(error, TimeoutError):
+            raise ConfigError(f"no scheduler at {address}: {found.why} (waited {within_s:g} s)") from error
         raise
 
 

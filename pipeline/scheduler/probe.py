@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
+import struct
+import sys
 import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
+
+from distributed.protocol.core import dumps
+from distributed.protocol.utils import pack_frames_prelude
 
 PORT = 8786
 """The port of a Dask scheduler, unless it is told another."""
@@ -46,33 +54,48 @@ async def resolve(host: str, within_s: float = RESOLVE_S) -> str:
         return f"the host name {host} is not resolved within {within_s:g} s"
 
 
-async def mistake_at(host: str, port: int, *, tls: bool) -> str:
-    """Why what listens at a port is no scheduler that can be used so; empty if it may be one. tls: whether it was to be
-    used with TLS. Takes three seconds at most; sends nothing to a scheduler that works."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What listens at a port. mistake: why it is no scheduler that can be used so; empty if it may be one. why: what to
+    say of it if it does not answer in time. dask: whether it has greeted as Dask does."""
+
+    mistake: str = ""
+    why: str = "what listens there does not answer; it may be busy, or no scheduler"
+    dask: bool = False
+
+
+async def look_at(host: str, port: int, *, tls: bool) -> Found:
+    """What listens at a port, after three seconds at most. tls: whether it is to be used with TLS. All that is sent to
+    a scheduler is a greeting, for it may only be busy."""
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    greeting, answer = await _greeted(host, port)
+    try:
+        greeting, answer = await _greeted(host, port)
+    except (OSError, TimeoutError) as error:
+        return Found(why=f"it cannot be reached: {os.strerror(error.errno) if error.errno else 'no answer'}")
     if b"pickle-protocol" in greeting:
-        return f"it does not use TLS; use tcp://{where}" if tls else ""
+        if tls:
+            return Found(mistake=f"it does not use TLS; use tcp://{where}")
+        return Found(dask=True, why="it is there, but too busy to answer")
     if greeting:
-        return f"another server answers there: {greeting[:40]!r}"
-    if answer.startswith(b"HTTP/"):
+        return Found(mistake=f"another server answers there: {greeting[:40]!r}")
+    if answer is None:
+        return Found()
+    if answer.startswith(b"HTTP/") or b"<html" in answer[:200].lower():
         usually = "" if port == PORT else f"; the scheduler's port is usually {PORT}"
-        return f"an HTTP server answers there, such as Dask's dashboard{usually}"
+        return Found(mistake=f"an HTTP server answers there, such as Dask's dashboard{usually}")
     if not tls and await _speaks_tls(host, port):
-        return f"it requires TLS; use tls://{where} with --tls-ca-file, --tls-cert and --tls-key"
-    return ""
+        return Found(mistake=f"it requires TLS; use tls://{where} with --tls-ca-file, --tls-cert and --tls-key")
+    return Found()
 
 
-async def _greeted(host: str, port: int) -> tuple[bytes, bytes]:
-    """What a server says by itself, and, if it says nothing, how it answers an HTTP request."""
-    async with _connected(host, port) as streams:
-        if streams is None:
-            return b"", b""
-        reader, writer = streams
+async def _greeted(host: str, port: int) -> tuple[bytes, bytes | None]:
+    """What a server says by itself and, if it says nothing, how it answers to Dask's greeting, in which an HTTP server
+    finds the end of a request: None if it does not answer, empty if it hangs up. Raises OSError, TimeoutError."""
+    async with _connected(host, port) as (reader, writer):
         greeting = await _read(reader, SPEAKS_FIRST_S)
         if greeting:
             return greeting, b""
-        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+        writer.write(_greeting())
         return b"", await _read(reader, ANSWER_S)
 
 
@@ -81,32 +104,40 @@ async def _speaks_tls(host: str, port: int) -> bool:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:
-        async with _connected(host, port, ssl=context) as streams:
-            return streams is not None
+        async with _connected(host, port, ssl=context):
+            return True
     except ssl.SSLError as error:
         return "ALERT" in str(error.reason)  # it refuses the handshake, for want of a certificate
+    except (OSError, TimeoutError):
+        return False
+
+
+def _greeting() -> bytes:
+    """The bytes with which a client of Dask's begins, with one entry more."""
+    frames = dumps({"compression": None, "python": sys.version_info[:3], "pickle-protocol": 4, "end": "\r\n\r\n"})
+    head = pack_frames_prelude(frames)
+    return b"".join((struct.pack("Q", len(head)), head, *frames))
 
 
 @contextlib.asynccontextmanager
-async def _connected(host: str, port: int, **options: Any) -> Any:
-    """A connection's reader and writer; None if there is none within `ANSWER_S`. Raises ssl.SSLError."""
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            reader, writer = await asyncio.open_connection(host, port, **options)
-    except ssl.SSLError:
-        raise
-    except (OSError, TimeoutError):
-        yield None
-        return
+async def _connected(
+    host: str, port: int, **options: Any
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection's reader and writer. Raises OSError, TimeoutError."""
+    async with asyncio.timeout(ANSWER_S):
+        reader, writer = await asyncio.open_connection(host, port, **options)
     try:
         yield reader, writer
     finally:
         writer.transport.abort()
 
 
-async def _read(reader: asyncio.StreamReader, within_s: float) -> bytes:
+async def _read(reader: asyncio.StreamReader, within_s: float) -> bytes | None:
+    """What a server says next; None if it says nothing in that time, empty if it hangs up."""
     try:
         async with asyncio.timeout(within_s):
             return await reader.read(4096)
-    except (OSError, TimeoutError):
+    except TimeoutError:
+        return None
+    except OSError:
         return b""

@@ -156,6 +156,9 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     job_end = cluster.until(id, "done")
     assert job_end["why"] == ""
     store = check(far, 20)
+    summary = json.loads((far / "summary.json").read_text())
+    assert [one["end"] for one in summary["starts"]] == ["", "done"]
+    assert summary["commands"]["Train"] >= 20, "those before the driver's death, too"
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 20 * 16
     exported = command(*export)  # there is room now
     assert exported.returncode == 0, exported.stderr

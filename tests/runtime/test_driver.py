@@ -284,10 +284,14 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(body: Body) ->
     run.check_kept()
 
 
-def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body) -> None:
+def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body, caplog: pytest.LogCaptureFixture) -> None:
+    """The first failure is told in full, the others are counted: they are many, and alike."""
     world = World(reward_error=lambda text: "a third" if len(text) % 3 == 0 else "")
     run = body.run("steps=4", "reward.max_error_share=1", world=world)
     run.check()
+    told = [r.getMessage() for r in caplog.records if "reward failed" in r.getMessage() and r.levelname == "WARNING"]
+    assert len(told) == 1
+    assert told[0].endswith("reward failed: a third; further ones: steps count them")
     rows = list(run.store.ended())
     failed = [r for r in rows if r.trajectory.error]
     assert 0 < len(failed) < len(rows)

@@ -20,17 +20,17 @@ import dask
 import pytest
 from distributed import Scheduler, Security, Worker
 
-from pipeline.scheduler import probe
+from pipeline.scheduler import connection, probe
 from pipeline.scheduler.connection import CONNECT_S, Where
 from stores.errors import ConfigError
 
 
-def refused(where: Where) -> str:
+def refused(where: Where, within_s: float = CONNECT_S) -> str:
     """The message for a cluster that is named wrongly; it has one line and comes in time."""
     begin = time.monotonic()
 
     async def connect() -> None:
-        async with where.connected():
+        async with where.connected(within_s):
             pytest.fail("it connected")
 
     with warnings.catch_warnings():
@@ -102,8 +102,8 @@ def test_the_dashboards_port_is_known_for_what_it_is() -> None:
 def test_what_accepts_and_says_nothing_is_given_up() -> None:
     with listener(lambda connected: None) as port:
         assert refused(Where(address=f"tcp://127.0.0.1:{port}")) == (
-            f"no scheduler at tcp://127.0.0.1:{port}: what listens there does not answer within 7 s; it may be busy, "
-            "or no scheduler"
+            f"no scheduler at tcp://127.0.0.1:{port}: what listens there does not answer; it may be busy, or no "
+            "scheduler (waited 7 s)"
         )
 
 
@@ -121,7 +121,9 @@ def test_what_closes_each_connection_is_no_scheduler() -> None:
 def test_nothing_listens_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert f"no scheduler at tcp://127.0.0.1:{port}: " in refused(Where(address=f"127.0.0.1:{port}"))
+    assert refused(Where(address=f"127.0.0.1:{port}"), 2.0) == (
+        f"no scheduler at tcp://127.0.0.1:{port}: it cannot be reached: Connection refused (waited 2 s)"
+    )
 
 
 def test_a_host_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +207,9 @@ def test_a_scheduler_with_tls_and_one_without_are_told_apart() -> None:
     assert on_a_scheduler(None, with_tls).endswith(f": it does not use TLS; use {address}")
 
 
-def answers(where: Where) -> str:
+def answers(where: Where, within_s: float = CONNECT_S) -> str:
     async def connect() -> str:
-        async with where.connected() as client:
+        async with where.connected(within_s) as client:
             return str(client.status)
 
     return asyncio.run(connect())
@@ -231,13 +233,25 @@ def test_a_workers_address_is_no_schedulers() -> None:
     assert "no scheduler at" in asyncio.run(work())
 
 
-def test_a_request_sent_to_a_busy_scheduler_does_it_no_harm() -> None:
-    """The probe takes one that does not greet for something else, and asks it for a page."""
+def test_a_busy_scheduler_is_waited_for_and_looked_at_without_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "SUSPECT_S", 0.3)
 
-    def look(its: str) -> str:
-        with socket.create_connection(("127.0.0.1", int(its.rpartition(":")[2]))) as connected:
-            connected.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            time.sleep(0.5)
-        return answers(Where(address=its))
+    async def work() -> str:
+        async with Scheduler(host="127.0.0.1", port=0, dashboard_address=":0") as scheduler:
+            identity, begin = scheduler.handlers["identity"], time.monotonic()
 
-    assert on_a_scheduler(None, look) == "running"
+            async def busy(**arguments: Any) -> Any:
+                await asyncio.sleep(max(0.0, begin + 4.0 - time.monotonic()))
+                return identity(**arguments)
+
+            scheduler.handlers["identity"] = busy
+            greeting = probe._greeting()
+            connected = await asyncio.open_connection("127.0.0.1", int(scheduler.address.rpartition(":")[2]))
+            connected[1].write(greeting)  # as if it had not greeted in time
+            state = await asyncio.to_thread(answers, Where(address=scheduler.address), 1.0)
+            connected[1].close()
+            return state
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert asyncio.run(work()) == "running"
