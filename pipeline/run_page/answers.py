@@ -89,6 +89,7 @@ class Answers:
             "page": found.page,
             "pages": found.pages,
             "total": found.total,
+            "note": self._reader.texts_note,
             "groups": self._groups(stored, found.at, where),
         }
 
@@ -97,7 +98,7 @@ class Answers:
         stored = self._need(branch)
         if not (stored.columns["group"] == group).any():
             raise ConfigError(f"no stored group {group}")
-        return {"groups": self._groups(stored, np.asarray([group]), "")}
+        return {"note": self._reader.texts_note, "groups": self._groups(stored, np.asarray([group]), "")}
 
     def _groups(self, stored: Stored, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
         matching = listing.selected(stored.columns, where)
@@ -180,10 +181,11 @@ class Answers:
         columns = stored.columns
         siblings = listing.members(columns, columns["group"][[at]])[int(columns["group"][at])]
         around = {
+            "note": self._reader.texts_note,
             "siblings": [
                 {"trajectory": int(columns["trajectory"][i]), "reward": _plain(float(columns["reward"][i]))}
                 for i in siblings.tolist()
-            ]
+            ],
         }
         if isinstance(row, Damaged):
             return {"trajectory": id, "damaged": row.what, **around}

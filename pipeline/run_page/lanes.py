@@ -312,7 +312,7 @@ class JournalIndex:
                     "running": np.round(lane.running.means(edges), 3).tolist(),
                     "pulling": np.round(lane.pulling.means(edges), 3).tolist(),
                 }
-                for lane in self.lanes.values()
+                for _, lane in sorted(self.lanes.items(), key=lambda item: (len(item[0]), item[0]))
             ],
             "training": np.round(self.training.means(edges), 3).tolist(),
             "step": self.step.at(middles, -1).tolist(),
