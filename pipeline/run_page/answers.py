@@ -93,6 +93,20 @@ class Answers:
             "groups": self._groups(stored, found.at, where),
         }
 
+    def batch(self, branch: str, step: int) -> dict[str, Any]:
+        """A step's whole batch, a value a trajectory: reward, length, staleness, and its life by the journal."""
+        columns = self._need(branch).columns
+        at = listing.batch_of_step(columns, step)
+        names = ("trajectory", "reward", "response_tokens", "staleness", "finish")
+        ids = columns["trajectory"][at].tolist()
+        with self._reader.journal() as journal:
+            lives, read_share = journal.lives(ids), journal.read_share
+        return {
+            "read_share": read_share,
+            "lives": [[[round(a, 4), round(b, 4), phase, v] for a, b, phase, v in life] for life in lives],
+            **{name: [_plain(value) for value in columns[name][at].tolist()] for name in names},
+        }
+
     def group(self, branch: str, group: int) -> dict[str, Any]:
         """One group."""
         stored = self._need(branch)

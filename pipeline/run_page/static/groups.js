@@ -1,6 +1,7 @@
 // A training step's groups, or one group: the siblings' responses side by side.
 
 import { ask, changed, to, value } from "./address.js";
+import { batchCards } from "./batch.js";
 import { h, many, seconds, short } from "./dom.js";
 import { choice, failure, filter, labels, note, pager, rewardOf, strip, text, trajectoryLink } from "./parts.js";
 
@@ -31,7 +32,7 @@ export async function stepView(run, step) {
     h("div", {}, h("dt", {}, name.replaceAll("_", " ").replace(/ s$/, "")), h("dd", {}, name.endsWith("_s") ? seconds(found.metrics[name]) : short(found.metrics[name])))));
   return {
     title: `Step ${step}`,
-    nodes: [heading(found.num_steps), figures, tools, pager(found, found.total === 1 ? "group" : "groups"), note(found), ...found.groups.map((group) => groupCard(group, run)),
+    nodes: [heading(found.num_steps), figures, batchCards(step), tools, pager(found, found.total === 1 ? "group" : "groups"), note(found), ...found.groups.map((group) => groupCard(group, run)),
       found.pages > 1 ? pager(found, "groups") : null].filter(Boolean),
     // The next step's link appears when that is stored.
     follow: (now) => {
