@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import webbrowser
 from pathlib import Path
 
@@ -25,7 +27,8 @@ LOCAL = "127.0.0.1"
 )
 @click.option("--host", default=LOCAL, show_default=True, help="Name or address of this machine to listen on.")
 @click.option("--no-browser", is_flag=True, help="Print the address only.")
-def command(run: str, port: int | None, host: str, no_browser: bool) -> None:
+@click.option("--until-eof", is_flag=True, hidden=True)
+def command(run: str, port: int | None, host: str, no_browser: bool, until_eof: bool) -> None:
     """Show a run, live or finished, on a page in the browser: steps, groups, trajectories, instances over time,
     branches. Ends with Ctrl-C."""
     quiet_libraries()
@@ -46,10 +49,17 @@ def command(run: str, port: int | None, host: str, no_browser: bool) -> None:
         if not no_browser and _has_display():
             webbrowser.open(address)
 
+    if until_eof:  # for a program that starts it, and with which it is to end
+        threading.Thread(target=_end_with_input, daemon=True).start()
     try:
         make_server(Answers(reader), host, started).run(sockets=[listening])
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _has_display() -> bool:

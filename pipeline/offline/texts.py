@@ -18,8 +18,11 @@ def texts_of(config: RunConfig) -> Texts:
 def shown_texts(config: RunConfig) -> Texts:
     """As `texts_of`, for people to read: by the tokenizer's file where that is enough, and the ids as text if the
     tokenizer is gone."""
-    if not config.emulated and (texts := file_texts(Path(config.model.path))) is not None:
+    folder = Path(config.model.path)
+    if not config.emulated and (texts := file_texts(folder)) is not None:
         return texts
+    if folder.is_absolute() and not folder.exists():  # told without loading transformers, which takes seconds
+        return NumberTexts()
     try:
         return texts_of(config)
     except ConfigError:

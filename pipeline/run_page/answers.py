@@ -89,7 +89,22 @@ class Answers:
             "page": found.page,
             "pages": found.pages,
             "total": found.total,
+            "note": self._reader.texts_note,
             "groups": self._groups(stored, found.at, where),
+        }
+
+    def batch(self, branch: str, step: int) -> dict[str, Any]:
+        """A step's whole batch, a value a trajectory: reward, length, staleness, and its life by the journal."""
+        columns = self._need(branch).columns
+        at = listing.batch_of_step(columns, step)
+        names = ("trajectory", "reward", "response_tokens", "staleness", "finish")
+        ids = columns["trajectory"][at].tolist()
+        with self._reader.journal() as journal:
+            lives, read_share = journal.lives(ids), journal.read_share
+        return {
+            "read_share": read_share,
+            "lives": [[[round(a, 4), round(b, 4), phase, v] for a, b, phase, v in life] for life in lives],
+            **{name: [_plain(value) for value in columns[name][at].tolist()] for name in names},
         }
 
     def group(self, branch: str, group: int) -> dict[str, Any]:
@@ -97,7 +112,7 @@ class Answers:
         stored = self._need(branch)
         if not (stored.columns["group"] == group).any():
             raise ConfigError(f"no stored group {group}")
-        return {"groups": self._groups(stored, np.asarray([group]), "")}
+        return {"note": self._reader.texts_note, "groups": self._groups(stored, np.asarray([group]), "")}
 
     def _groups(self, stored: Stored, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
         matching = listing.selected(stored.columns, where)
@@ -180,10 +195,11 @@ class Answers:
         columns = stored.columns
         siblings = listing.members(columns, columns["group"][[at]])[int(columns["group"][at])]
         around = {
+            "note": self._reader.texts_note,
             "siblings": [
                 {"trajectory": int(columns["trajectory"][i]), "reward": _plain(float(columns["reward"][i]))}
                 for i in siblings.tolist()
-            ]
+            ],
         }
         if isinstance(row, Damaged):
             return {"trajectory": id, "damaged": row.what, **around}

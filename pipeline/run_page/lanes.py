@@ -7,9 +7,11 @@ a resumed run has a clock of its own; here the next start begins where the one b
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -291,6 +293,30 @@ class JournalIndex:
             marks.append({"at_s": self._times[i], "what": what, "phase": phase, "instance": where})
         return marks
 
+    def lives(self, trajectories: Sequence[int]) -> list[list[tuple[float, float, str, int]]]:
+        """The phases of each of these trajectories: (begin, end in seconds, phase, version that samples; -1 in other
+        phases). A phase of sampling is divided where the instance changed its version."""
+        ids = np.frombuffer(self._ids, np.int64) if self._ids else np.zeros(0, np.int64)
+        (at,) = np.nonzero(np.isin(ids, np.asarray(trajectories, np.int64)))
+        marks: dict[int, list[int]] = {id: [] for id in trajectories}
+        for i in at.tolist():
+            marks[self._ids[i]].append(i)
+        return [self._phases(marks[id]) for id in trajectories]
+
+    def _phases(self, marks: Sequence[int]) -> list[tuple[float, float, str, int]]:
+        phases = []
+        for i, after in itertools.pairwise(marks):
+            begin, end, phase = self._times[i], self._times[after], STORIES[self._kinds[i]][1]
+            if phase != "sampling":
+                phases.append((begin, end, phase, -1))
+                continue
+            version = self.lanes[self._names[self._lane[i]]].version
+            first, last = bisect_right(version.times, begin), bisect_left(version.times, end)
+            edges = [begin, *version.times[first:last], end]
+            served = [version.values[max(0, k - 1)] for k in range(first, last + 1)]
+            phases += [(a, b, phase, v) for (a, b), v in zip(itertools.pairwise(edges), served, strict=True)]
+        return phases
+
     def window(self, begin_s: float, end_s: float, bins: int) -> dict[str, Any]:
         """Everything between two moments, in `bins` columns of equal width, at most MOST_BINS: a page's worth of
         numbers however long the run. version: at a column's middle, -1 while an instance is gone."""
@@ -312,7 +338,7 @@ class JournalIndex:
                     "running": np.round(lane.running.means(edges), 3).tolist(),
                     "pulling": np.round(lane.pulling.means(edges), 3).tolist(),
                 }
-                for lane in self.lanes.values()
+                for _, lane in sorted(self.lanes.items(), key=lambda item: (len(item[0]), item[0]))
             ],
             "training": np.round(self.training.means(edges), 3).tolist(),
             "step": self.step.at(middles, -1).tolist(),

@@ -91,12 +91,18 @@ def scored(columns: Columns) -> npt.NDArray[np.bool_]:
     return np.asarray((columns["rewarded_s"] > 0) | (columns["staleness"] >= 0))
 
 
+def batch_of_step(columns: Columns, step: int) -> Positions:
+    """Positions of the trajectories that a step trained on, in its order."""
+    (at,) = np.nonzero((columns["step"] == step) & (columns["fate"] == Fate.CONSUMED.value))
+    return at
+
+
 def groups_of_step(columns: Columns, step: int, where: str, order: str, page: int) -> Page:
     """A page of the groups that a step trained on; `at` holds group ids. where: groups in which it selects a member.
     Raises ConfigError."""
     if order not in GROUP_ORDERS:
         raise ConfigError(f"groups cannot be ordered by {order!r}; there are {', '.join(GROUP_ORDERS)}")
-    (at,) = np.nonzero((columns["step"] == step) & (columns["fate"] == Fate.CONSUMED.value))
+    at = batch_of_step(columns, step)
     ids, first, member = np.unique(columns["group"][at], return_index=True, return_inverse=True)
     count = np.bincount(member, minlength=len(ids))
     rewards = columns["reward"][at].astype(np.float64)

@@ -27,7 +27,7 @@ from pipeline.runtime.run_folder import LOCK, load_job
 from stores.base import StepRecord
 from stores.errors import ConfigError
 from stores.versioned import MAIN, VersionedStore
-from tasks.texts import Texts
+from tasks.texts import NumberTexts, Texts
 
 KEPT = 2
 """Branches whose columns stay in memory: a comparison reads two; 100,000 trajectories take some 30 MiB each."""
@@ -147,6 +147,15 @@ class RunReader:
     def texts(self) -> Texts:
         """Decodes the run's tokens."""
         return shown_texts(self.config)
+
+    @property
+    def texts_note(self) -> str:
+        """Why token ids are shown instead of text; empty if text is."""
+        if not isinstance(self.texts, NumberTexts):
+            return ""
+        if self.config.emulated:
+            return "the engine was emulated, its tokens have no text: token ids are shown"
+        return f"the tokenizer of model.path = {self.config.model.path!r} cannot be loaded: token ids are shown"
 
     def evaluations(self) -> list[Evaluation]:
         """Rewards on held-out prompts so far. Raises StoreError."""

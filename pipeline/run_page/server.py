@@ -78,6 +78,7 @@ def application(answers: Answers, names: frozenset[str]) -> ASGIApp:
                 _branch(r), _int(r, "step", 0), _text(r, "where"), _text(r, "order", "trained"), _int(r, "page", 1)
             ),
         ),
+        api("batch", lambda r: answers.batch(_branch(r), _int(r, "step", 0))),
         api("group", lambda r: answers.group(_branch(r), _int(r, "group", 0))),
         api(
             "trajectories",

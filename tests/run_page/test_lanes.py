@@ -77,6 +77,17 @@ def test_a_trajectorys_life_is_told_in_order() -> None:
     assert index(*LIFE).story(99) == []
 
 
+def test_lives_are_divided_where_the_version_changed() -> None:
+    assert index(*LIFE).lives([7, 6, 99]) == [
+        [(1.0, 1.0, "waiting", -1), (1.0, 6.0, "sampling", 0), (6.0, 7.0, "scoring", -1), (7.0, 7.0, "ready", -1)],
+        [
+            (1.0, 1.0, "waiting", -1), (1.0, 2.0, "sampling", 0), (2.0, 2.0, "waiting", -1), (2.0, 3.0, "sampling", 0),
+            (3.0, 4.0, "sampling", 1), (4.0, 5.0, "scoring", -1), (5.0, 7.0, "ready", -1),
+        ],
+        [],
+    ]  # fmt: skip
+
+
 def test_a_window_shows_who_ran_what_and_when() -> None:
     window = index(*LIFE).window(0.0, 10.0, 10)
     a, b = window["instances"]

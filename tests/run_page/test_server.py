@@ -90,6 +90,15 @@ def test_a_steps_groups_have_their_members_side_by_side(page: Page) -> None:
     assert group["members"][0]["segments"] == [[0, "rollout-0", 2], [1, "rollout-1", 2]]
 
 
+def test_a_batch_has_a_value_a_trajectory(page: Page) -> None:
+    batch = page.ask("batch", step=1)
+    assert batch == {
+        "read_share": 1.0, "lives": [[], []], "trajectory": [2, 3], "reward": [1.0, 0.5], "response_tokens": [4, 4],
+        "staleness": [1, 1], "finish": ["stop", "stop"],
+    }  # fmt: skip
+    assert page.ask("batch", step=7)["trajectory"] == []
+
+
 def test_a_trajectory_has_its_tokens_and_its_siblings(page: Page) -> None:
     one = page.ask("trajectory", id=2)
     assert one["tokens"]["text"] == ["f", "o", "u", "r"]

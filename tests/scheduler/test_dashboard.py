@@ -8,6 +8,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +21,7 @@ from pipeline.runtime.workers import connect
 from pipeline.scheduler import board
 from pipeline.scheduler.plugin import ensure
 from tests.support.browser import in_browser, opened
+from tests.support.stored_runs import Response, StoredRun
 
 STATUS: dict[str, Any] = {
     "version": 3, "num_queued": 4, "num_running": 6, "num_scoring": 1, "num_started": 96,
@@ -127,6 +129,42 @@ def test_routes_and_metrics_tell_what_runs_have_told() -> None:
         assert await board.ask(client, "lines", id="one", after=0) == (1, ("a line",))
 
     with_two_jobs(look)
+
+
+def test_a_job_leads_to_the_page_of_its_run(tmp_path: Path) -> None:
+    run = StoredRun(tmp_path)
+    run.train([("one plus one", [Response("two", 1.0), Response("three", 0.0)])])
+
+    async def look(client: Any, address: str) -> None:
+        await board.ask(client, "submit", id="here", name="here", run_dir=str(run.run_dir), steps=9)
+        first, second = [json.loads(await get(await landing(f"{address}staleflow/run/here") + "api/run")) for _ in "12"]
+        assert (first["name"], first["num_steps"]) == ("page", 1)
+        assert first == second
+        pages = {c.pid for c in psutil.Process().children() if "view" in c.cmdline()}
+        assert len(pages) == 1, "it is started once"
+        for name, said in (("one", "404"), ("none", "404")):
+            with pytest.raises(urllib.error.HTTPError, match=said):
+                await get(f"{address}staleflow/run/{name}")
+        elsewhere = urllib.request.Request(f"{address}staleflow/run/here", headers={"Host": "scheduler:8787"})
+        with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+            await asyncio.to_thread(urllib.request.urlopen, elsewhere)
+        assert f"staleflow view {run.run_dir}" in refused.value.read().decode()
+        (page,) = pages
+        found.append(psutil.Process(page))
+
+    found: list[psutil.Process] = []
+    with_two_jobs(look)
+    found[0].wait(60)  # it ends with the scheduler
+
+
+async def landing(url: str) -> str:
+    """Where an address leads to."""
+
+    def follow() -> str:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return str(answer.url)
+
+    return await asyncio.to_thread(follow)
 
 
 @in_browser

@@ -103,14 +103,14 @@ class Chart {
 
   axes() {
     const bottom = HEIGHT - BOTTOM;
-    const marks = ticks(this.low, this.high, 4);
+    const marks = ticks(this.low, this.high, 4, this.whole);
     return [
       marks.map((value) => [
         svg("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: this.y(value), y2: this.y(value) }),
         svg("text", { class: "tick", x: LEFT - 6, y: this.y(value) + 3.5, "text-anchor": "end" }, short(value)),
       ]),
       ticks(...this.range, Math.max(2, this.width / 90), true).map((step) =>
-        svg("text", { class: "tick", x: this.x(step), y: bottom + 15, "text-anchor": "middle" }, String(step)),
+        svg("text", { class: "tick", x: this.x(step), y: bottom + 15, "text-anchor": this.x(step) > this.width - 24 ? "end" : "middle" }, String(step)),
       ),
     ];
   }
@@ -213,8 +213,8 @@ class LineChart extends Chart {
       marks.push(svg("text", { class: "tick bound", x: this.width - RIGHT, y: this.y(bound) - 4, "text-anchor": "end" }, `bound ${bound}`));
     }
     for (const line of this.lines) {
-      const raw = this.span > 1;
-      if (raw) marks.push(svg("path", { class: `raw ${line.colour}`, d: this.path(line.raw) }));
+      const dense = this.range[1] - this.range[0] > this.width ? "dense" : "";
+      if (this.span > 1) marks.push(svg("path", { class: `raw ${dense} ${line.colour}`, d: this.path(line.raw) }));
       marks.push(svg("path", { class: `line ${line.colour}`, d: this.path(line.mean) }));
     }
     for (const point of this.points()) {
@@ -285,6 +285,7 @@ class BarChart extends Chart {
         counts: this.reasons.map(({ name }) => part.reduce((sum, i) => sum + drops[name][i], 0) / part.length),
       });
     }
+    this.whole = true;
     this.low = 0;
     this.high = Math.max(1, ...this.bars.map((bar) => bar.counts.reduce((a, b) => a + b, 0))) * 1.05;
     this.card.classList.toggle("empty", !this.reasons.length);

@@ -1,8 +1,9 @@
 // A training step's groups, or one group: the siblings' responses side by side.
 
 import { ask, changed, to, value } from "./address.js";
+import { batchCards } from "./batch.js";
 import { h, many, seconds, short } from "./dom.js";
-import { choice, failure, filter, labels, pager, rewardOf, strip, text, trajectoryLink } from "./parts.js";
+import { choice, failure, filter, labels, note, pager, rewardOf, strip, text, trajectoryLink } from "./parts.js";
 
 const ORDERS = [["trained", "as trained"], ["spread", "largest spread of rewards"], ["worst", "lowest reward"], ["best", "highest reward"], ["longest", "longest response"]];
 const SHOWN = ["reward", "groups_with_signal", "response_mean", "staleness_mean", "staleness_max", "ratio_mean", "clip_share", "loss", "grad_norm", "tokens_trained", "train_s", "wait_s"];
@@ -31,7 +32,7 @@ export async function stepView(run, step) {
     h("div", {}, h("dt", {}, name.replaceAll("_", " ").replace(/ s$/, "")), h("dd", {}, name.endsWith("_s") ? seconds(found.metrics[name]) : short(found.metrics[name])))));
   return {
     title: `Step ${step}`,
-    nodes: [heading(found.num_steps), figures, tools, pager(found, found.total === 1 ? "group" : "groups"), ...found.groups.map((group) => groupCard(group, run)),
+    nodes: [heading(found.num_steps), figures, batchCards(step), tools, pager(found, found.total === 1 ? "group" : "groups"), note(found), ...found.groups.map((group) => groupCard(group, run)),
       found.pages > 1 ? pager(found, "groups") : null].filter(Boolean),
     // The next step's link appears when that is stored.
     follow: (now) => {
@@ -50,7 +51,7 @@ export async function groupView(run, group) {
     nodes: [
       h("div", { class: "heading" }, h("h1", {}, `Group ${group}`),
         other ? h("span", { class: "quiet" }, `rewards of ${value("branch", "main")}, and of ${other} below them · `, h("a", { href: changed({ other: "" }) }, "leave out")) : null),
-      ...found.groups.map((one) => groupCard(one, run, against?.groups[0], other)),
+      note(found), ...found.groups.map((one) => groupCard(one, run, against?.groups[0], other)),
     ],
   };
 }

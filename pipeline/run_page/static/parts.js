@@ -85,5 +85,8 @@ export function pager(found, what) {
 /** The server's line about a wrong filter, where the list would be. */
 export const failure = (error) => h("p", { class: "error", role: "alert" }, error.message);
 
+/** What must be known to read a list, if there is such. */
+export const note = (found) => (found.note ? h("p", { class: "quiet small" }, found.note) : null);
+
 /** A link to a trajectory. */
 export const trajectoryLink = (id, ...shown) => h("a", { href: to(`/trajectory/${id}`) }, shown.length ? shown : String(id));

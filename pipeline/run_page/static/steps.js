@@ -24,7 +24,8 @@ export async function stepsView(run) {
   };
   const draw = () => {
     figures.replaceChildren(...tiles(run, data));
-    board.update(data, range(), Number(value("smooth")) || automatic(data.step.length));
+    const [first, last] = range();
+    board.update(data, [first, last], Number(value("smooth")) || automatic(last - first + 1));
   };
   const zoomed = value("from") !== "" || value("to") !== "";
   const tools = h(

@@ -2,7 +2,7 @@
 
 import { ask, changed, go, to, value } from "./address.js";
 import { h, seconds, short, visible } from "./dom.js";
-import { labels, rewardOf, strip, text, versionClass } from "./parts.js";
+import { labels, note, rewardOf, strip, text, versionClass } from "./parts.js";
 
 const PHASES = { waiting: "waiting for an instance", sampling: "being sampled", scoring: "being scored", ready: "ready: waits for siblings or its step" };
 const STAGES = [["arrived_s", "arrived"], ["routed_s", "first routed to an instance"], ["sampled_s", "sampled to its end"], ["rewarded_s", "scored"]];
@@ -22,7 +22,7 @@ export async function trajectoryView(run, id) {
       heading, siblings,
       h("section", { class: "card spaced" }, h("div", { class: "sum" }, rewardOf(one, Math.abs(one.advantage)), labels(one, run.bound)), figures(one),
         one.error ? h("p", { class: "error" }, visible(one.error)) : null),
-      h("h2", {}, "Prompt"), text(one.prompt, { class: "prompt tall" }),
+      note(one), h("h2", {}, "Prompt"), text(one.prompt, { class: "prompt tall" }),
       response(one, run),
       h("h2", {}, "Life"), life(one, id),
     ],
@@ -34,6 +34,8 @@ function figures(one) {
   const shown = { ...one.facts, ...Object.fromEntries(Object.entries(one.reward_parts).map(([name, part]) => [`reward: ${name}`, part])) };
   for (const name of ["trajectory", "group", "step", "reward", "advantage"]) delete shown[name];
   if (one.reason === "none") delete shown.reason;
+  if (one.staleness < 0) delete shown.staleness;
+  if (one.v_traj < 0) delete shown.v_traj;
   return h("dl", { class: "facts" }, Object.entries(shown).map(([name, fact]) => h("div", {}, h("dt", {}, visible(name.replaceAll("_", " "))), h("dd", {}, visible(short(fact))))));
 }
 
