@@ -47,6 +47,9 @@ class TaskConfig:
     answer_pattern: str = knob(
         "", "regular expression whose first group is the answer in a response; empty: the whole response"
     )
+    skip_long: bool = knob(
+        False, "replace prompts too long for the model's context or the KV cache by others, counted; else the run stops"
+    )
     eval_prompts: int = knob(200, "held-out prompts of the evaluations before and after training; 0: none", low=0)
 
 
