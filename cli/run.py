@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 @click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
 def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose: int) -> None:
     """Run a job from start to end. Ctrl-C stops it cleanly and keeps what is stored."""
+    config = load_new(config_path, overrides)
+    warm_up(config, verbose)
+    check(config)
+    execute_job(config, as_json=as_json, verbose=verbose, resume=False)
+
+
+def load_new(config_path: str, overrides: tuple[str, ...]) -> RunConfig:
+    """The job of a file, with absolute paths. Raises ConfigError, also if its run's name is taken."""
     from pipeline.config import checks, loading, user_files
     from pipeline.runtime.run_folder import refuse_used
 
@@ -28,9 +36,7 @@ def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose
     checks.check_names(config)
     config = user_files.located(config)
     refuse_used(config.run_dir)
-    warm_up(config, verbose)
-    check(config)
-    execute_job(config, as_json=as_json, verbose=verbose, resume=False)
+    return config
 
 
 def check(config: RunConfig, *, here: bool = True) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 from stores.errors import ConfigError
 from tasks.engines.emulated import words
 from tasks.environments import SourceSettings
+from tasks.fitting import FittingSource
 from tasks.task_source import Message, Record, Task, TaskSource, distinct_held_out, shown_prompt
 from tasks.texts import NumberTexts, TokenizerTexts, tokenizer_texts
 from tasks.workload import Workload
@@ -37,6 +38,9 @@ class PromptSettings:
     kv_tokens: int
     held_out: int | None
     """Number of held-out prompts excluded from training; None for a store of an earlier version: none excluded."""
+    longest: int | None = None
+    """Tokens beyond which a prompt is replaced by another; None: it is refused. For an existing store it must be the
+    value in its header."""
     workload: Workload | None = None
     """Source of prompt lengths in an emulated run, which has no tokenizer; else None."""
 
@@ -93,36 +97,46 @@ class TokenizedPrompts:
         self._settings = settings
         source = settings.source.build()
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
+        if settings.longest is not None:
+            self._source = FittingSource(self._source, self._fits)
         self._texts = texts or tokenizer_texts(settings.tokenizer)
 
     def encode(self, task: Task) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
-        prompt, template = task.prompt, self._settings.template
-        if self._settings.chat:
-            *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-            messages = [*before, last._replace(content=template.format(prompt=last.content))]
-            if self._settings.system and messages[0].role != "system":
-                messages.insert(0, Message("system", self._settings.system))
-            ids = self._texts.chat_ids(messages)
-        elif isinstance(prompt, str):
-            ids = self._texts.ids(template.format(prompt=prompt))
-        else:
-            raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
+        ids = self._ids(task)
         settings, room = self._settings, self._room
         if not 0 < len(ids) <= room:
             smaller = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
             raise ConfigError(
                 f"a prompt has {len(ids)} tokens; it must have 1 to {room}, {smaller} of "
                 f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
-                f"{shown_prompt(prompt)}"
+                f"{shown_prompt(task.prompt)}{'; task.skip_long = true skips such prompts' if ids else ''}"
             )
         return ids
 
+    def _ids(self, task: Task) -> tuple[int, ...]:
+        prompt, template = task.prompt, self._settings.template
+        if self._settings.chat:
+            *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+            messages = [*before, last._replace(content=template.format(prompt=last.content))]
+            if self._settings.system and messages[0].role != "system":
+                messages.insert(0, Message("system", self._settings.system))
+            return self._texts.chat_ids(messages)
+        if not isinstance(prompt, str):
+            raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
+        return self._texts.ids(template.format(prompt=prompt))
+
+    def _fits(self, task: Task) -> bool:
+        """Whether a prompt is no longer than `longest`."""
+        longest = self._settings.longest
+        return longest is None or not self.may_be_too_long(task) or len(self._ids(task)) <= longest
+
     def may_be_too_long(self, task: Task) -> bool:
         """Whether a prompt could exceed its room, by its length alone: a token has at least one byte."""
-        prompt = task.prompt
+        prompt, room = task.prompt, self._room if self._settings.longest is None else self._settings.longest
         texts = (prompt,) if isinstance(prompt, str) else tuple(message.content for message in prompt)
-        return sum(len(text.encode()) for text in (*texts, self._settings.template, self._settings.system)) > self._room
+        num_bytes = sum(len(text.encode()) for text in (*texts, self._settings.template))
+        return self._settings.chat or num_bytes > room
 
     @property
     def _room(self) -> int:
@@ -135,7 +149,7 @@ class TokenizedPrompts:
 
     def held_out(self, count: int) -> list[Task]:
         """The first `count` held-out prompts without duplicates; may be fewer."""
-        return distinct_held_out(self._source, count)
+        return [task for task in distinct_held_out(self._source, count) if self._fits(task)]
 
     @property
     def held_out_notice(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,9 +66,11 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     )
 
 
-def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int | None) -> PromptSettings:
+def prompt_settings(
+    config: RunConfig, context: int = 2**31, *, held_out: int | None, longest: int | None
+) -> PromptSettings:
     """Settings of the prompt stream. context: tokens the model can attend to; unlimited for prompts already stored.
-    held_out: as in the store's RunHeader."""
+    held_out, longest: as in the store's RunHeader."""
     from tasks.prompts import PromptSettings
 
     return PromptSettings(
@@ -80,23 +83,32 @@ def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int | 
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,
         held_out=held_out,
+        longest=longest,
         workload=make_workload(config) if config.emulated else None,
     )
+
+
+def longest_prompt(config: RunConfig, context: int) -> int | None:
+    """Tokens beyond which this job replaces prompts; None if it does not. context: of the model, tokens."""
+    if config.emulated or not config.task.skip_long:
+        return None
+    return min(context, config.rollout.engine.kv_tokens) - config.rollout.max_new_tokens
 
 
 def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bool = False) -> ServerSettings:
     """Settings of the trajectory server. context: tokens the model can attend to. resumed: append to the store."""
     from tasks.actors.trajectory_server import ServerSettings
 
+    longest = longest_prompt(config, context)
     return ServerSettings(
-        prompts=prompt_settings(config, context, held_out=config.task.eval_prompts),
+        prompts=prompt_settings(config, context, held_out=config.task.eval_prompts, longest=longest),
         reward=config.reward.named,
         group_size=config.batch.group_size,
         members_started=config.members_started,
         advantage=config.training.advantage,
         max_error_share=config.reward.max_error_share,
         store=str(store),
-        header=run_header(config),
+        header=dataclasses.replace(run_header(config), longest_prompt=longest),
         resumed=resumed,
     )
 

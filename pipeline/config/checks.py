@@ -188,7 +188,12 @@ def _first_prompt(config: RunConfig, folder: Path | None) -> Task:
     if folder is None:
         return actor_settings.source_settings(config).build().task(0)
     context = read_architecture(folder, config.model.path).get("max_position_embeddings") or 2**31
-    settings = actor_settings.prompt_settings(config, int(context), held_out=config.task.eval_prompts)
+    settings = actor_settings.prompt_settings(
+        config,
+        int(context),
+        held_out=config.task.eval_prompts,
+        longest=actor_settings.longest_prompt(config, int(context)),
+    )
     prompts = TokenizedPrompts(settings, TokenizerTexts(FileTokenizer(folder)))
     first = prompts.task(0)
     prompts.encode(first)

@@ -56,6 +56,9 @@ class TaskConfig:
     answer_pattern: str = knob(
         "", "regular expression whose first group is the answer in a response; empty: the whole response"
     )
+    skip_long: bool = knob(
+        False, "replace prompts too long for the model's context or the KV cache by others, counted; else the run stops"
+    )
     eval_prompts: int = knob(200, "held-out prompts of the evaluations before and after training; 0: none", low=0)
     eval_source: str = knob(
         "", "where these prompts come from, named as in task.source; empty: held out of task.source, the last tenth"

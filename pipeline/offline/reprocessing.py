@@ -69,7 +69,9 @@ def reprocess(
     done = 0
     config, code = with_code(config, SCORING)
     # As the store's header has it: the job might draw other prompts for its groups now.
-    prompts = actor_settings.prompt_settings(config, held_out=store.header.held_out)
+    prompts = actor_settings.prompt_settings(
+        config, held_out=store.header.held_out, longest=store.header.longest_prompt
+    )
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
     calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
     for first, block in pool.run(score_rows, calls):

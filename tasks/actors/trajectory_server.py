@@ -87,7 +87,7 @@ class TrajectoryServer:
         stored = self.stores.open(path) if settings.resumed else None
         prompts = settings.prompts
         if stored is not None:
-            prompts = replace(prompts, held_out=stored.header.held_out)
+            prompts = replace(prompts, held_out=stored.header.held_out, longest=stored.header.longest_prompt)
         self._settings = settings
         self._prompts: Prompts = prompts.build()
         self._store = self.stores.create(path, settings.header) if stored is None else stored
