@@ -59,7 +59,7 @@ from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
 from stores.metrics import with_rate
 from stores.resume_points import ResumePoints
-from stores.trajectory import PolicyVersion, TrajectoryId
+from stores.trajectory import PolicyVersion, TrajectoryId, ended_as
 from tasks.actors.trainer import StepResult
 
 logger = logging.getLogger(__name__)
@@ -441,7 +441,7 @@ class Driver:
         ledger = self._coordinator.ledger
         return LedgerState(
             num_started=ledger.num_started,
-            num_ended={f"{fate.value}:{reason.value}": n for (fate, reason), n in ledger.num_ended.items()},
+            num_ended={ended_as(fate, reason): n for (fate, reason), n in ledger.num_ended.items()},
             live=(),
             next_step=ledger.next_step,
             version=ledger.version,

@@ -31,6 +31,7 @@ from stores.trajectory import (
     Timings,
     Trajectory,
     TrajectoryId,
+    ended_as,
 )
 from stores.versioned import VersionedStore
 from tasks.engines.base import Sampled
@@ -115,7 +116,7 @@ class TrajectoryServer:
         if not state.live:
             return state
         lost = [i for first, last in state.live for i in range(first, last)]
-        key = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value}"
+        key = ended_as(Fate.ABORTED, AbortReason.RUN_ENDED)
         num_ended = {**state.num_ended, key: state.num_ended.get(key, 0) + len(lost)}
         state = replace(state, live=(), num_ended=num_ended)
 
