@@ -100,7 +100,7 @@ async def tell(client: Any, id: str, step: dict[str, float]) -> None:
 
 async def get(url: str) -> str:
     def read() -> str:
-        with urllib.request.urlopen(url, timeout=20) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return str(answer.read().decode())
 
     return await asyncio.to_thread(read)

@@ -129,7 +129,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pyte
 
 def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     """Both are halfway at once; what is there at the end is whole."""
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=120)
 
     def write(part: Path, text: str) -> None:
         with part.open("w") as file:
