@@ -279,7 +279,10 @@ def test_wrong_input_to_each_command_is_one_line(job: Path, cluster: Cluster, tm
     for verb in ("status", "logs", "cancel"):
         answer = cluster(verb, "no-such-job")
         assert (answer.returncode, answer.stdout) == (2, "")
-        assert answer.stderr == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs` lists them\n"
+        assert (
+            answer.stderr
+            == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs --all` lists them\n"
+        )
     assert "no jobs" in cluster("jobs").stdout
     nowhere = command("submit", job, "--scheduler", "tcp://127.0.0.1:9")
     assert nowhere.returncode == 2
