@@ -275,11 +275,22 @@ def test_a_job_that_waits_for_ten_minutes_costs_the_one_that_runs_no_time(cluste
     assert beside_s < 1.1 * alone_s
 
 
+def test_submitting_loads_neither_torch_nor_the_store() -> None:
+    """They take seconds, and only the driver needs them."""
+    script = "import sys, cli.jobs, pipeline.jobs.submission; print(*{m.partition('.')[0] for m in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "distributed" in loaded
+    assert not {"torch", "transformers", "zarr", "icechunk", "bokeh", "matplotlib"} & set(loaded)
+
+
 def test_wrong_input_to_each_command_is_one_line(job: Path, cluster: Cluster, tmp_path: Path) -> None:
     for verb in ("status", "logs", "cancel"):
         answer = cluster(verb, "no-such-job")
         assert (answer.returncode, answer.stdout) == (2, "")
-        assert answer.stderr == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs` lists them\n"
+        assert (
+            answer.stderr
+            == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs --all` lists them\n"
+        )
     assert "no jobs" in cluster("jobs").stdout
     nowhere = command("submit", job, "--scheduler", "tcp://127.0.0.1:9")
     assert nowhere.returncode == 2
