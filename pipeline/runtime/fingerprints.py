@@ -42,7 +42,7 @@ class Fingerprints:
 def taken(config: RunConfig) -> Fingerprints:
     """Fingerprints of a job's files and packages as they are now. An unreadable file counts as empty: the code that
     needs it reports the error."""
-    if config.emulated:
+    if not config.has_texts:
         return Fingerprints(reward={}, data={}, template={})
     task = config.task
     source, function = _source(task, config.seed), config.reward.function
