@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cli.run import check as check_inputs
+from cli.job import check as check_inputs
 
 if TYPE_CHECKING:
     from pipeline.config.fields import Explained

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cli.run import check, load_new
+from cli.job import check, load_new
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cli.job import check, execute_job, warm_up
 from cli.jobs import cluster_options, print_submitted
-from cli.run import check, execute_job, warm_up
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where

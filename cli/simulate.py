@@ -85,6 +85,8 @@ def command(
 
     rows = sweep_variants(sweeps)
     job = job_with(())
+    if not as_json and (line := assumed(job, config_path or run)):
+        click.echo(line, err=True)
     if baselines:
         rows += [Variant(label, (*extra, f"staleness.alpha={job.staleness.eta}")) for label, extra in BASELINES]
     jobs = [(row, job_with(row.overrides)) for row in rows]
@@ -103,6 +105,20 @@ def command(
             click.echo("\n".join(f"  {line}" for line in explanation(config, measures)))
     if out is not None:
         click.echo(f"\n{out}: simulate.json and {len(jobs)} pictures")
+
+
+def assumed(job: RunConfig, source: str) -> str:
+    """One line on times that the simulation goes by without their having been measured; empty if all were set."""
+    from pipeline.config.schema import CostConfig, SimulationConfig
+
+    if job.rollout.cost != CostConfig():
+        return ""
+    train_s = job.simulation.train_s
+    train = f", a training step {train_s:g} s" if train_s == SimulationConfig().train_s else ""
+    return (
+        f"[rollout.cost] is not set: decode steps take as long as a 7B model's (a published fit){train}; measure yours "
+        f"with `staleflow profile {source}`"
+    )
 
 
 def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:

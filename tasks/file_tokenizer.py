@@ -47,6 +47,15 @@ class FileTokenizer:
         found = render_jinja_template([list(messages)], chat_template=template, **options, **_special(self._folder))
         return str(found[0][0])
 
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        if self._fast is None:
+            return str(self._loaded().decode(tokens, skip_special_tokens=skip_special_tokens))
+        return str(self._fast.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def __len__(self) -> int:
+        """Size of the vocabulary."""
+        return len(self._loaded()) if self._fast is None else int(self._fast.get_vocab_size())
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loaded(), name)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stores.errors import ConfigError
+from tasks.drawn_texts import DrawnTexts
 from tasks.engines.emulated import words
 from tasks.environments import SourceSettings
 from tasks.fitting import FittingSource
@@ -43,8 +44,12 @@ class PromptSettings:
     value in its header."""
     workload: Workload | None = None
     """Source of prompt lengths in an emulated run, which has no tokenizer; else None."""
+    drawn_responses: bool = False
+    """Whether responses are an emulated engine's, which stand for random texts."""
 
     def build(self) -> Prompts:
+        if self.drawn_responses:
+            return TokenizedPrompts(self, DrawnTexts(self.tokenizer))
         return TokenizedPrompts(self) if self.workload is None else EmulatedPrompts(self.workload)
 
 

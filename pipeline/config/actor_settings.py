@@ -42,7 +42,7 @@ def source_settings(config: RunConfig) -> SourceSettings:
     from tasks.environments import SourceSettings
 
     task = config.task
-    if config.emulated:
+    if not config.has_texts:
         return SourceSettings(source="emulated", options={}, seed=config.seed)
     return SourceSettings(
         source=task.source,
@@ -84,13 +84,14 @@ def prompt_settings(
         kv_tokens=config.rollout.engine.kv_tokens,
         held_out=held_out,
         longest=longest,
-        workload=make_workload(config) if config.emulated else None,
+        workload=None if config.has_texts else make_workload(config),
+        drawn_responses=config.emulated and config.has_texts,
     )
 
 
 def longest_prompt(config: RunConfig, context: int) -> int | None:
     """Tokens beyond which this job replaces prompts; None if it does not. context: of the model, tokens."""
-    if config.emulated or not config.task.skip_long:
+    if not config.has_texts or not config.task.skip_long:
         return None
     return min(context, config.rollout.engine.kv_tokens) - config.rollout.max_new_tokens
 
@@ -163,7 +164,7 @@ def make_workload(config: RunConfig) -> Workload:
     """Responses of this job's simulated or emulated instances. A recorded workload is read from its store."""
     if config.workload.kind == "recorded":
         return _recorded_workload(Path(config.workload.run))
-    fields = {name: value for name, value in values(config.workload).items() if name != "run"}
+    fields = {name: value for name, value in values(config.workload).items() if name not in ("run", "prompts")}
     return DrawnWorkload(
         WorkloadSettings(
             **fields, members=config.members_started, max_tokens=config.rollout.max_new_tokens, seed=config.seed

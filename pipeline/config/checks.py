@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config import actor_settings, user_files
-from pipeline.config.model_files import check_files, find_model, read_architecture
+from pipeline.config.model_files import check_files, find_model, read_context
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 from tasks.file_tokenizer import FileTokenizer, chat_template
@@ -51,7 +51,7 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         _check_machine(config)
     if config.simulation.colocated:
         raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
-    if config.emulated:
+    if not config.has_texts:
         user_files.check(config)
         return []
     unchecked: list[str] = []
@@ -149,10 +149,9 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
     if folder is None:
         unchecked.append(f"not checked: {what} has yet to be fetched from the hub")
         return None
-    read = read_architecture(folder, what)
+    context = read_context(folder, what)
     check_files(folder, what)
-    context = read.get("max_position_embeddings")
-    if isinstance(context, int) and 0 < context <= config.rollout.max_new_tokens:
+    if context <= config.rollout.max_new_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
             f"context is {context} tokens"
@@ -187,18 +186,13 @@ def _first_prompt(config: RunConfig, folder: Path | None) -> Task:
 
     if folder is None:
         return actor_settings.source_settings(config).build().task(0)
-    context = read_architecture(folder, config.model.path).get("max_position_embeddings") or 2**31
-    settings = actor_settings.prompt_settings(
-        config,
-        int(context),
-        held_out=config.task.eval_prompts,
-        longest=actor_settings.longest_prompt(config, int(context)),
-    )
+    context = read_context(folder, f"model.path = {config.model.path!r}")
+    longest = actor_settings.longest_prompt(config, context)
+    settings = actor_settings.prompt_settings(config, context, held_out=config.task.eval_prompts, longest=longest)
     prompts = TokenizedPrompts(settings, TokenizerTexts(FileTokenizer(folder)))
     first = prompts.task(0)
-    prompts.encode(first)
-    for number, task in _drawn(config, prompts):
-        if prompts.may_be_too_long(task):
+    for number, task in itertools.chain([(0, first)], _drawn(config, prompts)):
+        if task is first or prompts.may_be_too_long(task):
             try:
                 prompts.encode(task)
             except ConfigError as error:

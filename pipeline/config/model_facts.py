@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from pipeline.config.model_files import find_model
+from pipeline.config.model_files import find_model, read_context
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 
@@ -26,8 +26,11 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     if config.emulated:
         if config.workload.kind == "agentic":
             raise ConfigError('workload.kind = "agentic": only `staleflow simulate` has tool calls; choose another')
-        return ModelFacts(context=2**31, eos=(), nonce=secrets.token_hex(4))
+        if not config.has_texts:
+            return ModelFacts(context=2**31, eos=(), nonce=secrets.token_hex(4))
     folder = find_model(config.model.path, key)
+    if config.emulated and folder is not None:
+        return ModelFacts(context=read_context(folder, config.model.path), eos=(), nonce=secrets.token_hex(4))
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     path = str(folder or config.model.path)

@@ -89,6 +89,13 @@ def read_architecture(folder: Path, what: str) -> dict[str, Any]:
     return read
 
 
+def read_context(folder: Path, what: str) -> int:
+    """Tokens a model can attend to, by its config.json; practically unlimited if that does not say. what: names the
+    model, for messages. Raises ConfigError."""
+    context = read_architecture(folder, what).get("max_position_embeddings")
+    return context if isinstance(context, int) and context > 0 else 2**31
+
+
 def check_files(folder: Path, what: str) -> None:
     """Raise ConfigError if a model's weights or its tokenizer are missing or incomplete. Reads headers only."""
     if not any((folder / name).is_file() for name in TOKENIZERS):

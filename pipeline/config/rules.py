@@ -21,7 +21,7 @@ SHOWN_TEMPLATE = 200
 
 def check_across(config: RunConfig, where: str) -> None:
     """Raise ConfigError for the first rule that is broken. where: the source, for messages."""
-    if not config.model.path and not config.emulated:
+    if not config.model.path and config.has_texts:
         raise ConfigError(f"{where}: model.path is missing; name a folder or a hub model")
     _check_texts(config, where)
     if not config.name or "/" in config.name or config.name.startswith("."):

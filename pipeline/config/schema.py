@@ -248,6 +248,11 @@ class WorkloadConfig:
     )
     signal_share: float = knob(1.0, "share of groups whose rewards are not all equal", low=0, high=1)
     run: str = knob("", "recorded: folder of a stored run whose lengths, prompts and rewards are used")
+    prompts: str = knob(
+        "drawn",
+        "prompts and rewards of the emulated engine: drawn like the responses, or those of [task] and [reward]",
+        choices=("drawn", "task"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +323,11 @@ class RunConfig:
     def emulated(self) -> bool:
         """Whether responses are drawn at random and only their time passes; no model is involved."""
         return self.rollout.engine.name == "emulated"
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether prompts are those of task.source, encoded by the model's tokenizer and scored by the reward."""
+        return not self.emulated or self.workload.prompts == "task"
 
     @property
     def time_scale(self) -> float:

@@ -45,7 +45,7 @@ class Fingerprints:
 def taken(config: RunConfig) -> Fingerprints:
     """Fingerprints of a job's files and packages as they are now. An unreadable file counts as empty: the code that
     needs it reports the error."""
-    if config.emulated:
+    if not config.has_texts:
         return Fingerprints(reward={}, data={}, template={})
     task = config.task
     source = _source(task.source, task.options, config.seed)

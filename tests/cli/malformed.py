@@ -503,6 +503,16 @@ VIRTUAL = (
     Case(name="profile: too few steps", command="profile job.toml --steps 1", says=("--steps", "4")),
 )  # fmt: skip
 
+DRY = (
+    Case(name="dry: a reward's bug", command=f"run --dry job.toml {MINE} --set reward.max_error_share=0.5",
+         says=("reward.function", "KeyError"), prepare=(reward("return record['solution'] == answer"),)),
+    Case(name="dry: no data", command="run --dry job.toml --set task.source=jsonl:none.jsonl",
+         says=("none.jsonl", "no such file")),
+    Case(name="dry: no model", command="run --dry job.toml --set model.path=runs/none", says=("no such folder",)),
+    Case(name="dry: a prompt that is too long", command="run --dry job.toml", says=("data.jsonl, line 1",),
+         prepare=(replaced("data.jsonl", "0 + 2", "1 + " * 200),)),
+)  # fmt: skip
+
 COMMANDS = (
     Case(name="command: unknown", command="rum job.toml", says=("'rum'", "run")),
     Case(name="command: unknown in a group", command="store lss", says=("'lss'", "ls")),
@@ -572,7 +582,7 @@ SURROUNDINGS = (
 )  # fmt: skip
 
 CASES = (
-    *JOB_FILES, *VALUES, *DATA, *MODELS, *REWARDS, *NO_RUN, *STORES, *JOURNALS, *RESUMES, *VIRTUAL, *COMMANDS,
+    *JOB_FILES, *VALUES, *DATA, *MODELS, *REWARDS, *NO_RUN, *STORES, *JOURNALS, *RESUMES, *VIRTUAL, *DRY, *COMMANDS,
     *ADDRESSES, *DISKS, *SURROUNDINGS,
 )  # fmt: skip
 
