@@ -59,7 +59,7 @@ from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
 from stores.metrics import with_rate
 from stores.resume_points import ResumePoints
-from stores.trajectory import PolicyVersion, TrajectoryId, ended_as
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, ended_as
 from tasks.actors.trainer import StepResult
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,8 @@ class Driver:
         self._task: asyncio.Task[Any] | None = None
         self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
         self._drift_said = self._reward_failure_said = False
+        self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
+        """Each instance's latest report: tokens of the responses it samples."""
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = Outcomes(losses=actors.losses, alarms=actors.alarms)  # their lists: shown while the run lasts
 
@@ -216,7 +218,7 @@ class Driver:
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
                     self._give_up_rest()
-            if not isinstance(item, (Tick, InstanceReported)):
+            if self._is_progress(item):
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
@@ -225,6 +227,17 @@ class Driver:
         self._give_up_rest()
         step = self._coordinator.ledger.next_step
         self._commits.put_nowait(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+
+    def _is_progress(self, event: Event) -> bool:
+        """Whether an event shows that work goes on. A report does if some response has grown since the last one."""
+        match event:
+            case Tick():
+                return False
+            case InstanceReported(instance=instance, progress=progress):
+                before, self._reported[instance] = self._reported.get(instance, ()), progress
+                return progress != before
+            case _:
+                return True
 
     def _give_up_rest(self) -> None:
         """Have the coordinator give up what is in flight; redundancy may leave something even after the last step."""
@@ -350,7 +363,7 @@ class Driver:
                 scored = await self._actors.ask(
                     name, "score", server, tuple(batch), deadline="call_s", within_s=allowed_s
                 )
-            except errors.ActorLost as lost:
+            except (errors.ActorLost, errors.ActorFailed) as lost:
                 self._actors.lose(name, lost, self._measurements.elapsed_s)
                 await self._actors.place_reward(name)
                 for trajectory in batch:
@@ -405,7 +418,7 @@ class Driver:
         try:
             try:
                 await work
-            except errors.ActorLost as lost:
+            except (errors.ActorLost, errors.ActorFailed) as lost:
                 if instance.id in self._actors.instances:  # else another of its tasks saw it first
                     for task in instance.tasks:
                         if task is not asyncio.current_task():
