@@ -134,8 +134,8 @@ async def _execute(
                 outcomes.steps += resumption.steps
                 outcomes.evaluations += read_evaluations(run_dir)
             ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
-    except Exception as error:
-        ended = "failed", str(error)
+    except BaseException as error:
+        ended = ("failed", str(error)) if isinstance(error, Exception) else ("stopped", "interrupted")
         raise
     finally:
         with contextlib.suppress(Exception):
