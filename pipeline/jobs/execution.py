@@ -110,11 +110,8 @@ async def _execute(
                 config, actors, cluster, reporter, (progress, announce), (found, changed), signals, resume=resume
             )
         ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
-    except asyncio.CancelledError:
-        ended = "stopped", "interrupted"
-        raise
-    except Exception as error:
-        ended = "failed", str(error)
+    except BaseException as error:
+        ended = ("failed", str(error)) if isinstance(error, Exception) else ("stopped", "interrupted")
         raise
     finally:
         with contextlib.suppress(Exception):

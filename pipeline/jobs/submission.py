@@ -20,6 +20,7 @@ from pipeline.jobs.job_driver import Submission, drive
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import Where
 from pipeline.scheduler.gang import Needs
+from stores.errors import ConfigError
 
 ARRIVED_POLL_S = 0.02
 """Seconds between two questions whether the scheduler has a submitted job's task."""
@@ -40,5 +41,13 @@ async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> di
         fire_and_forget(future)
         limits = {"needs": asdict(needs), "wait_s": config.deadlines.wait_s}
         while not (job := await board.ask(client, "queue", id=id, **limits))["queued"]:
+            if future.status in ("error", "lost", "cancelled"):
+                raise ConfigError(f"the scheduler at {client.scheduler.address} refuses the job: {await _why(future)}")
             await asyncio.sleep(ARRIVED_POLL_S)
         return dict(job)
+
+
+async def _why(future: Any) -> str:
+    """Why a task that has failed did, in one line."""
+    error = await future.exception() if future.status == "error" else future.status
+    return str(error).partition("\n")[0]

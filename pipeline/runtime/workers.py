@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 ADMITTED_POLL_S = 0.5
 """Seconds between two questions of a run that waits whether it has its workers."""
+FILE_S = 10.0
+"""Seconds a scheduler file may take to appear: a run may be started together with its cluster."""
 
 
 class DriverSlotTaken(StaleflowError):
@@ -290,7 +292,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
         named = Where(address=cluster.address, security=security)
         if cluster.kind == "file":
             named = Where(scheduler_file=cluster.scheduler_file, security=security)
-        client = await named.client(direct_to_workers=True, file_within_s=CONNECT_S, within_s=within_s)
+        client = await named.client(direct_to_workers=True, file_within_s=FILE_S, within_s=within_s)
     return DaskWorkers(
         client=client,
         local=local,

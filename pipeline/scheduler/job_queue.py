@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pipeline.scheduler.gang import DRIVER, Gang, Kinds, Needs, choose, existing, kinds_of, suffice
+from pipeline.scheduler.gang import DRIVER, HEAVY_ROLES, Gang, Kinds, Needs, choose, existing, kinds_of, suffice
 
 RETURN_S = 30.0
 """Seconds a worker may take to restart; so long one that left counts as one that the cluster has."""
@@ -184,8 +184,8 @@ class JobQueue:
             if address in self.dirty or address not in self.workers:
                 return False
             self.claims[address] = Claim(id, entry.run, (role,))
-        elif role not in held.roles:  # it shares a worker from now on, instead of having its own
-            self.claims[address] = replace(held, roles=(*held.roles, role))
+        elif role not in HEAVY_ROLES:  # it shares a worker from now on, instead of having its own
+            self.claims[address] = replace(held, roles=tuple(dict.fromkeys((*held.roles, role))))
             entry.num_workers -= len(self.held(id)) < entry.num_workers
         return True
 

@@ -269,9 +269,10 @@ def test_a_job_that_waits_does_not_disturb_the_one_that_runs(cluster: Cluster, t
 
 
 @pytest.mark.slow  # ten minutes twice
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_a_job_that_waits_for_ten_minutes_costs_the_one_that_runs_no_time(cluster: Cluster, tmp_path: Path) -> None:
-    alone_s, beside_s = waits_while_another_runs(cluster, tmp_path, 1500)
+    alone_s, beside_s = waits_while_another_runs(cluster, tmp_path, 300)
+    print(f"{alone_s:.0f} s alone, {beside_s:.0f} s beside a job that waits")
     assert beside_s < 1.1 * alone_s
 
 

@@ -71,6 +71,9 @@ def test_a_time_limit_is_for_those_that_wait() -> None:
     one.enter("waits", "/runs/waits", needing(3), 5.0, 0.0)
     assert one.serve(4.0)[1] == []
     assert one.serve(6.0)[1] == ["waits"]
+    one.leave("runs")
+    gangs, expired = one.serve(7.0)
+    assert (list(gangs), expired) == (["waits"], []), "better late than never"
 
 
 def test_the_workers_of_a_driver_that_is_gone_are_nobodys_until_they_have_restarted() -> None:
@@ -84,6 +87,33 @@ def test_the_workers_of_a_driver_that_is_gone_are_nobodys_until_they_have_restar
         assert admitted(one, 2.0) == []
         one.joined(new, {})
     assert admitted(one, 3.0) == ["first"], "at its old place, before the second"
+
+
+def test_none_goes_past_a_job_whose_workers_restart() -> None:
+    one = on("abcdef", ("first", 3))
+    assert admitted(one) == ["first"]
+    one.abandon("first", 1.0)
+    one.enter("second", "/runs/second", needing(3), 0.0, 1.0)
+    assert admitted(one, 1.0) == [], "d, e and f would do"
+
+
+def test_the_workers_of_a_run_that_is_given_up_are_nobodys_either() -> None:
+    one = on("abc", ("first", 3), ("second", 3))
+    assert admitted(one) == ["first"]
+    one.abandon("first", 1.0)
+    one.leave("first")
+    assert admitted(one, 1.0) == []
+    for old, new in zip("abc", "xyz", strict=True):
+        one.left(old, 2.0)
+        one.joined(new, {})
+    assert admitted(one, 2.0) == ["second"]
+
+
+def test_a_worker_that_came_back_counts_once() -> None:
+    one = on("abc", ("huge", 4), ("small", 3))
+    one.left("c", 0.0)
+    one.joined("d", {})
+    assert admitted(one) == ["small"]
 
 
 def test_workers_that_restart_count_as_there() -> None:
@@ -127,9 +157,13 @@ def test_a_role_that_shares_a_worker_after_a_loss_is_owed_none() -> None:
     assert admitted(one) == ["first"]
     assert one.held("first")["x"] == ("reward",)
     one.left("x", 1.0)
-    assert not one.whole("first", 1.0) or one.entries["first"].num_workers == 3
+    for address, roles in {"t2": ["trainer"], "r2": ["rollout"], "s2": ["server", "reward"]}.items():
+        one.joined(address, dict.fromkeys(roles, 1.0))
+    one.enter("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
+    assert admitted(one, 1.0) == []
     assert one.claim("first", "s", "reward")
     assert one.whole("first", 1.0)
+    assert admitted(one, 1.0) == ["second"]
 
 
 def test_a_driver_that_resumes_gets_what_it_lost_or_waits_again_without_any() -> None:
@@ -149,6 +183,20 @@ def test_a_driver_that_resumes_gets_what_it_lost_or_waits_again_without_any() ->
     assert one.waits("first")
     one.joined("e", {})
     assert admitted(one, 40.0) == ["first"]
+
+
+def test_a_driver_stays_on_its_worker_though_another_would_do_better() -> None:
+    one = JobQueue()
+    for address, roles in {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward", "rollout"]}.items():
+        one.joined(address, dict.fromkeys(roles, 1.0))
+    one.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=True), 0.0, 0.0)
+    (gang,) = one.serve(0.0)[0].values()
+    assert place_of(gang) == "s"
+    one.left("t", 1.0)
+    one.joined("t2", {"trainer": 1.0})
+    one.joined("light", {"server": 1.0, "reward": 1.0})
+    assert one.whole("first", 1.0, "s")
+    assert place_of(one.held("first")) == "s"
 
 
 class Cluster(RuleBasedStateMachine):
