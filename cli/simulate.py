@@ -85,8 +85,6 @@ def command(
 
     rows = sweep_variants(sweeps)
     job = job_with(())
-    if not as_json and (line := assumed(job, config_path or run)):
-        click.echo(line, err=True)
     if baselines:
         rows += [Variant(label, (*extra, f"staleness.alpha={job.staleness.eta}")) for label, extra in BASELINES]
     jobs = [(row, job_with(row.overrides)) for row in rows]
@@ -98,6 +96,8 @@ def command(
     if as_json:
         click.echo(json.dumps([as_dict(r, m) for (r, _), (m, _) in zip(jobs, results, strict=True)], indent=2))
         return
+    if line := assumed(job, config_path or run):
+        click.echo(line, err=True)
     print_table([(row.label, m) for (row, _), (m, _) in zip(jobs, results, strict=True)])
     if explain:
         for (row, config), (measures, _) in zip(jobs, results, strict=True):

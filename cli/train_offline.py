@@ -53,10 +53,10 @@ def command(
     to resume it.
     """
     quiet_libraries()
+    open_store(Path(run), branch=branch)  # before imports that take seconds
     from pipeline.offline.pool import pool_at
     from pipeline.offline.training import planned, train_offline
 
-    open_store(Path(run), branch=branch)
     folder = Path(out or f"{Path(run).resolve()}-offline")
     claim_folder(folder.parent, "--out")
     planned(Path(run), folder, overrides, branch, selection, epochs)  # reports wrong input before any worker starts

@@ -58,7 +58,7 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     kind, _, name = config.task.source.partition(":")
     if kind == "jsonl" and here and not Path(name).is_file():
         why = "a folder, not a file" if Path(name).is_dir() else "no such file"
-        raise ConfigError(f"task.source = {config.task.source!r}: {why}")
+        raise ConfigError(f"task.source = {config.task.source!r}: cannot be read: {why}")
     folder = _model(config, unchecked, here=here)
     user_files.check(config)
     if not here and _elsewhere(config, unchecked):
@@ -100,7 +100,7 @@ def _check_machine(config: RunConfig) -> None:
     key = f"cluster.shared_memory = {str(memory)!r}"
     if not memory.is_dir():
         why = "not a folder" if memory.exists() else "no such folder"
-        raise ConfigError(f"{key}: {why}; name an in-memory one, such as /dev/shm")
+        raise ConfigError(f"{key}: {why}; set cluster.shared_memory to an in-memory one, such as /dev/shm")
     try:
         with tempfile.TemporaryFile(dir=memory):
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import struct
@@ -20,6 +21,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 INDEX = "model.safetensors.index.json"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 """Ends of the names of the tensor with one row per token."""
+LISTS = ("auto_mappings.py", "configuration_auto.py")
+"""Files of transformers that list the kinds of models it knows."""
 HEADER = struct.Struct("<Q")
 LONGEST_HEADER = 100 * 2**20
 """Most bytes of a safetensors header; more is refused when the file is loaded, too."""
@@ -97,7 +100,13 @@ def read_context(folder: Path, what: str) -> int:
 
 
 def check_files(folder: Path, what: str) -> None:
-    """Raise ConfigError if a model's weights or its tokenizer are missing or incomplete. Reads headers only."""
+    """Raise ConfigError if transformers does not know a model's kind, or if its weights or its tokenizer are missing or
+    incomplete. Reads headers only."""
+    kind = read_architecture(folder, what).get("model_type")
+    if isinstance(kind, str) and not _known(kind):
+        raise ConfigError(
+            f"{what}: its config.json says model_type = {kind!r}, which the installed transformers does not know"
+        )
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise ConfigError(f"{what}: no tokenizer in it; copy tokenizer.json and tokenizer_config.json there")
     shards = list(_shards(folder, what))
@@ -106,6 +115,15 @@ def check_files(folder: Path, what: str) -> None:
     vocabulary = read_architecture(folder, what).get("vocab_size")
     for path in shards:
         _check_weights(path, what, vocabulary)
+
+
+def _known(kind: str) -> bool:
+    """Whether transformers has a configuration for this kind of model; true if its list is not where it was. The list
+    is searched as text: to import it takes seconds."""
+    found = importlib.util.find_spec("transformers")
+    folder = Path(found.origin).parent / "models" / "auto" if found is not None and found.origin else Path("none")
+    text = "".join((folder / name).read_text() for name in LISTS if (folder / name).is_file())
+    return f'"{kind}"' in text or '"llama"' not in text
 
 
 def _shards(folder: Path, what: str) -> Iterator[Path]:
