@@ -38,7 +38,7 @@ export class Board {
     this.charts = [];
   }
 
-  /** A card with a chart. spec: {title, unit, hint, lines: [{name, label, doc}], bound, points}. */
+  /** A card with a chart. spec: {title, unit, hint, lines: [{name, label, doc}], bound, points(), keys()}. */
   add(spec) {
     const chart = new LineChart(this, spec);
     this.charts.push(chart);
@@ -202,7 +202,7 @@ class LineChart extends Chart {
   }
 
   points() {
-    return (this.spec.points ?? []).filter((p) => p.at >= this.range[0] && p.at <= this.range[1] + 1);
+    return (this.spec.points?.() ?? []).filter((p) => p.at >= this.range[0] && p.at <= this.range[1] + 1);
   }
 
   marks() {
@@ -263,7 +263,7 @@ class LineChart extends Chart {
       ...this.lines.map((line) =>
         h("span", { class: `key ${line.colour}`, title: line.doc }, line.label, " ", h("b", {}, short((exact ? line.raw : line.mean)[i]))),
       ),
-      ...(exact ? [] : this.spec.keys ?? []).map((key) => h("span", { class: `key dot ${key.colour}` }, key.label)),
+      ...(exact ? [] : this.spec.keys?.() ?? []).map((key) => h("span", { class: `key dot ${key.colour}` }, key.label)),
     );
   }
 }
