@@ -191,7 +191,7 @@ class LineChart extends Chart {
     const see = (value) => { if (value < low) low = value; if (value > high) high = value; };
     for (const line of this.lines) line.raw.forEach((value, i) => value !== null && inside(i) && see(value));
     for (const point of this.points()) { see(point.mean - point.error); see(point.mean + point.error); }
-    if (spec.bound !== null && spec.bound !== undefined) { see(0); see(spec.bound); }
+    if (spec.bound !== null && spec.bound !== undefined) { see(0); see(spec.bound * 1.12); }
     if (low > high) [low, high] = [0, 1];
     if (low > 0 && low < 0.6 * high) low = 0;
     if (low === high) [low, high] = low ? [low - Math.abs(low) / 2, high + Math.abs(high) / 2] : [0, 1];
