@@ -184,8 +184,9 @@ class Answers:
         return {"texts": texts}
 
     def distribution(self, branch: str, where: str, column: str) -> dict[str, Any]:
-        """The histogram of a column over the selected trajectories."""
-        return listing.distribution(self._need(branch).columns, where, column)
+        """The histogram of a column over the selected trajectories, and what was trained on against what was not."""
+        columns = self._need(branch).columns
+        return {**listing.distribution(columns, where, column), "by_fate": listing.by_fate(columns, where)}
 
     def trajectory(self, branch: str, id: int) -> dict[str, Any]:
         """One trajectory with its tokens, its siblings' ids and what the journal says of it."""

@@ -281,26 +281,32 @@ class JournalIndex:
 
     def story(self, trajectory: int) -> list[dict[str, Any]]:
         """The marks of a trajectory, in order: seconds, what happened, in words, and the phase that begins."""
-        (at,) = np.nonzero(np.frombuffer(self._ids, np.int64) == trajectory) if self._ids else (np.zeros(0, int),)
+        at = self._marks_of([trajectory])[trajectory]
         words = list(self._words)
         marks = []
-        for i in at.tolist():
+        for i in at:
             kind, detail = self._kinds[i], self._detail[i]
             where = self._names[self._lane[i]] if self._lane[i] >= 0 else ""
             what, phase = STORIES[kind]
             word = words[detail] if kind in (SCORED, RETIRED) else str(detail)
-            what = what.format(where=where, detail=word)
-            marks.append({"at_s": self._times[i], "what": what, "phase": phase, "instance": where})
-        return marks
+            marks.append({"at_s": self._times[i], "what": what.format(where=where, detail=word), "phase": phase})
+        for (_, end, _, _), (begin, _, phase, version) in itertools.pairwise(self._phases(at)):
+            if phase == "sampling" and begin == end and not any(mark["at_s"] == begin for mark in marks):
+                marks.append({"at_s": begin, "what": f"goes on under version {version}", "phase": phase})
+        return sorted(marks, key=lambda mark: float(mark["at_s"]))
 
-    def lives(self, trajectories: Sequence[int]) -> list[list[tuple[float, float, str, int]]]:
-        """The phases of each of these trajectories: (begin, end in seconds, phase, version that samples; -1 in other
-        phases). A phase of sampling is divided where the instance changed its version."""
+    def _marks_of(self, trajectories: Sequence[int]) -> dict[int, list[int]]:
         ids = np.frombuffer(self._ids, np.int64) if self._ids else np.zeros(0, np.int64)
         (at,) = np.nonzero(np.isin(ids, np.asarray(trajectories, np.int64)))
         marks: dict[int, list[int]] = {id: [] for id in trajectories}
         for i in at.tolist():
             marks[self._ids[i]].append(i)
+        return marks
+
+    def lives(self, trajectories: Sequence[int]) -> list[list[tuple[float, float, str, int]]]:
+        """The phases of each of these trajectories: (begin, end in seconds, phase, version that samples; -1 in other
+        phases). A phase of sampling is divided where the instance changed its version."""
+        marks = self._marks_of(trajectories)
         return [self._phases(marks[id]) for id in trajectories]
 
     def _phases(self, marks: Sequence[int]) -> list[tuple[float, float, str, int]]:

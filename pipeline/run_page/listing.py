@@ -5,6 +5,7 @@ Only positions are returned; tokens are read for one page at a time, so a page c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from stores.errors import ConfigError
 from stores.selection import Selection
-from stores.trajectory import Fate
+from stores.trajectory import Fate, FinishReason
 
 Columns = Mapping[str, npt.NDArray[Any]]
 Positions = npt.NDArray[np.int64]
@@ -75,15 +76,39 @@ def distribution(columns: Columns, where: str, name: str) -> dict[str, Any]:
     if name in ("reward", "advantage"):
         chosen &= scored(columns)
     values = columns[name][chosen].astype(np.float64)
-    whole = values.dtype.kind == "f" and columns[name].dtype.kind in "ib"
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    if whole and high - low < BINS:
-        edges = np.arange(low, high + 2) - 0.5
+    if columns[name].dtype.kind in "ib":  # bins of equally many whole numbers
+        width = max(1, math.ceil((high - low + 1) / BINS))
+        edges = np.arange(low, high + width + 0.5, width) - 0.5
     else:
         edges = np.linspace(low, high if high > low else low + 1, BINS + 1)
     fates = columns["fate"][chosen]
     counts = {f.value: np.histogram(values[fates == f.value], bins=edges)[0].tolist() for f in Fate}
     return {"column": name, "edges": edges.tolist(), "fates": {fate: c for fate, c in counts.items() if any(c)}}
+
+
+def by_fate(columns: Columns, where: str) -> list[dict[str, Any]]:
+    """What was trained on against what was not: a row for each fate and reason of the selected trajectories, with their
+    number, mean length, mean reward of those scored (None without any) and share of those cut off. Raises
+    ConfigError."""
+    chosen = selected(columns, where)
+    rated = scored(columns) & np.isfinite(columns["reward"].astype(np.float64))
+    kinds = sorted({*zip(columns["fate"][chosen].tolist(), columns["reason"][chosen].tolist(), strict=True)})
+    rows = []
+    for fate, reason in sorted(kinds, key=lambda kind: kind[0] != Fate.CONSUMED.value):
+        these = chosen & (columns["fate"] == fate) & (columns["reason"] == reason)
+        rewards = columns["reward"][these & rated].astype(np.float64)
+        rows.append(
+            {
+                "fate": fate,
+                "reason": reason,
+                "count": int(these.sum()),
+                "response_tokens": float(columns["response_tokens"][these].mean()),
+                "reward": float(rewards.mean()) if len(rewards) else None,
+                "cut": float((columns["finish"][these] == FinishReason.LENGTH.value).mean()),
+            }
+        )
+    return rows
 
 
 def scored(columns: Columns) -> npt.NDArray[np.bool_]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.config.schema import RunConfig
 from pipeline.offline.texts import shown_texts
 from pipeline.run_page.lanes import JournalIndex
 from pipeline.runtime.evaluation import Evaluation, read_evaluations
@@ -121,11 +122,22 @@ class RunReader:
         if not (run_dir / "config.toml").is_file():
             raise ConfigError(f"{run_dir}: no such run; `staleflow store ls` lists runs")
         self.run_dir = run_dir
-        self.config = load_job(run_dir)
+        self._job: tuple[int, RunConfig] = (-1, load_job(run_dir))
         self._stored: dict[str, Stored] = {}
         self._lock = threading.Lock()
         self._journal = JournalFollower(self.config.members_started)
         self._journal_lock = threading.Lock()
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's job, which resuming may change. Raises ConfigError."""
+        try:
+            written = (self.run_dir / "config.toml").stat().st_mtime_ns
+        except OSError:
+            written = self._job[0]  # being replaced
+        if written != self._job[0]:
+            self._job = (written, load_job(self.run_dir))
+        return self._job[1]
 
     def stored(self, branch: str = MAIN) -> Stored | None:
         """The store as it is now; None if the run has not stored anything yet. Raises ConfigError, StoreError."""

@@ -70,6 +70,7 @@ def test_a_trajectorys_life_is_told_in_order() -> None:
         (1.0, "routed to a at version 0", "sampling"),
         (2.0, "interrupted at 5 tokens", "waiting"),
         (2.0, "routed to b at version 0", "sampling"),
+        (3.0, "goes on under version 1", "sampling"),
         (4.0, "sampled to its end, 9 tokens", "scoring"),
         (5.0, "reward 0.25", "ready"),
         (7.0, "consumed by step 0", ""),

@@ -26,6 +26,8 @@ def columns(count: int = 200) -> dict[str, Any]:
         "reward": rng.choice([0.0, 0.5, 1.0, np.nan], count).astype(np.float32),
         "response_tokens": rng.integers(1, 90, count),
         "staleness": np.where(consumed, 1, -1),
+        "reason": np.where(consumed, "none", rng.choice(["surplus_member", "engine_failed"], count)),
+        "finish": rng.choice(["stop", "length"], count),
         "rewarded_s": np.zeros(count, np.float32),
         "loss_mask": consumed.astype(np.int64),
     }
@@ -106,6 +108,21 @@ def test_a_distribution_counts_every_selected_value_once() -> None:
     assert listing.distribution(table, "reward > 9", "reward")["fates"] == {}
     whole = listing.distribution(table, "", "step")
     assert whole["edges"] == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5]
+
+
+def test_what_was_trained_on_is_told_beside_what_was_not() -> None:
+    table = columns()
+    rows = listing.by_fate(table, "response_tokens > 20")
+    assert [(row["fate"], row["reason"]) for row in rows] == [
+        ("consumed", "none"), ("aborted", "engine_failed"), ("aborted", "surplus_member"),
+    ]  # fmt: skip
+    assert sum(row["count"] for row in rows) == (table["response_tokens"] > 20).sum()
+    at = (table["response_tokens"] > 20) & (table["fate"] == "consumed")
+    assert rows[0]["response_tokens"] == pytest.approx(table["response_tokens"][at].mean())
+    assert rows[0]["reward"] == pytest.approx(np.nanmean(table["reward"][at]))
+    assert rows[0]["cut"] == pytest.approx((table["finish"][at] == "length").mean())
+    assert rows[1]["reward"] is None, "what was never scored has no reward of 0"
+    assert listing.by_fate(table, "reward > 9") == []
 
 
 def test_the_mean_of_each_step_is_of_what_it_trained_on() -> None:

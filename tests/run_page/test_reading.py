@@ -141,6 +141,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         RunReader(tmp_path)
 
 
+def test_a_job_that_resuming_changed_is_shown_as_it_is_now(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1)
+    page = Page(run.run_dir)
+    assert page.ask("run")["steps"] == 1
+    job = run.run_dir / "config.toml"
+    job.write_text(job.read_text().replace("steps = 1\n", "steps = 70\n"))
+    os.utime(job, ns=(1, 1))
+    assert page.ask("run")["steps"] == 70
+
+
 def test_a_damaged_trajectory_is_shown_as_such_and_the_others_as_they_are(tmp_path: Path) -> None:
     run = StoredRun(tmp_path, group=2)
     long = "".join(random.Random(0).choices("abcdefgh", k=4_000))

@@ -38,7 +38,7 @@ export class Board {
     this.charts = [];
   }
 
-  /** A card with a chart. spec: {title, unit, hint, lines: [{name, label, doc}], bound, points}. */
+  /** A card with a chart. spec: {title, unit, hint, lines: [{name, label, doc}], bound, points(), keys()}. */
   add(spec) {
     const chart = new LineChart(this, spec);
     this.charts.push(chart);
@@ -191,7 +191,7 @@ class LineChart extends Chart {
     const see = (value) => { if (value < low) low = value; if (value > high) high = value; };
     for (const line of this.lines) line.raw.forEach((value, i) => value !== null && inside(i) && see(value));
     for (const point of this.points()) { see(point.mean - point.error); see(point.mean + point.error); }
-    if (spec.bound !== null && spec.bound !== undefined) { see(0); see(spec.bound); }
+    if (spec.bound !== null && spec.bound !== undefined) { see(0); see(spec.bound * 1.12); }
     if (low > high) [low, high] = [0, 1];
     if (low > 0 && low < 0.6 * high) low = 0;
     if (low === high) [low, high] = low ? [low - Math.abs(low) / 2, high + Math.abs(high) / 2] : [0, 1];
@@ -202,7 +202,7 @@ class LineChart extends Chart {
   }
 
   points() {
-    return (this.spec.points ?? []).filter((p) => p.at >= this.range[0] && p.at <= this.range[1] + 1);
+    return (this.spec.points?.() ?? []).filter((p) => p.at >= this.range[0] && p.at <= this.range[1] + 1);
   }
 
   marks() {
@@ -263,7 +263,7 @@ class LineChart extends Chart {
       ...this.lines.map((line) =>
         h("span", { class: `key ${line.colour}`, title: line.doc }, line.label, " ", h("b", {}, short((exact ? line.raw : line.mean)[i]))),
       ),
-      ...(exact ? [] : this.spec.keys ?? []).map((key) => h("span", { class: `key dot ${key.colour}` }, key.label)),
+      ...(exact ? [] : this.spec.keys?.() ?? []).map((key) => h("span", { class: `key dot ${key.colour}` }, key.label)),
     );
   }
 }

@@ -63,7 +63,7 @@ function lanes(plot, found, run) {
   const label = (y, name, detail) => [svg("text", { class: "lane-name", x: 0, y: y + 17 }, name), svg("text", { class: "tick", x: 0, y: y + 32 }, detail)];
   const parts = ticks(found.begin_s, found.end_s, Math.max(2, width / 110)).map((at) => [
     svg("line", { class: "grid", x1: x(at), x2: x(at), y1: 0, y2: height - AXIS }),
-    svg("text", { class: "tick", x: x(at), y: height - 8, "text-anchor": "middle" }, seconds(at)),
+    svg("text", { class: "tick", x: x(at), y: height - 8, "text-anchor": x(at) > width - 30 ? "end" : "middle" }, seconds(at)),
   ]);
   const pattern = svg("pattern", { id: "stripes", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, svg("rect", { width: 2, height: 5, class: "stripe" }));
   parts.push(svg("defs", {}, pattern));

@@ -68,14 +68,18 @@ function append(data, more) {
 function withPoints(chart, run) {
   const spec = { ...chart, bound: chart.bound ? run.bound : null };
   if (!chart.held_out) return spec;
-  spec.points = run.evaluations.flatMap((e) =>
+  spec.points = () => heldOut(run); // a run that goes on evaluates again
+  spec.keys = () => (run.evaluations.length ? [{ label: "held-out, sampled", colour: "c2" }, { label: "held-out, greedy", colour: "c3" }] : []);
+  return spec;
+}
+
+function heldOut(run) {
+  return run.evaluations.flatMap((e) =>
     [["sampled", "c2"], ["greedy", "c3"]].filter(([kind]) => e[kind] !== null && e[kind] !== undefined).map(([kind, colour]) => ({
       at: e.version, mean: e[kind], error: e[`${kind}_stderr`] ?? 0, colour,
       text: `held-out, ${kind}, version ${e.version}: ${withError(e[kind], e[`${kind}_stderr`])} (${e.num_prompts} prompts)`,
     })),
   );
-  spec.keys = spec.points.length ? [{ label: "held-out, sampled", colour: "c2" }, { label: "held-out, greedy", colour: "c3" }] : [];
-  return spec;
 }
 
 const withError = (mean, error) => (error ? `${mean.toFixed(3)} ± ${error.toFixed(3)}` : mean.toFixed(3));

@@ -32,7 +32,7 @@ export async function trajectoriesView(run) {
       h("h1", {}, "Trajectories"), tools, examples,
       h("section", { class: "card chart histogram" },
         h("h3", {}, "distribution of ", choice("by", "", numeric, "reward"), h("span", { class: "hint" }, found.total === found.stored ? "all" : `${found.total.toLocaleString("en")} of ${found.stored.toLocaleString("en")}`)),
-        histogram(spread)),
+        histogram(spread), fates(spread.by_fate)),
       h("div", { class: "tools" }, pager(found, found.total === 1 ? "trajectory" : "trajectories"),
         h("span", { class: "narrow" }, choice("sort", "Sorted by", sorts(numeric), "-step"))),
       h("div", { class: "scroll" }, h("table", { class: "rows" }, h("thead", {}, h("tr", {}, COLUMNS.map(heading))), h("tbody", {}, rows.map((one) => one.node)))),
@@ -102,6 +102,18 @@ function distinct(prompts) {
 }
 
 const flat = (words) => words.replace(/[ \t\n]+/g, " ");
+
+/** What was trained on against what was not, if anything was not. */
+function fates(rows) {
+  if (rows.length < 2) return null;
+  const where = (row) => `fate == '${row.fate}' and reason == '${row.reason}'`;
+  return h("div", { class: "scroll plain" }, h("table", { class: "rows fates" },
+    h("thead", {}, h("tr", {}, ["", "trajectories", "mean length", "mean reward", "cut off"].map((name) => h("th", {}, name)))),
+    h("tbody", {}, rows.map((row) => h("tr", {},
+      h("td", {}, h("a", { href: changed({ where: where(row), page: "" }) }, row.fate === "consumed" ? "trained on" : `${row.fate}: ${row.reason.replaceAll("_", " ")}`)),
+      h("td", { "data-name": "trajectories" }, row.count.toLocaleString("en")), h("td", { "data-name": "mean length" }, short(row.response_tokens)),
+      h("td", { "data-name": "mean reward" }, row.reward === null ? "not scored" : short(row.reward)), h("td", { "data-name": "cut off" }, `${short(100 * row.cut)} %`))))));
+}
 
 function histogram({ edges, fates }) {
   const plot = h("div", { class: "plot low" });

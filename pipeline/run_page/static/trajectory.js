@@ -1,7 +1,7 @@
 // One trajectory: its tokens coloured by version, probability or ratio, and the story of its life.
 
 import { ask, changed, go, to, value } from "./address.js";
-import { h, seconds, short, visible } from "./dom.js";
+import { h, many, seconds, short, visible } from "./dom.js";
 import { labels, note, rewardOf, strip, text, versionClass } from "./parts.js";
 
 const PHASES = { waiting: "waiting for an instance", sampling: "being sampled", scoring: "being scored", ready: "ready: waits for siblings or its step" };
@@ -50,7 +50,7 @@ function response(one, run) {
   const details = h("dl", { class: "facts details" });
   const block = h("pre", { class: `tokens by-${mode}`, dir: "auto", tabindex: "0", "aria-label": "response, token by token" },
     tokens.text.map((words, i) => {
-      const shown = words === "" ? h("span", { class: "unseen" }, "·") : visible(words.replace(/\n/g, "↵\n"));
+      const shown = words === "" ? h("span", { class: "quiet" }, "·") : visible(words.replace(/\n/g, "↵\n"));
       return h("span", { class: `t ${mode === "version" ? versionClass(tokens.version[i]) : ""}`, "data-i": String(i), style: shade(mode, tokens, i) }, shown);
     }));
   const tell = (i) => {
@@ -99,7 +99,7 @@ function legend(mode, one, run) {
       counts.set(version, { count: known.count + count, where: known.where.add(where) });
     }
     return h("p", { class: "legend" }, [...counts].map(([version, { count, where }]) =>
-      h("span", {}, h("i", { class: `swatch ${versionClass(version)}` }), `version ${version}`, one.fate === "consumed" ? `, ${one.step - version} behind its step` : "", `: ${count} tokens on ${[...where].join(", ")}`)));
+      h("span", {}, h("i", { class: `swatch ${versionClass(version)}` }), `version ${version}`, one.fate === "consumed" ? `, ${one.step - version} behind its step` : "", `: ${many(count, "token")} on ${[...where].join(", ")}`)));
   }
   if (mode === "probability") {
     const sum = logprob.reduce((a, b) => a + Number(b), 0);
