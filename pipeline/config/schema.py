@@ -219,13 +219,19 @@ class DeadlineConfig:
     wait_s: float = knob(0.0, "seconds a run may wait for workers of a cluster that others use; 0: no limit", low=0)
 
 
+TRACKERS = ("wandb", "mlflow", "trackio")
+"""Trackers that a job names by their package."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingConfig:
     """Where metrics are written besides the store."""
 
     tensorboard: bool = knob(True, "write TensorBoard event files into the run's folder")
     tracker: str = knob(
-        "", "your own tracker class, path/to/file.py:Name or module:Name; see pipeline/jobs/tracking.py"
+        "",
+        "wandb, mlflow or trackio, if installed, or your own class, path/to/file.py:Name or module:Name; see "
+        "pipeline/jobs/tracking.py",
     )
 
 

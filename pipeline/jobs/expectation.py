@@ -20,6 +20,8 @@ from stores.errors import StaleflowError
 
 BUDGET_S = 2.0
 """Processor seconds that each of the two simulations may take at the end of a run."""
+WORSE = 0.95
+"""Ratio below which a change is said not to be worth it."""
 MOST_STEPS = 60
 """Most steps simulated: enough for a steady part at any bound in use."""
 
@@ -36,7 +38,8 @@ class Expectation:
     def line(self) -> str:
         if self.ratio is None:
             return f"see what it would bring: {self.command}"
-        return f"a simulation of this run expects {self.ratio:.2f} times the tokens/s of it"
+        but = "but " if self.ratio < WORSE else ""
+        return f"{but}a simulation of this run expects {self.ratio:.2f} times the tokens/s of it"
 
 
 class _TooLong(Exception):

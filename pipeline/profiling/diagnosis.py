@@ -19,6 +19,7 @@ from typing import Any
 
 from pipeline.config.deciding import cost_model
 from pipeline.config.schema import RunConfig
+from pipeline.profiling.fit import Fit
 from pipeline.profiling.loads import Seconds, StepLoad, total
 from tasks.engines.cost_model import CostModel
 
@@ -55,7 +56,8 @@ class Cause(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """The sizes of a job that bear on its speed. eta: versions that its admission rule lets work lie behind.
-    trajectories: of a step. cost: of a decode step; only ratios of it are used."""
+    trajectories: of a step. cost: of a decode step. fitted: whether it is fitted to the run itself; else only ratios of
+    it are used."""
 
     eta: int
     admission: str
@@ -64,10 +66,11 @@ class Sizes:
     max_running: int
     kv_tokens: int
     cost: CostModel
+    fitted: bool = False
 
 
-def sizes_of(config: RunConfig) -> Sizes:
-    """The sizes of a job."""
+def sizes_of(config: RunConfig, fit: Fit | None = None) -> Sizes:
+    """The sizes of a job. fit: to its own run, if there is one."""
     staleness, engine = config.staleness, config.rollout.engine
     return Sizes(
         eta=FIXED_ETA.get(staleness.admission, config.bound),
@@ -76,7 +79,8 @@ def sizes_of(config: RunConfig) -> Sizes:
         instances=config.rollout.instances,
         max_running=engine.max_running,
         kv_tokens=engine.kv_tokens,
-        cost=cost_model(config),
+        cost=cost_model(config) if fit is None else fit.model,
+        fitted=fit is not None,
     )
 
 
@@ -239,8 +243,9 @@ def instances_needed(load: StepLoad, sizes: Sizes) -> int:
     running_s = load.waiting.running_s + load.training.running_s
     each = (load.waiting.kv_s + load.training.kv_s) / running_s if running_s else 0.0
     most = min(sizes.max_running, sizes.kv_tokens / each) if each else float(sizes.max_running)
-    measured = sum(s.measured_s for s in load.speeds.values())
-    slower = measured / expected if (expected := sum(s.expected_s for s in load.speeds.values())) else 1.0
+    measured_s = sum(s.measured_s for s in load.speeds.values())
+    expected_s = sum(s.expected_s for s in load.speeds.values())
+    slower = measured_s / expected_s if expected_s and not sizes.fitted else 1.0
     in_flight = (sizes.eta + 1) * sizes.trajectories
     for count in range(1, sizes.instances):
         n = max(1.0, min(most, in_flight / count))

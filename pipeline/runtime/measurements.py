@@ -26,6 +26,7 @@ class Measurements:
 
     def __init__(self, config: RunConfig, earlier_s: float) -> None:
         self._earlier_s = earlier_s
+        self._config = config
         self._scale = config.time_scale
         self._sizes = sizes_of(config)
         self._watch = LoadWatch(
@@ -124,7 +125,7 @@ class Measurements:
     @property
     def diagnosis(self) -> Diagnosis | None:
         """What limited the steady part of the run."""
-        return diagnose(steady(self._watch.loads, self._sizes.eta), self._sizes)
+        return diagnose(steady(self._watch.loads, self._sizes.eta), sizes_of(self._config, self._watch.fit()))
 
     def profile(self, source: str) -> Profile | None:
         """The cost model and latencies of the run so far, for simulations; None if too little was sampled."""
