@@ -36,7 +36,7 @@ def prompts_of(job: Path, prompts: list[Any], *overrides: str) -> Prompts:
     path = job.parent / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "answer": "0"}) + "\n" for p in [*prompts, "0"]))
     config = loading.load(job, (f"task.source=jsonl:{path}", *overrides))
-    return TokenizedPrompts(actor_settings.prompt_settings(config, held_out=8))
+    return TokenizedPrompts(actor_settings.prompt_settings(config, held_out=8, longest=None))
 
 
 def rendered(prompts: Prompts, index: int = 0) -> str:
