@@ -35,6 +35,12 @@ def check_across(config: RunConfig, where: str) -> None:
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
             f"{config.trajectories_per_step} trajectories of a step"
         )
+    rollout = config.rollout
+    if rollout.min_instances > rollout.instances:
+        raise ConfigError(
+            f"{where}: rollout.min_instances = {rollout.min_instances} is more than rollout.instances = "
+            f"{rollout.instances}"
+        )
     try:
         ADMISSION.make(config.staleness, {"eta": config.staleness.eta})
         ROUTING.check(config.rollout)

@@ -163,6 +163,9 @@ class RolloutConfig:
     REFUSED: ClassVar[Mapping[str, str]] = SAMPLING_REFUSED
 
     instances: int = knob(1, "rollout instances, one Dask worker each", low=1, high=4096)
+    min_instances: int = knob(
+        1, "instances with which the run goes on while others that were lost wait for a free worker", low=1, high=4096
+    )
     max_new_tokens: int = knob(64, "most tokens in a response", low=1)
     temperature: float = knob(
         1.0, "sampling temperature; the trainer computes logprobs at the same one", above=0, high=10

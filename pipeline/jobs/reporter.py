@@ -89,6 +89,8 @@ class Reporter:
             if cluster.waiting:
                 what = "; ".join(f"{name} needs {need}" for name, need in sorted(cluster.waiting.items()))
                 state, why = "waiting", f"{what}; gives up after {cluster.start_s:g} s (deadlines.start_s)"
+                if driver.training:
+                    state, why = "running", f"goes on without {what}"
             more = {"decisions": driver.decisions(DECISIONS), "tokens_sampled": driver.tokens_sampled()}
             stop = await self.report(cluster.client, state, why, more)
             if stop:

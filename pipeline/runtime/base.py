@@ -17,6 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from stores.errors import ConfigError
+
+
+class NoFreeWorker(ConfigError):
+    """No worker for a role has become free within deadlines.start_s."""
+
 
 @dataclass(slots=True)
 class Placed:
@@ -42,7 +48,7 @@ class Workers(Protocol):
 
     async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
         """Create the actor `cls(*args)` on a worker for `role`; waits for one to become free, up to deadlines.start_s.
-        Raises ConfigError if there is none by then, ActorLost if the actor does not come up."""
+        Raises NoFreeWorker if there is none by then, ActorLost if the actor does not come up."""
         ...
 
     async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:

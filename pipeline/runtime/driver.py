@@ -41,6 +41,7 @@ from pipeline.coordination.journal import Journal
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.profiling.fit import CostWatch
 from pipeline.runtime.actors import Actors, InstanceHandle
+from pipeline.runtime.base import NoFreeWorker
 from pipeline.runtime.clock import now_s
 from pipeline.runtime.evaluation import (
     evaluate,
@@ -104,7 +105,8 @@ class Driver:
         self._scores: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._background: set[asyncio.Task[None]] = set()
         self._stop_requested = ""
-        self._stepping = False
+        self.training = False
+        """Whether the training loop runs, between the evaluations."""
         self._task: asyncio.Task[Any] | None = None
         self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
         self._drift_said = self._reward_failure_said = False
@@ -139,10 +141,10 @@ class Driver:
             self._spawn(self._score_on(f"reward-{i}"), f"reward-{i}")
         for instance in list(self._actors.instances.values()):
             self._join(instance)
-        self._stepping = True
+        self.training = True
         try:
             await self._main_loop()
-            self._stepping = False
+            self.training = False
             await self._finish_commits()
         finally:
             self._sum_up()
@@ -186,7 +188,7 @@ class Driver:
     def stop(self, why: str) -> None:
         """End the run once no training step is in flight; at once if asked twice, or outside of the training loop. Safe
         from a signal handler."""
-        if self._task is not None and (self._stop_requested or not self._stepping):
+        if self._task is not None and (self._stop_requested or not self.training):
             self._task.cancel()
         self.outcomes.stopped = self._stop_requested = self._stop_requested or why
         logger.info("stopping: %s", why)
@@ -430,7 +432,18 @@ class Driver:
             self._inbox.put_nowait(error)
 
     async def _replace(self, index: int) -> None:
-        self._join(await self._actors.place_instance(index))
+        """Place a lost instance again, as soon as there is a worker for it. Raises NoFreeWorker if there is none for
+        start_s and too few instances are left."""
+        rollout = self._config.rollout
+        while True:
+            try:
+                self._join(await self._actors.place_instance(index))
+                return
+            except NoFreeWorker as error:
+                left = len(self._actors.instances)
+                if left < rollout.min_instances:
+                    raise
+                logger.warning("the run goes on with %d of %d instances: %s", left, rollout.instances, error)
 
     async def _evaluate(self, version: PolicyVersion) -> None:
         if not self._config.task.eval_prompts or self._config.emulated:  # there is no policy to judge

@@ -21,7 +21,7 @@ from distributed import Client
 
 from pipeline.config.schema import RunConfig
 from pipeline.runtime import local_cluster
-from pipeline.runtime.base import Placed
+from pipeline.runtime.base import NoFreeWorker, Placed
 from pipeline.runtime.clock import now_s
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import CONNECT_S, Where
@@ -82,7 +82,7 @@ class DaskWorkers:
             while (worker := await self._take_slot(role)) is None:
                 left_s = deadline - now_s()
                 if left_s < 0:
-                    raise ConfigError(
+                    raise NoFreeWorker(
                         f"cluster: no free worker for {name} after {self.start_s:g} s (deadlines.start_s); the run "
                         f"needs one worker process for each rollout instance and the trainer, with resource {role}=1 "
                         "if workers declare resources"

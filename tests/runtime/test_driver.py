@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.runtime.base import NoFreeWorker
 from pipeline.runtime.driver import SCORE_BATCH
 from pipeline.runtime.resumption import Resumption
 from stores.errors import ActorLost, ConfigError, RunStuck, StoreError
@@ -237,6 +238,23 @@ def test_an_instance_that_goes_on_after_it_was_given_up_changes_nothing(
     run = body.run(*SHAPE[method], world=long_ones(), faults=faults, meanwhile=no_nanny)
     run.check()
     assert victim in run.outcomes.losses[0]
+
+
+NO_WORKER = [Fault(actor="rollout-0", method="__init__", nth=n, error=NoFreeWorker("no free worker")) for n in (2, 3)]
+
+
+def test_a_run_goes_on_while_a_lost_instance_waits_for_a_worker(body: Body, caplog: pytest.LogCaptureFixture) -> None:
+    run = body.run("steps=6", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before"), *NO_WORKER])
+    run.check()
+    assert "rollout-0.1" in run.workers.names
+    assert caplog.text.count("the run goes on with 1 of 2 instances: no free worker") == 2
+
+
+@pytest.mark.parametrize("limits", [("rollout.min_instances=2",), ("rollout.instances=1",)])
+def test_a_run_with_too_few_instances_and_no_worker_ends(body: Body, limits: tuple[str, ...]) -> None:
+    run = body.run(*limits, faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before"), *NO_WORKER])
+    assert str(run.raised()) == "no free worker"
+    run.check_kept()
 
 
 # -- a reward worker is lost ---------------------------------------------------------------------------------------

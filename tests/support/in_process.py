@@ -167,13 +167,13 @@ class InProcessWorkers:
 
     async def _create(self, process: Process, name: str, role: str, cls: type[Any], args: tuple[Any, ...]) -> Placed:
         assert role != "rollout" or name not in self.names, f"{name} was another's name: its late answers would match"
-        self.names.append(name)
         fault = self._fault(name, "__init__")
         await asyncio.sleep(CREATE_S + fault.late_s)
         if fault.act is not None:
             fault.act()
         if fault.error is not None:
             raise fault.error
+        self.names.append(name)
         if fault.dies or fault.silent:
             raise ActorLost(f"{name} could not start on {process.address}")
         actor = self._actors[cls](process.host, *copy.deepcopy(args))
