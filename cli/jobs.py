@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from cli.job import check, load_new
+
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
 
@@ -53,14 +55,12 @@ def cluster_options(function: Command) -> Command:
 @cluster_options
 def submit(config_path: str, overrides: tuple[str, ...], name: str, as_json: bool, where: Where) -> None:
     """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
-    from pipeline.config import loading, user_files
-    from pipeline.jobs import submission
-    from pipeline.runtime.run_folder import refuse_taken
-
     if name:
         overrides = (*overrides, f"name={name}")
-    config = user_files.located(loading.load(config_path, overrides))
-    refuse_taken(config.run_dir)
+    config = load_new(config_path, overrides)
+    check(config, here=False)
+    from pipeline.jobs import submission
+
     print_submitted(asyncio.run(submission.submit(config, where)), as_json=as_json)
 
 

@@ -23,6 +23,7 @@ from distributed import Reschedule, get_worker, secede
 from distributed.core import Status
 
 from pipeline.config import loading
+from pipeline.config.checks import check_job
 from pipeline.config.schema import RunConfig
 from pipeline.config.user_files import with_code_in
 from pipeline.runtime.run_folder import FolderInUse, claimed, job_id, refuse_taken, write_job_id
@@ -96,6 +97,8 @@ async def _run_to_end(submission: Submission, slot: DriverSlot, client: Any, sch
     """Run the job, resuming after recoverable losses. Returns the final state and the reason, if any."""
     config = on_this_cluster(submission, scheduler)
     async with claimed_for_job(config, submission):
+        if not (config.run_dir / "store").is_dir():  # where it was submitted, not all of this could be checked
+            await asyncio.to_thread(check_job, config)
         return await _resume_to_end(config, submission, slot, client)
 
 

@@ -279,7 +279,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
         local = await local_cluster.start(
             2 + config.reward.workers + config.rollout.instances,
             cluster.threads,
-            modules=modules(config),
+            local_cluster.modules(emulated=config.emulated),
             dashboard=cluster.dashboard,
         )
         try:
@@ -301,8 +301,3 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
         shared=local is None,
         num_heavy=config.rollout.instances + 1,
     )
-
-
-def modules(config: RunConfig) -> tuple[str, ...]:
-    """What a run's local worker processes import before they are needed."""
-    return () if config.emulated else local_cluster.MODELS
