@@ -170,7 +170,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """Add a job. Idempotent; replaces an ended job with the same id."""
         if id not in self.jobs or self.jobs[id].state in ENDED:
             self.jobs.pop(id, None)
-            self.jobs[id] = Job(id, name, run_dir, steps, time.time(), why="its submission has not arrived yet")
+            self.jobs[id] = Job(id, name, run_dir, steps, time.time(), why="no worker has taken its driver yet")
             ended = [one.id for one in self.jobs.values() if one.state in ENDED]
             for old in ended[: max(0, len(self.jobs) - JOBS_KEPT)]:
                 del self.jobs[old]
