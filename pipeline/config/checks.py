@@ -10,11 +10,11 @@ import ctypes
 import importlib.util
 import itertools
 import json
-import os
 import re
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_NAME = 200
 """Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
+PATHS = ("runs_dir", "model.path", "workload.run", "cluster.shared_memory", "cluster.scheduler_file", *user_files.CODE)
+"""Keys that may name a file or folder."""
 DRAWN = 100_000
 """Most prompts that are looked at."""
 DRAWN_S = 2.0
@@ -74,8 +76,9 @@ def check_names(config: RunConfig) -> None:
         raise ConfigError(
             f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME} bytes"
         )
-    if "\0" in config.runs_dir:
-        raise ConfigError(f"runs_dir = {shown(config.runs_dir)} must be a folder's path; it contains a zero byte")
+    for key in PATHS:
+        if "\0" in (path := str(reduce(getattr, key.split("."), config))):
+            raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
     cluster = config.cluster
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if cluster.kind == "local" and (given := getattr(cluster, key)):
@@ -90,8 +93,10 @@ def _check_runs_dir(runs_dir: Path) -> None:
     there = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {there} is a file; set runs_dir to another folder")
-    if not os.access(there, os.W_OK | os.X_OK) or there == Path("/proc"):
-        raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {there} cannot be written; set runs_dir to another folder")
+    if why := _why_unwritable(there):
+        raise ConfigError(
+            f"runs_dir = {str(runs_dir)!r}: {there} cannot be written: {why}; set runs_dir to another folder"
+        )
 
 
 def _check_machine(config: RunConfig) -> None:
@@ -101,18 +106,22 @@ def _check_machine(config: RunConfig) -> None:
     if not memory.is_dir():
         why = "not a folder" if memory.exists() else "no such folder"
         raise ConfigError(f"{key}: {why}; set cluster.shared_memory to an in-memory one, such as /dev/shm")
-    try:
-        with tempfile.TemporaryFile(dir=memory):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: cannot be written: {error.strerror}; set cluster.shared_memory to another"
-        ) from error
+    if why := _why_unwritable(memory):
+        raise ConfigError(f"{key}: cannot be written: {why}; set cluster.shared_memory to another")
     engine = config.rollout.engine.name
     if engine in PACKAGES and importlib.util.find_spec(engine) is None:
         raise ConfigError(f'rollout.engine.name = "{engine}": {engine} is not installed; {PACKAGES[engine]}')
     if config.model.device == "cuda" and not config.emulated and (why := _why_no_cuda()):
         raise ConfigError(f'model.device = "cuda": {why}; set it to "auto" or "cpu"')
+
+
+def _why_unwritable(folder: Path) -> str:
+    """Why nothing can be created in a folder; empty if it can. Leaves nothing there."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _why_no_cuda() -> str:
