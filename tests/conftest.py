@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from pipeline.runtime import local_cluster
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -21,11 +23,14 @@ settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare the garbage collector what all imports have made: with torch loaded a full collection takes a second, and
-    closing an engine of transformers asks for two."""
+    closing an engine of transformers asks for two. Where some test samples from a model, all tests' local workers are
+    forked from one process that has torch: which tests run first decides nothing."""
     gc.collect()
     gc.freeze()
+    if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
+        local_cluster.prepare(threads=1)
 
 
 @pytest.fixture(scope="session")
