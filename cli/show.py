@@ -126,6 +126,7 @@ def _plain(one: TrajectoryView) -> dict[str, Any]:
 def show_steps(store: VersionedStore, as_json: bool) -> None:
     """Print one line per commit."""
     from stores.base import CODEC
+    from stores.metrics import REWARD_PART
 
     records = store.steps()
     if as_json:
@@ -142,9 +143,12 @@ def show_steps(store: VersionedStore, as_json: bool) -> None:
         ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in record.ledger.num_ended.items())
         figures = ""
         if record.kind == "step":
+            parts = "".join(
+                f"{name.removeprefix(REWARD_PART)} {m[name]:.3f}  " for name in m if name.startswith(REWARD_PART)
+            )
             figures = (
-                f"reward {m['reward']:.3f}  length {m['response_mean']:.1f}  staleness {m['staleness_mean']:.2f}  "
-                f"loss {m['loss']:+.4f}  "
+                f"reward {m['reward']:.3f}  {parts}length {m['response_mean']:.1f}  "
+                f"staleness {m['staleness_mean']:.2f}  loss {m['loss']:+.4f}  "
             )
         click.echo(f"{record.kind:<4} {record.step:>4}  {figures}{ended}, {record.ledger.num_live} in flight")
 

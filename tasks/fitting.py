@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stores.errors import ConfigError
-from tasks.environments import Reward, Task, TaskSource
+from tasks.task_source import Reward, Task, TaskSource
 
 ATTEMPTS = 1000
 """Other prompts tried in place of one. If only one in a hundred fits, all fail with probability 4e-5."""
@@ -36,8 +36,8 @@ class FittingSource:
         longer = f"{self._num_replaced} of {self._num_drawn} prompts drawn were too long, and replaced (task.skip_long)"
         return "; ".join(filter(None, (self._source.held_out_notice, longer if self._num_replaced else "")))
 
-    def apart(self, num_held_out: int) -> FittingSource:
-        return FittingSource(self._source.apart(num_held_out), self._fits)
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> FittingSource:
+        return FittingSource(self._source.apart(num_held_out, evaluation), self._fits)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         """Prompt `index`, or the one that replaces it. Raises ConfigError if none is found that fits."""

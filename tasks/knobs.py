@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from typing import Any, TypeVar, overload
 
 from stores.errors import ConfigError
 
+NAME = r"^[A-Za-z][A-Za-z0-9_-]*$"
+"""What the names of a table of tables look like; keys are joined by dots."""
 METADATA = "knob"
 """The key of a field's metadata that holds its Knob."""
 LARGEST = 2**63 - 1
@@ -169,7 +172,12 @@ def read(cls: type[Any], tree: object, where: str, prefix: str = "", root: type[
         if name not in known:
             raise ConfigError(f"{where}: unknown key {shown(key)[1:-1]}; {_nearest(str(name), known, prefix, root)}")
         spec = spec_of(known[name])
-        if spec is None:
+        if entries := entry_type(hints[name]):
+            named = _entries(value, f"{where}: {key}")
+            read_values[name] = {
+                entry: entries(**read(entries, v, where, f"{key}.{entry}.", root)) for entry, v in named.items()
+            }
+        elif spec is None:
             read_values[name] = hints[name](**read(hints[name], value, where, f"{key}.", root))
         else:
             read_values[name] = _checked(value, hints[name], spec, f"{where}: {key}")
@@ -193,6 +201,22 @@ def _keys(cls: type[Any], prefix: str) -> Iterator[str]:
             yield f"{prefix}{declared.name}"
         elif dataclasses.is_dataclass(hints[declared.name]):
             yield from _keys(hints[declared.name], f"{prefix}{declared.name}.")
+
+
+def entry_type(hint: Any) -> type[Any] | None:
+    """The dataclass of a table of named tables, dict[str, X]; None for any other type."""
+    found = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
+    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+
+
+def _entries(tree: object, where: str) -> Mapping[str, Any]:
+    """The entries of a table of named tables. Raises ConfigError."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where} must be a table of named tables, not {tree!r}")
+    for name in tree:
+        if not re.search(NAME, name):
+            raise ConfigError(f"{where}: {name!r} is no name; use letters, digits, - and _, a letter first")
+    return tree
 
 
 def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:

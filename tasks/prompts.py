@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from stores.errors import ConfigError
 from tasks.drawn_texts import DrawnTexts
 from tasks.engines.emulated import words
-from tasks.environments import Record, Task, TaskSource, distinct_held_out, make_source
+from tasks.environments import SourceSettings
 from tasks.fitting import FittingSource
+from tasks.task_source import Message, Record, Task, TaskSource, distinct_held_out, shown_prompt
 from tasks.texts import NumberTexts, TokenizerTexts, tokenizer_texts
 from tasks.workload import Workload
 
@@ -29,11 +30,10 @@ class PromptSettings:
     context: tokens the model can attend to. kv_tokens: tokens an engine's cache can hold."""
 
     tokenizer: str
-    source: str
-    options: dict[str, Any]
-    seed: int
+    source: SourceSettings
     template: str
     chat: bool
+    system: str
     max_new_tokens: int
     context: int
     kv_tokens: int
@@ -97,8 +97,10 @@ class TokenizedPrompts:
 
     def __init__(self, settings: PromptSettings, texts: TokenizerTexts | None = None) -> None:
         """texts: the model's tokenizer, if it is loaded already."""
+        if settings.system and not settings.chat:
+            raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
-        source = make_source(settings.source, settings.options, settings.seed)
+        source = settings.source.build()
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
         if settings.longest is not None:
             self._source = FittingSource(self._source, self._fits)
@@ -113,12 +115,21 @@ class TokenizedPrompts:
             raise ConfigError(
                 f"a prompt has {len(ids)} tokens; it must have 1 to {room}, {smaller} of "
                 f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
-                f"{task.prompt[:60]!r}...{'; task.skip_long = true skips such prompts' if ids else ''}"
+                f"{shown_prompt(task.prompt)}{'; task.skip_long = true skips such prompts' if ids else ''}"
             )
         return ids
 
     def _ids(self, task: Task) -> tuple[int, ...]:
-        return self._texts.ids(self._settings.template.format(prompt=task.prompt), chat=self._settings.chat)
+        prompt, template = task.prompt, self._settings.template
+        if self._settings.chat:
+            *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+            messages = [*before, last._replace(content=template.format(prompt=last.content))]
+            if self._settings.system and messages[0].role != "system":
+                messages.insert(0, Message("system", self._settings.system))
+            return self._texts.chat_ids(messages)
+        if isinstance(prompt, str):
+            return self._texts.ids(template.format(prompt=prompt))
+        raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
 
     def _fits(self, task: Task) -> bool:
         """Whether a prompt is no longer than `longest`."""
@@ -128,7 +139,9 @@ class TokenizedPrompts:
     def may_be_too_long(self, task: Task) -> bool:
         """Whether a prompt could exceed its room, by its length alone: a token has at least one byte."""
         room = self._room if self._settings.longest is None else self._settings.longest
-        return self._settings.chat or len(task.prompt.encode()) + len(self._settings.template.encode()) > room
+        if self._settings.chat or not isinstance(task.prompt, str):
+            return True
+        return len(task.prompt.encode()) + len(self._settings.template.encode()) > room
 
     @property
     def _room(self) -> int:

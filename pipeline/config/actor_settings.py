@@ -19,6 +19,7 @@ from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSe
 
 if TYPE_CHECKING:
     from tasks.actors.trajectory_server import ServerSettings
+    from tasks.environments import SourceSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
     from tasks.training.policy import PolicySettings
@@ -36,14 +37,30 @@ def run_header(config: RunConfig) -> RunHeader:
     )
 
 
+def source_settings(config: RunConfig) -> SourceSettings:
+    """Settings of the source of prompts and of evaluation prompts."""
+    from tasks.environments import SourceSettings
+
+    task = config.task
+    if not config.has_texts:
+        return SourceSettings(source="emulated", options={}, seed=config.seed)
+    return SourceSettings(
+        source=task.source,
+        options=dict(task.options),
+        seed=config.seed,
+        columns=task.columns,
+        evaluation=task.eval_source,
+        evaluation_options=dict(task.eval_options),
+    )
+
+
 def scoring_settings(config: RunConfig) -> ScoringSettings:
     from tasks.scoring import ScoringSettings
 
     return ScoringSettings(
-        source=config.task.source if config.has_texts else "emulated",
-        options=dict(config.task.options),
-        seed=config.seed,
+        source=source_settings(config),
         function=config.reward.function,
+        parts=dict(config.reward.parts),
         answer_pattern=config.task.answer_pattern,
         timeout_s=config.reward.timeout_s,
     )
@@ -58,11 +75,10 @@ def prompt_settings(
 
     return PromptSettings(
         tokenizer=config.model.path,
-        source=config.task.source,
-        options=dict(config.task.options),
-        seed=config.seed,
+        source=source_settings(config),
         template=config.task.template,
         chat=config.task.chat,
+        system=config.task.system,
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,
@@ -87,7 +103,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
     longest = longest_prompt(config, context)
     return ServerSettings(
         prompts=prompt_settings(config, context, held_out=config.task.eval_prompts, longest=longest),
-        reward=config.reward.function,
+        reward=config.reward.named,
         group_size=config.batch.group_size,
         members_started=config.members_started,
         advantage=config.training.advantage,

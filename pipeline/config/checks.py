@@ -26,8 +26,8 @@ from tasks.file_tokenizer import FileTokenizer, chat_template
 from tasks.knobs import names_user_code, shown
 
 if TYPE_CHECKING:
-    from tasks.environments import Task
     from tasks.prompts import TokenizedPrompts
+    from tasks.task_source import Task
 
 MAX_NAME = 200
 """Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
@@ -57,10 +57,10 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         user_files.check(config)
         return []
     unchecked: list[str] = []
-    kind, _, name = config.task.source.partition(":")
-    if kind == "jsonl" and here and not Path(name).is_file():
-        why = "a folder, not a file" if Path(name).is_dir() else "no such file"
-        raise ConfigError(f"task.source = {config.task.source!r}: cannot be read: {why}")
+    for key, kind, path in _data(config):
+        if here and (not path.exists() or (kind == "jsonl:" and path.is_dir())):
+            why = "a folder, not a file" if path.exists() else "no such file"
+            raise ConfigError(f"{key} = {f'{kind}{path}'!r}: cannot be read: {why}")
     folder = _model(config, unchecked, here=here)
     user_files.check(config)
     if not here and _elsewhere(config, unchecked):
@@ -175,11 +175,16 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
 
 def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
     """Whether the job's data or reward can only be found where the job will run."""
-    kind, _, name = config.task.source.partition(":")
-    if kind == "jsonl" and not Path(name).exists():
-        unchecked.append(f"not checked here: task.source = {config.task.source!r} is not on this machine")
-        return True
-    for key, named in (("task.source", config.task.source), ("reward.function", config.reward.function)):
+    for key, kind, path in _data(config):
+        if not path.exists():
+            unchecked.append(f"not checked here: {key} = {f'{kind}{path}'!r} is not on this machine")
+            return True
+    rewards = [(f"reward.parts.{name}", part.function) for name, part in config.reward.parts.items()]
+    for key, named in (
+        ("task.source", config.task.source),
+        ("reward.function", config.reward.function),
+        *rewards,
+    ):
         module = named.rpartition(":")[0]
         imported = names_user_code(named) and not module.endswith(".py") and module != "reasoning_gym"
         if imported and importlib.util.find_spec(module.partition(".")[0]) is None:
@@ -188,14 +193,21 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
     return False
 
 
+def _data(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
+    """(key, how its value begins, path) of each data set of the job that is a file or folder."""
+    for key, source in (("task.source", config.task.source), ("task.eval_source", config.task.eval_source)):
+        kind, path = user_files.data_file(source)
+        if path is not None:
+            yield key, kind, path
+
+
 def _first_prompt(config: RunConfig, folder: Path | None) -> Task:
     """Draw the run's first prompt. With the model's folder, encode it, and any of the run's that may be too long."""
-    from tasks.environments import make_source
     from tasks.prompts import TokenizedPrompts
     from tasks.texts import TokenizerTexts
 
     if folder is None:
-        return make_source(config.task.source, config.task.options, config.seed).task(0)
+        return actor_settings.source_settings(config).build().task(0)
     context = read_context(folder, f"model.path = {config.model.path!r}")
     longest = actor_settings.longest_prompt(config, context)
     settings = actor_settings.prompt_settings(config, context, held_out=config.task.eval_prompts, longest=longest)
@@ -223,15 +235,16 @@ def _drawn(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, 
 
 def _place(config: RunConfig, task: Task, number: int) -> str:
     """Where a prompt is in its data: the line of a file, or its number. Numbers of held-out prompts are negative."""
-    kind, _, name = config.task.source.partition(":")
-    if kind == "jsonl":
-        with Path(name).open(encoding="utf-8-sig") as lines:
+    source = config.task.eval_source if number < 0 and config.task.eval_source else config.task.source
+    kind, path = user_files.data_file(source)
+    if kind == "jsonl:" and path is not None:
+        with path.open(encoding="utf-8-sig") as lines:
             for at, line in enumerate(lines, 1):
                 row = json.loads(line) if line.strip() else None
                 if isinstance(row, dict) and all(task.record.get(key) == value for key, value in row.items()):
-                    return f"{name}, line {at}"
+                    return f"{path}, line {at}"
     which = f"prompt {number}" if number >= 0 else f"held-out prompt {-1 - number}"
-    return f"task.source = {config.task.source!r}, {which}"
+    return f"{source}, {which}"
 
 
 def _try_reward(config: RunConfig, task: Task) -> None:
@@ -239,7 +252,6 @@ def _try_reward(config: RunConfig, task: Task) -> None:
     reward fails on both, or takes too long; not if the job accepts any number of failures."""
     from tasks.scoring import Scorer
 
-    where = f"reward.function = {config.reward.function!r}"
     scorer = Scorer(actor_settings.scoring_settings(config))
     try:
         scorer.check()
@@ -261,4 +273,4 @@ def _try_reward(config: RunConfig, task: Task) -> None:
         if "took longer" in errors[-1]
         else "mend it, or set reward.max_error_share = 1 to run all the same"
     )
-    raise ConfigError(f"{where}: fails on the first prompt: {errors[0]}; {remedy}")
+    raise ConfigError(f"{config.reward.named}: fails on the first prompt: {errors[0]}; {remedy}")

@@ -112,16 +112,15 @@ def refuse(run_dir: Path, reward: str, branch: str) -> None:
 
 def _with_reward(config: RunConfig, reward: str) -> RunConfig:
     """The stored job with another reward. Raises ConfigError if it cannot be loaded."""
-    from tasks.environments import make_reward, make_source
+    from tasks.environments import make_reward
 
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts to score")
     file, _, name = reward.rpartition(":")
     if file.endswith(".py"):
         reward = f"{Path(file).resolve()}:{name}"
-    config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward))
-    settings = actor_settings.scoring_settings(config)
-    make_reward(reward, make_source(settings.source, settings.options, settings.seed))
+    config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward, parts={}))
+    make_reward(reward, actor_settings.source_settings(config).build())
     texts_of(config)
     return config
 
@@ -194,8 +193,10 @@ def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
         def here(named: str) -> str:
             return f"{folder}/{named}" if named.rpartition(":")[0] in code else named
 
-        scoring = dataclasses.replace(scoring, function=here(scoring.function), source=here(scoring.source))
-        prompts = dataclasses.replace(prompts, source=here(prompts.source))
+        source = scoring.source
+        source = dataclasses.replace(source, source=here(source.source), evaluation=here(source.evaluation))
+        scoring = dataclasses.replace(scoring, function=here(scoring.function), source=source)
+        prompts = dataclasses.replace(prompts, source=source)
     return prompts.build(), scoring
 
 

@@ -333,7 +333,7 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     scorer = Scorer(actor_settings.scoring_settings(plan.run_job))
     tasks = prompts.held_out(count)
     apart = store.header.held_out
-    if not version and (line := fewer_prompts(count, len(tasks), config.task.source)):
+    if not version and (line := fewer_prompts(count, len(tasks), config.task.eval_source or config.task.source)):
         report({"say": line})
     if apart is None or apart < count:
         rows = np.concatenate(list(chosen_rows(store, plan.where).values()))

@@ -404,7 +404,7 @@ class Driver:
                 task.cancel()  # they would take the evaluation's answers for the run's
         evaluation = await evaluate(self._actors, self._config, version, self._prints, self._changed)
         asked = self._config.task
-        self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.source))
+        self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.eval_source or asked.source))
         self.outcomes.evaluations.append(evaluation)
         write_evaluations(self._run_dir, self.outcomes.evaluations)
         self._say("")

@@ -28,8 +28,8 @@ from stores.files import replace_text
 LOCK = ".running"
 """The lock file in a run's folder; it contains the holder's name."""
 ELSEWHERE = "free space or set runs_dir to another folder"
-PATHS = ("model.path", "workload.run", *user_files.CODE)
-"""Keys of a job that may name a file in the run's folder."""
+PATHS = ("model.path", "workload.run")
+"""Keys of a job that may name a file in the run's folder, besides those of user code."""
 
 
 class FolderInUse(ConfigError):
@@ -79,7 +79,8 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     another for the job of an earlier start. Raises ConfigError."""
     tree = loading.read_tree(run_dir / file)
     here, place = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
-    for path in PATHS if all(isinstance(part, str) for part in place) else ():  # else it is no job, as is said below
+    known = all(isinstance(part, str) for part in place)  # else it is no job, as is said below
+    for path in (*PATHS, *user_files.code_keys(_reward_parts(tree))) if known else ():
         *tables, key = path.split(".")
         section: Any = tree
         for table in tables:
@@ -90,6 +91,13 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     return user_files.placed(config, here)
 
 
+def _reward_parts(tree: Mapping[str, Any]) -> list[str]:
+    """Names of the parts of an unchecked job's reward."""
+    reward = tree.get("reward")
+    parts = reward.get("parts") if isinstance(reward, dict) else None
+    return list(parts) if isinstance(parts, dict) else []
+
+
 def _moved(value: str, before: str, here: str) -> str:
     """A job's value, with a path inside the folder `before` moved to the folder `here`.
 
@@ -98,7 +106,7 @@ def _moved(value: str, before: str, here: str) -> str:
     >>> _moved("jsonl:/runs/one-more/p.jsonl", "/runs/one", "/runs/two")
     'jsonl:/runs/one-more/p.jsonl'
     """
-    kind = "jsonl:" if value.startswith("jsonl:") else ""
+    kind = next((kind for kind in user_files.DATA if value.startswith(kind)), "")
     file = value.removeprefix(kind)
     return f"{kind}{here}{file[len(before) :]}" if file == before or file.startswith(f"{before}/") else value
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from stores.base import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
 from stores.errors import ConfigError, ProtocolViolation
+from stores.metrics import REWARD_PART
 from stores.rewards import has_signal
 from stores.staleness import Ending
 from stores.trajectory import (
@@ -33,17 +34,17 @@ from stores.trajectory import (
 )
 from stores.versioned import VersionedStore
 from tasks.engines.base import Sampled
-from tasks.environments import Record, Task
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
+from tasks.task_source import Record, Task
 from tasks.training.advantage import advantages
 from tasks.training.packing import PackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder. reward: name of
-    the reward function, for messages. resumed: whether to continue an existing store."""
+    """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder. reward: the
+    reward functions as the job names them, for messages. resumed: whether to continue an existing store."""
 
     prompts: PromptSettings
     reward: str
@@ -283,7 +284,7 @@ class TrajectoryServer:
         errors = [t for t in batch if t.error]
         if len(errors) > self._settings.max_error_share * len(batch):
             raise ConfigError(
-                f"reward.function = {self._settings.reward!r}: failed on {len(errors)} of {len(batch)} "
+                f"{self._settings.reward}: failed on {len(errors)} of {len(batch)} "
                 f"responses of step {step} (limit: reward.max_error_share = {self._settings.max_error_share:g}); "
                 f"first: {errors[0].error}"
             )
@@ -328,9 +329,14 @@ def _batch_metrics(
 ) -> dict[str, float]:
     lengths = np.asarray([e.trajectory.num_tokens for e in consumed])
     staleness = np.asarray([e.staleness for e in consumed])
+    parts: dict[str, list[float]] = {}
+    for one in consumed:
+        for name, value in one.trajectory.reward_parts.items() if one.loss_mask else ():
+            parts.setdefault(f"{REWARD_PART}{name}", []).append(value)
     sampling_s = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
     return {
         "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
+        **{name: float(np.mean(values)) for name, values in sorted(parts.items())},
         "reward_errors": float((~valid).sum()),
         "groups_with_signal": float(has_signal(rewards, valid).mean()),
         "response_tokens": float(lengths.sum()),

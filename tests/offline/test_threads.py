@@ -35,7 +35,7 @@ from stores.trajectory import (
 )
 from stores.versioned import VersionedStore
 from tasks import scoring, user_code
-from tasks.environments import make_source
+from tasks.environments import SourceSettings, make_source
 from tasks.scoring import Scorer, ScoringSettings
 from tasks.texts import TokenizerTexts
 
@@ -103,9 +103,8 @@ def scorers(rewards: Path) -> Iterator[Callable[[str], Scorer]]:
     made: list[Scorer] = []
 
     def make(name: str, timeout_s: float = 1.0) -> Scorer:
-        settings = ScoringSettings(
-            source="emulated", options={}, seed=0, function=f"{rewards}:{name}", answer_pattern="", timeout_s=timeout_s
-        )
+        source = SourceSettings(source="emulated", options={}, seed=0)
+        settings = ScoringSettings(source=source, function=f"{rewards}:{name}", answer_pattern="", timeout_s=timeout_s)
         made.append(Scorer(settings))
         return made[-1]
 
