@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 import zlib
@@ -27,8 +28,16 @@ def load(named: str, key: str, kind: str = "function") -> Any:
         raise ConfigError(f"{key} = {named!r}: cannot be loaded: {type(error).__name__}: {said(error)}") from error
     found = getattr(module, name, None)
     if not callable(found) or (kind == "class" and not isinstance(found, type)):
-        raise ConfigError(f"{key} = {named!r}: {where} has no {kind} {name}")
+        near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if _own(v, module)], n=1, cutoff=0.3)
+        raise ConfigError(
+            f"{key} = {named!r}: {where} has no {kind} {name}{f'; did you mean {near[0]}?' if near else ''}"
+        )
     return found
+
+
+def _own(value: object, module: ModuleType) -> bool:
+    """Whether a function or class is defined in a module."""
+    return callable(value) and getattr(value, "__module__", "") == module.__name__
 
 
 def said(error: BaseException) -> str:

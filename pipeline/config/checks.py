@@ -10,11 +10,11 @@ import ctypes
 import importlib.util
 import itertools
 import json
-import os
 import re
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_NAME = 200
 """Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
+PATHS = ("runs_dir", "model.path", "workload.run", "cluster.shared_memory", "cluster.scheduler_file", *user_files.CODE)
+"""Keys that may name a file or folder."""
 DRAWN = 100_000
 """Most prompts that are looked at."""
 DRAWN_S = 2.0
@@ -55,10 +57,10 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         user_files.check(config)
         return []
     unchecked: list[str] = []
-    kind, _, name = config.task.source.partition(":")
-    if kind == "jsonl" and here and not Path(name).is_file():
-        why = "a folder, not a file" if Path(name).is_dir() else "no such file"
-        raise ConfigError(f"task.source = {config.task.source!r}: cannot be read: {why}")
+    for key, kind, path in _data(config):
+        if here and (not path.exists() or (kind == "jsonl:" and path.is_dir())):
+            why = "a folder, not a file" if path.exists() else "no such file"
+            raise ConfigError(f"{key} = {f'{kind}{path}'!r}: cannot be read: {why}")
     folder = _model(config, unchecked, here=here)
     user_files.check(config)
     if not here and _elsewhere(config, unchecked):
@@ -74,8 +76,9 @@ def check_names(config: RunConfig) -> None:
         raise ConfigError(
             f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME} bytes"
         )
-    if "\0" in config.runs_dir:
-        raise ConfigError(f"runs_dir = {shown(config.runs_dir)} must be a folder's path; it contains a zero byte")
+    for key in PATHS:
+        if "\0" in (path := str(reduce(getattr, key.split("."), config))):
+            raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
     cluster = config.cluster
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if cluster.kind == "local" and (given := getattr(cluster, key)):
@@ -90,8 +93,10 @@ def _check_runs_dir(runs_dir: Path) -> None:
     there = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {there} is a file; set runs_dir to another folder")
-    if not os.access(there, os.W_OK | os.X_OK) or there == Path("/proc"):
-        raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {there} cannot be written; set runs_dir to another folder")
+    if why := _why_unwritable(there):
+        raise ConfigError(
+            f"runs_dir = {str(runs_dir)!r}: {there} cannot be written: {why}; set runs_dir to another folder"
+        )
 
 
 def _check_machine(config: RunConfig) -> None:
@@ -101,18 +106,22 @@ def _check_machine(config: RunConfig) -> None:
     if not memory.is_dir():
         why = "not a folder" if memory.exists() else "no such folder"
         raise ConfigError(f"{key}: {why}; set cluster.shared_memory to an in-memory one, such as /dev/shm")
-    try:
-        with tempfile.TemporaryFile(dir=memory):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: cannot be written: {error.strerror}; set cluster.shared_memory to another"
-        ) from error
+    if why := _why_unwritable(memory):
+        raise ConfigError(f"{key}: cannot be written: {why}; set cluster.shared_memory to another")
     engine = config.rollout.engine.name
     if engine in PACKAGES and importlib.util.find_spec(engine) is None:
         raise ConfigError(f'rollout.engine.name = "{engine}": {engine} is not installed; {PACKAGES[engine]}')
     if config.model.device == "cuda" and not config.emulated and (why := _why_no_cuda()):
         raise ConfigError(f'model.device = "cuda": {why}; set it to "auto" or "cpu"')
+
+
+def _why_unwritable(folder: Path) -> str:
+    """Why nothing can be created in a folder; empty if it can. Leaves nothing there."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _why_no_cuda() -> str:
@@ -166,17 +175,30 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
 
 def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
     """Whether the job's data or reward can only be found where the job will run."""
-    kind, _, name = config.task.source.partition(":")
-    if kind == "jsonl" and not Path(name).exists():
-        unchecked.append(f"not checked here: task.source = {config.task.source!r} is not on this machine")
-        return True
-    for key, named in (("task.source", config.task.source), ("reward.function", config.reward.function)):
+    for key, kind, path in _data(config):
+        if not path.exists():
+            unchecked.append(f"not checked here: {key} = {f'{kind}{path}'!r} is not on this machine")
+            return True
+    rewards = [(f"reward.parts.{name}", part.function) for name, part in config.reward.parts.items()]
+    for key, named in (
+        ("task.source", config.task.source),
+        ("reward.function", config.reward.function),
+        *rewards,
+    ):
         module = named.rpartition(":")[0]
         imported = names_user_code(named) and not module.endswith(".py") and module != "reasoning_gym"
         if imported and importlib.util.find_spec(module.partition(".")[0]) is None:
             unchecked.append(f"not checked here: {key} = {named!r} cannot be imported on this machine")
             return True
     return False
+
+
+def _data(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
+    """(key, how its value begins, path) of each data set of the job that is a file or folder."""
+    for key, source in (("task.source", config.task.source), ("task.eval_source", config.task.eval_source)):
+        kind, path = user_files.data_file(source)
+        if path is not None:
+            yield key, kind, path
 
 
 def _first_prompt(config: RunConfig, folder: Path | None) -> Task:
@@ -213,15 +235,16 @@ def _drawn(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, 
 
 def _place(config: RunConfig, task: Task, number: int) -> str:
     """Where a prompt is in its data: the line of a file, or its number. Numbers of held-out prompts are negative."""
-    kind, _, name = config.task.source.partition(":")
-    if kind == "jsonl":
-        with Path(name).open(encoding="utf-8-sig") as lines:
+    source = config.task.eval_source if number < 0 and config.task.eval_source else config.task.source
+    kind, path = user_files.data_file(source)
+    if kind == "jsonl:" and path is not None:
+        with path.open(encoding="utf-8-sig") as lines:
             for at, line in enumerate(lines, 1):
                 row = json.loads(line) if line.strip() else None
                 if isinstance(row, dict) and all(task.record.get(key) == value for key, value in row.items()):
-                    return f"{name}, line {at}"
+                    return f"{path}, line {at}"
     which = f"prompt {number}" if number >= 0 else f"held-out prompt {-1 - number}"
-    return f"task.source = {config.task.source!r}, {which}"
+    return f"{source}, {which}"
 
 
 def _try_reward(config: RunConfig, task: Task) -> None:
@@ -229,7 +252,6 @@ def _try_reward(config: RunConfig, task: Task) -> None:
     reward fails on both, or takes too long; not if the job accepts any number of failures."""
     from tasks.scoring import Scorer
 
-    where = f"reward.function = {config.reward.function!r}"
     scorer = Scorer(actor_settings.scoring_settings(config))
     try:
         scorer.check()
@@ -251,4 +273,4 @@ def _try_reward(config: RunConfig, task: Task) -> None:
         if "took longer" in errors[-1]
         else "mend it, or set reward.max_error_share = 1 to run all the same"
     )
-    raise ConfigError(f"{where}: fails on the first prompt: {errors[0]}; {remedy}")
+    raise ConfigError(f"{config.reward.named}: fails on the first prompt: {errors[0]}; {remedy}")

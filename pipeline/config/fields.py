@@ -104,6 +104,10 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set one `key=value` in a tree of plain values; a bare word is a string. Raises ConfigError."""
+    try:
+        override.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--set {override}: not UTF-8 text") from None
     key, sign, text = override.partition("=")
     if not sign or not key:
         raise ConfigError(f"--set {override}: expected key=value, such as training.learning_rate=1e-4")

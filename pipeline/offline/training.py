@@ -125,10 +125,10 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
     config = load_job(run_dir, overrides)
     if config.emulated:
         raise ConfigError(f"{run_dir}: an emulated run has nothing to train a model on")
-    inspect_model(config)
     store = VersionedStore.open(run_dir / "store", branch=branch)
     if not chosen_rows(store, where):
         raise ConfigError(f"{run_dir}: no trajectory that was trained on matches --where {where!r}")
+    inspect_model(config)  # last: it loads torch, which takes seconds
     same = [o for o in overrides if not o.startswith("task.eval_prompts")]
     return OfflinePlan(
         config=dataclasses.replace(

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from stores.errors import ConfigError
-from tasks.environments import JsonLines
+from tasks.environments import SourceSettings, make_source
 from tasks.file_tokenizer import FileTokenizer
 from tasks.fitting import FittingSource
 from tasks.prompts import PromptSettings, TokenizedPrompts
+from tasks.task_source import Message
 from tasks.texts import TokenizerTexts, tokenizer_texts
 
 LONG = (3, 7, 8, 28)
@@ -25,8 +26,8 @@ def settings(tiny_model: Path, tmp_path: Path) -> PromptSettings:
     rows = [{"prompt": f"{i} + 1 =" + " 1 +" * (60 if i in LONG else 0), "answer": str(i + 1)} for i in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return PromptSettings(
-        tokenizer=str(tiny_model), source=f"jsonl:{tmp_path / 'rows.jsonl'}", options={}, seed=0, template="{prompt}",
-        chat=False, max_new_tokens=64, context=128, kv_tokens=512, held_out=3,
+        tokenizer=str(tiny_model), source=SourceSettings(source=f"jsonl:{tmp_path / 'rows.jsonl'}", options={}, seed=0),
+        template="{prompt}", chat=False, system="", max_new_tokens=64, context=128, kv_tokens=512, held_out=3,
     )  # fmt: skip
 
 
@@ -54,9 +55,9 @@ def test_prompts_that_are_too_long_are_replaced_by_others_always_the_same(settin
 def test_another_prompt_is_found_whatever_the_number_of_rows(tmp_path: Path, count: int) -> None:
     """A tenth fits, in one place of the file."""
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": ""}}\n' for i in range(count)))
-    source = JsonLines(tmp_path / "rows.jsonl")
-    fitting = FittingSource(source, lambda task: int(task.prompt) <= count // 10)
-    assert {int(fitting.task(i).prompt) <= count // 10 for i in range(0, count, 97)} == {True}
+    source = make_source(f"jsonl:{tmp_path}/rows.jsonl", {}, 0)
+    fitting = FittingSource(source, lambda task: int(str(task.prompt)) <= count // 10)
+    assert {int(str(fitting.task(i).prompt)) <= count // 10 for i in range(0, count, 97)} == {True}
 
 
 def test_data_without_a_prompt_that_fits_is_one_line(settings: PromptSettings) -> None:
@@ -77,4 +78,5 @@ def test_a_chat_template_from_its_file_gives_the_tokens_of_the_whole_one(tiny_mo
     template = each + "{% if add_generation_prompt %}={% endif %}"
     (tmp_path / "chat_template.jinja").write_text(template)
     light, full = TokenizerTexts(FileTokenizer(tmp_path)), tokenizer_texts(str(tmp_path))
-    assert light.ids("1 + 2", chat=True) == full.ids("1 + 2", chat=True) != full.ids("1 + 2")
+    turn = [Message("user", "1 + 2")]
+    assert light.chat_ids(turn) == full.chat_ids(turn) != full.ids("1 + 2")
