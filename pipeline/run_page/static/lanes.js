@@ -1,7 +1,7 @@
 // The run over time: what each instance served and ran, what the trainer trained, and what waited where.
 
 import { ask, changed, go, to, value } from "./address.js";
-import { h, onWidth, seconds, short, showTip, svg } from "./dom.js";
+import { h, onWidth, seconds, short, showTip, svg, visible } from "./dom.js";
 import { ticks } from "./charts.js";
 import { versionClass } from "./parts.js";
 
@@ -13,45 +13,46 @@ export async function lanesView(run) {
   const bins = Math.min(600, Math.max(120, Math.round(innerWidth / 3)));
   const asked = () => ask("lanes", { ...(value("from") && { from: value("from") }), ...(value("to") && { to: value("to") }), bins });
   let found = await asked();
-  const notes = h("div", {}), queue = h("div", {});
+  const [above, below] = [h("div"), h("div")];
   const plot = h("div", { class: "lanes" });
   const draw = () => {
-    notes.replaceChildren(
-      ...[found.read_share < 1 ? h("p", { class: "note" }, `The journal is being read: ${Math.round(100 * found.read_share)} % so far.`) : null,
-        found.invalid ? h("p", { class: "note" }, found.invalid) : null,
-        found.num_events ? null : h("p", { class: "quiet" }, "The run’s folder has no journal (events.jsonl).")].filter(Boolean));
+    above.replaceChildren(...[heading(found), tools(found), ...notes(found)].filter(Boolean));
     if (plot.clientWidth) lanes(plot, found, run);
-    queue.replaceChildren(...found.events.map(([at, what]) => h("li", {}, h("time", {}, seconds(at)), what)));
+    if (found.events.length) below.replaceChildren(h("h2", {}, "What happened"), h("ol", { class: "story" }, found.events.map(([at, what]) => h("li", {}, h("time", {}, seconds(at)), visible(what)))));
   };
   onWidth(plot, draw);
   draw();
-  const zoomed = value("from") !== "" || value("to") !== "";
-  const wider = (factor) => {
-    const middle = (found.begin_s + found.end_s) / 2, half = ((found.end_s - found.begin_s) / 2) * factor;
-    return changed({ from: Math.max(0, middle - half).toFixed(3), to: Math.min(found.last_s, middle + half).toFixed(3) });
-  };
-  const shifted = (share) => {
-    const by = (found.end_s - found.begin_s) * share;
-    return changed({ from: Math.max(0, found.begin_s + by).toFixed(3), to: (found.end_s + by).toFixed(3) });
-  };
   return {
     title: "Time",
-    nodes: [
-      h("div", { class: "heading" }, h("h1", {}, "Instances and trainer over time"), h("span", { class: "quiet" }, `${seconds(found.begin_s)} to ${seconds(found.end_s)} of ${seconds(found.last_s)}`)),
-      h("div", { class: "tools" },
-        h("a", { class: "button", href: wider(0.4) }, "Closer"), zoomed ? h("a", { class: "button", href: wider(2.5) }, "Wider") : null,
-        zoomed ? [h("a", { class: "button", href: shifted(-0.5) }, "‹ earlier"), h("a", { class: "button", href: shifted(0.5) }, "later ›"), h("a", { class: "button", href: changed({ from: "", to: "" }) }, "Whole run")] : null,
-        h("span", { class: "quiet" }, "Drag to zoom. Height: trajectories being sampled. Colour: policy version. Stripes: loading weights.")),
-      notes, h("section", { class: "card" }, plot),
-      found.events.length ? h("h2", {}, "What happened") : null, h("ol", { class: "story" }, queue),
-    ].filter(Boolean),
+    nodes: [above, h("section", { class: "card" }, plot), below],
     follow: async (now) => {
-      if (found.read_share >= 1 && now.state !== "running") return;
+      if (found.read_share >= 1 && now.state !== "running" && found.num_events) return;
+      const before = found.num_events;
       found = await asked();
-      draw();
+      if (found.num_events !== before) draw();
     },
   };
 }
+
+const heading = (found) =>
+  h("div", { class: "heading" }, h("h1", {}, "Instances and trainer over time"), h("span", { class: "quiet" }, `${seconds(found.begin_s)} to ${seconds(found.end_s)} of ${seconds(found.last_s)}`));
+
+function tools(found) {
+  const zoomed = value("from") !== "" || value("to") !== "";
+  const span = found.end_s - found.begin_s;
+  const part = (begin, end) => changed({ from: Math.max(0, begin).toFixed(3), to: Math.min(found.last_s, end).toFixed(3) });
+  const wider = (factor) => part(found.begin_s - (span * (factor - 1)) / 2, found.end_s + (span * (factor - 1)) / 2);
+  const link = (address, words) => h("a", { class: "button", href: address }, words);
+  return h("div", { class: "tools" }, link(wider(0.4), "Closer"),
+    zoomed ? [link(wider(2.5), "Wider"), link(part(found.begin_s - span / 2, found.end_s - span / 2), "‹ earlier"), link(part(found.begin_s + span / 2, found.end_s + span / 2), "later ›"), link(changed({ from: "", to: "" }), "Whole run")] : null,
+    h("span", { class: "quiet" }, "Drag to zoom. Height: trajectories being sampled. Colour: policy version. Stripes: loading weights."));
+}
+
+const notes = (found) => [
+  found.read_share < 1 ? h("p", { class: "note" }, `The journal is being read: ${Math.round(100 * found.read_share)} % so far.`) : null,
+  found.invalid ? h("p", { class: "note" }, visible(found.invalid)) : null,
+  found.num_events ? null : h("p", { class: "quiet" }, "The run’s folder has no journal (events.jsonl)."),
+];
 
 function lanes(plot, found, run) {
   const width = plot.clientWidth, inner = width - NAME - RIGHT;
