@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from pipeline.runtime import local_cluster
 from tests.support import browser
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,11 +25,14 @@ settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare the garbage collector what all imports have made: with torch loaded a full collection takes a second, and
-    closing an engine of transformers asks for two."""
+    closing an engine of transformers asks for two. Where some test samples from a model, all tests' local workers are
+    forked from one process that has torch: which tests run first decides nothing."""
     gc.collect()
     gc.freeze()
+    if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
+        local_cluster.prepare(threads=1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

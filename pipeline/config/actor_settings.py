@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tasks.actors.trajectory_server import ServerSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
-    from tasks.training.policy_trainer import PolicySettings
+    from tasks.training.policy import PolicySettings
 
 
 def run_header(config: RunConfig) -> RunHeader:
@@ -94,7 +94,7 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
             s_per_token=config.simulation.train_s_per_token,
             time_scale=config.rollout.engine.time_scale,
         )
-    from tasks.training.policy_trainer import TrainerSettings
+    from tasks.training.policy import TrainerSettings
 
     return TrainerSettings(
         model=config.model.path,

@@ -121,7 +121,7 @@ def local_pool(count: int) -> Iterator[Pool]:
     import dask
     from distributed import Client, LocalCluster
 
-    from pipeline.runtime.workers import worker_environment
+    from pipeline.runtime.local_cluster import worker_environment
 
     environment = {"distributed.nanny.pre-spawn-environ": worker_environment(1)}
     with warnings.catch_warnings():

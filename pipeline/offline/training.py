@@ -247,7 +247,8 @@ class _Training:
     """The trainer and its progress."""
 
     def __init__(self, plan: OfflinePlan, part: Path) -> None:
-        from tasks.training.policy_trainer import PolicyTrainer, TrainerSettings
+        from tasks.training.policy import TrainerSettings
+        from tasks.training.policy_trainer import PolicyTrainer
 
         self._plan, self._part = plan, part
         self._store = store_at(plan.path, plan.snapshot)

@@ -174,19 +174,23 @@ class Driver:
 
     async def close(self) -> None:
         """Stop all tasks, close all actors; never raises."""
-        tasks = [*self._background, *(t for i in self._actors.instances.values() for t in i.tasks)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := [t for t in self._tasks() if not t.done()]:  # an ending one may have spawned another
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._actors.close()
         self._journal.close()
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [*self._background, *(t for i in self._actors.instances.values() for t in i.tasks)]
 
     async def _main_loop(self) -> None:
         """Events in, commands out, until all steps are trained or a stop is asked for."""
         last_progress = now_s()
         while not self._coordinator.finished:
             try:
-                item = await asyncio.wait_for(self._inbox.get(), 1.0)
+                async with asyncio.timeout(1.0):
+                    item = await self._inbox.get()
             except TimeoutError:
                 item = Tick()
             if isinstance(item, BaseException):
@@ -439,13 +443,12 @@ class Driver:
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Run in the background; a failure reaches the main loop."""
 
-        async def guarded() -> None:
-            try:
-                await work
-            except Exception as error:
-                logger.debug("%s failed", what, exc_info=True)
+        def ended(task: asyncio.Task[None]) -> None:
+            self._background.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.debug("%s failed", what, exc_info=error)
                 self._inbox.put_nowait(error)
 
-        task = asyncio.ensure_future(guarded())
+        task = asyncio.ensure_future(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(ended)

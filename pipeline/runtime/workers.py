@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from pipeline.config.schema import RunConfig
+from pipeline.runtime import local_cluster
 from pipeline.runtime.base import Placed
 from pipeline.runtime.clock import now_s
 from pipeline.scheduler import board
@@ -106,7 +106,8 @@ class DaskWorkers:
             pure=False,
         )
         try:
-            actor = await asyncio.wait_for(_result(future), within_s)
+            async with asyncio.timeout(within_s):
+                actor = await future
         except TimeoutError:
             raise ActorLost(
                 f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}"
@@ -219,42 +220,18 @@ class DaskWorkers:
                 await self.local.close()
 
 
-def worker_environment(threads: int) -> dict[str, str]:
-    """Environment variables of a worker process. Dask has workers return freed memory to the system at once; training
-    and sampling free and take the same buffers all the time, which made a step four times slower (measured on the
-    demo), all of it page faults."""
-    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    kept = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
-
-
 async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
     """Start or join the cluster that the job names. security: Dask's, for a cluster with TLS; by default as Dask is
     configured. Raises ConfigError, in one line, if the cluster cannot be reached."""
     cluster = config.cluster
     local: Any = None
     if cluster.kind == "local":
-        import dask
-
-        dask.config.set(
-            {
-                "distributed.nanny.pre-spawn-environ": worker_environment(cluster.threads),
-                # Importing torch in several processes at once starves the event loops for seconds: not worth a warning.
-                "distributed.admin.tick.limit": "60s",
-            }
+        local = await local_cluster.start(
+            2 + config.reward.workers + config.rollout.instances,
+            cluster.threads,
+            modules=modules(config),
+            dashboard=cluster.dashboard,
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
-            local = await LocalCluster(
-                n_workers=2 + config.reward.workers + config.rollout.instances,
-                threads_per_worker=1,
-                processes=True,
-                memory_limit=0,
-                dashboard_address="127.0.0.1:8787" if cluster.dashboard else None,
-                asynchronous=True,
-            )
-        if not cluster.dashboard:
-            _serve_nothing(local)
         try:
             client = await Client(local, asynchronous=True, direct_to_workers=True)
             await ensure(client)
@@ -277,11 +254,6 @@ async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
     )
 
 
-def _serve_nothing(local: LocalCluster) -> None:
-    """Close the HTTP server of a local cluster's scheduler: Dask starts one even without a dashboard, on port 8787."""
-    local.scheduler.services.pop("dashboard").stop()
-    local.scheduler_info["services"].pop("dashboard", None)  # what clients make the dashboard's address from
-
-
-async def _result(future: Any) -> Any:
-    return await future
+def modules(config: RunConfig) -> tuple[str, ...]:
+    """What a run's local worker processes import before they are needed."""
+    return () if config.emulated else local_cluster.MODELS

@@ -16,12 +16,9 @@ async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, l
     """Return the result of `actor.method(*args)`. Raises ActorLost if the actor, `who` in messages, is gone or does not
     answer within `within_s` seconds; a StaleflowError of the method itself is passed on. limit: the knob that sets
     within_s, for the message."""
-
-    async def answer() -> Any:
-        return await getattr(actor, method)(*args)
-
     try:
-        return await asyncio.wait_for(answer(), within_s)
+        async with asyncio.timeout(within_s):  # wait_for may swallow a cancellation that comes with the answer
+            return await getattr(actor, method)(*args)
     except StaleflowError:
         raise
     except TimeoutError:

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
 from tasks.actors.calls import call
 from tasks.training.packing import PackedRows, Row
-from tasks.training.policy_trainer import Policy, PolicySettings
+from tasks.training.policy import Policy, PolicySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +37,8 @@ class Trainer:
         self, settings: PolicySettings, folder: str, threads: int, call_s: float, points: str, point_every: int
     ) -> None:
         """points: folder of the run's resume points, one every `point_every` steps, 0 for none."""
+        import torch
+
         torch.set_num_threads(threads)
         self._call_s = call_s
         self._policy: Policy = settings.build()
