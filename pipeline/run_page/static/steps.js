@@ -2,7 +2,7 @@
 
 import { ask, changed, go, to, value } from "./address.js";
 import { Board } from "./charts.js";
-import { h, short } from "./dom.js";
+import { h, short, visible } from "./dom.js";
 
 const SPANS = [
   ["", "auto"],
@@ -14,6 +14,7 @@ const SPANS = [
 
 export async function stepsView(run) {
   const data = run.num_steps ? await ask("steps") : empty();
+  const notes = h("div");
   const figures = h("div", { class: "figures" });
   const board = new Board({
     pick: (step) => data.step.includes(step) && go(to(`/step/${step}`)),
@@ -29,6 +30,7 @@ export async function stepsView(run) {
     return [Math.max(data.step[0] ?? 0, from), Math.max(1, Math.min(last, until))];
   };
   const draw = () => {
+    notes.replaceChildren(...run.notes.map((note) => h("p", { class: "note" }, visible(note))));
     figures.replaceChildren(...tiles(run, data));
     const [first, last] = range();
     board.update(data, [first, last], Number(value("smooth")) || automatic(last - first + 1));
@@ -56,7 +58,7 @@ export async function stepsView(run) {
   return {
     title: "Steps",
     nodes: [
-      ...run.notes.map((note) => h("p", { class: "note" }, note)),
+      notes,
       figures,
       tools,
       h("div", { class: "board" }, cards),
