@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -41,11 +42,12 @@ class Answers:
         """The run as a whole."""
         config, stored = self._reader.config, self._reader.stored(branch)
         evaluations = self._reader.evaluations()
+        state = self._reader.state()
         ended = stored.records[-1].ledger.num_ended if stored and stored.records else {}
         return {
             "name": config.name,
             "folder": str(self._reader.run_dir),
-            "state": self._reader.state(),
+            "state": state,
             "steps": config.steps,
             "num_steps": len(stored.steps) if stored else 0,
             "snapshot": stored.store.snapshot if stored else "",
@@ -62,7 +64,7 @@ class Answers:
                 {key: value for key, value in asdict(e).items() if key not in ("reward", "data", "template")}
                 for e in evaluations
             ],
-            "notes": not_comparable(evaluations),
+            "notes": [*(told(self._reader.summary()) if state != "running" else []), *not_comparable(evaluations)],
             "charts": [chart.plain() for chart in CHARTS],
         }
 
@@ -260,6 +262,23 @@ class Answers:
         if stored is None:
             raise ConfigError("nothing is stored yet: the first step has not ended")
         return stored
+
+
+def told(summary: Mapping[str, Any]) -> list[str]:
+    """Lines of a run's summary about the run as a whole: why it stopped, what limited it, what was lost.
+
+    >>> told({"stopped": "Ctrl-C", "losses": ["rollout-0: killed"], "diagnosis": {"line": "the trainer waits"}})
+    ['stopped: Ctrl-C', 'the trainer waits', 'lost: rollout-0: killed']
+    """
+    diagnosis = summary.get("diagnosis")
+    lines = [f"stopped: {summary['stopped']}"] if summary.get("stopped") else []
+    lines += [str(diagnosis["line"])] if isinstance(diagnosis, dict) and diagnosis.get("line") else []
+    lines += [f"lost: {loss}" for loss in _list(summary.get("losses"))]
+    return lines + [str(line) for key in ("alarms", "notes") for line in _list(summary.get(key))]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def plain(values: Any) -> dict[str, Any]:

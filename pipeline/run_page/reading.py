@@ -7,6 +7,7 @@ followed by reading only what its latest commits added.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
@@ -172,6 +173,14 @@ class RunReader:
     def evaluations(self) -> list[Evaluation]:
         """Rewards on held-out prompts so far. Raises StoreError."""
         return read_evaluations(self.run_dir)
+
+    def summary(self) -> dict[str, Any]:
+        """The run's summary; empty until it has ended, or if it cannot be read."""
+        try:
+            found = json.loads((self.run_dir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     @contextlib.contextmanager
     def journal(self) -> Iterator[JournalIndex]:

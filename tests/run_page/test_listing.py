@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.run_page import listing, series, server
+from pipeline.run_page import answers, listing, series, server
 from stores.base import LedgerState, StepRecord
 from stores.errors import ConfigError
 from stores.metrics import STEP
@@ -174,7 +174,7 @@ def test_every_chart_has_known_metrics_of_one_unit_and_each_is_drawn_once() -> N
         assert len({STEP[name].unit for name in chart.names}) == 1, chart.title
 
 
-@pytest.mark.parametrize("module", [series, server])
+@pytest.mark.parametrize("module", [answers, series, server])
 def test_the_examples_in_docstrings_hold(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted

@@ -79,6 +79,15 @@ def test_a_run_says_what_it_is(page: Page) -> None:
     assert run["branches"] == ["main"]
 
 
+def test_what_the_summary_says_of_the_run_is_shown_and_an_unreadable_one_is_not(run: StoredRun, page: Page) -> None:
+    summary = run.run_dir / "summary.json"
+    summary.write_text('{"stopped": "", "losses": ["rollout-0: killed"], "notes": ["200 prompts are held out"]}')
+    assert page.ask("run")["notes"] == ["lost: rollout-0: killed", "200 prompts are held out"]
+    for garbage in ("", "{", "[]", '{"losses": 3, "diagnosis": "x", "notes": null}', "\x00"):
+        summary.write_text(garbage)
+        assert page.ask("run")["notes"] == []
+
+
 def test_a_steps_groups_have_their_members_side_by_side(page: Page) -> None:
     answer = page.ask("groups", step=1)
     assert (answer["total"], answer["pages"], answer["metrics"]["reward"]) == (1, 1, 0.75)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.run_page.server import listen
 from tests.commands import command
 from tests.support.stored_runs import Response, StoredRun
 
@@ -54,6 +55,11 @@ def test_a_port_that_is_taken_is_told_in_one_line(run: Path, taken: int) -> None
     assert answer.stderr == (
         f"staleflow: port {taken} of 127.0.0.1 cannot be used: Address already in use; choose another with --port\n"
     )
+
+
+def test_a_port_that_was_not_asked_for_may_be_another(taken: int) -> None:
+    with listen("127.0.0.1", taken, exactly=False) as listening:
+        assert listening.getsockname()[1] not in (0, taken)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,28 @@
 import { h, onWidth, short, svg } from "./dom.js";
 
 const HEIGHT = 176;
-const LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 20;
+const LEFT = 46,
+  RIGHT = 10,
+  TOP = 8,
+  BOTTOM = 20;
 const BARS = 110; // at most, however many steps
 
 /** The mean of the last `span` values at each place; missing ones are left out. */
 export function smoothed(values, span) {
   if (span <= 1) return values;
   const means = [];
-  let sum = 0, count = 0;
+  let sum = 0,
+    count = 0;
   values.forEach((value, i) => {
-    if (value !== null) { sum += value; count++; }
+    if (value !== null) {
+      sum += value;
+      count++;
+    }
     const gone = i >= span ? values[i - span] : null;
-    if (gone !== null) { sum -= gone; count--; }
+    if (gone !== null) {
+      sum -= gone;
+      count--;
+    }
     means.push(value === null || !count ? null : sum / count);
   });
   return means;
@@ -27,7 +37,8 @@ export function ticks(low, high, count, whole = false) {
   let step = [1, 2, 2.5, 5, 10].map((k) => k * power).find((s) => s >= rough * 0.999);
   if (whole) step = Math.max(1, Math.ceil(step));
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-6; i++) found.push(Number((i * step).toPrecision(10)));
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-6; i++)
+    found.push(Number((i * step).toPrecision(10)));
   return found;
 }
 
@@ -71,8 +82,11 @@ class Chart {
     this.plot = h("div", { class: "plot" });
     const unit = spec.unit ? h("span", { class: "unit" }, spec.unit) : null;
     this.card = h(
-      "section", { class: "card chart", "aria-label": spec.title },
-      h("h3", {}, spec.title, " ", unit, h("span", { class: "hint" }, spec.hint ?? "")), this.legend, this.plot,
+      "section",
+      { class: "card chart", "aria-label": spec.title },
+      h("h3", {}, spec.title, " ", unit, h("span", { class: "hint" }, spec.hint ?? "")),
+      this.legend,
+      this.plot,
     );
     this.listen();
     onWidth(this.plot, () => this.draw());
@@ -110,13 +124,23 @@ class Chart {
         svg("text", { class: "tick", x: LEFT - 6, y: this.y(value) + 3.5, "text-anchor": "end" }, short(value)),
       ]),
       ticks(...this.range, Math.max(2, this.width / 90), true).map((step) =>
-        svg("text", { class: "tick", x: this.x(step), y: bottom + 15, "text-anchor": this.x(step) > this.width - 24 ? "end" : "middle" }, String(step)),
+        svg(
+          "text",
+          {
+            class: "tick",
+            x: this.x(step),
+            y: bottom + 15,
+            "text-anchor": this.x(step) > this.width - 24 ? "end" : "middle",
+          },
+          String(step),
+        ),
       ),
     ];
   }
 
   listen() {
-    let from = null, moved = false;
+    let from = null,
+      moved = false;
     const { plot, board } = this;
     plot.addEventListener("pointerdown", (event) => {
       if (event.button) return;
@@ -165,7 +189,14 @@ class Chart {
     this.selection = svg("rect", { class: "selection", y: TOP, height: HEIGHT - TOP - BOTTOM, width: 0 });
     this.hair = svg("line", { class: "hair", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
     this.plot.replaceChildren(
-      svg("svg", { width: this.width, height: HEIGHT, role: "img", "aria-label": this.spec.title }, this.axes(), this.marks(), this.selection, this.hair),
+      svg(
+        "svg",
+        { width: this.width, height: HEIGHT, role: "img", "aria-label": this.spec.title },
+        this.axes(),
+        this.marks(),
+        this.selection,
+        this.hair,
+      ),
     );
     this.cursor(null);
   }
@@ -187,11 +218,21 @@ class LineChart extends Chart {
       .filter((line) => line.raw && line.raw.some((value) => value !== null))
       .map((line) => ({ ...line, mean: smoothed(line.raw, span) }));
     const inside = (i) => data.step[i] >= range[0] && data.step[i] <= range[1];
-    let low = Infinity, high = -Infinity;
-    const see = (value) => { if (value < low) low = value; if (value > high) high = value; };
+    let low = Infinity,
+      high = -Infinity;
+    const see = (value) => {
+      if (value < low) low = value;
+      if (value > high) high = value;
+    };
     for (const line of this.lines) line.raw.forEach((value, i) => value !== null && inside(i) && see(value));
-    for (const point of this.points()) { see(point.mean - point.error); see(point.mean + point.error); }
-    if (spec.bound !== null && spec.bound !== undefined) { see(0); see(spec.bound * 1.12); }
+    for (const point of this.points()) {
+      see(point.mean - point.error);
+      see(point.mean + point.error);
+    }
+    if (spec.bound !== null && spec.bound !== undefined) {
+      see(0);
+      see(spec.bound * 1.12);
+    }
     if (low > high) [low, high] = [0, 1];
     if (low > 0 && low < 0.6 * high) low = 0;
     if (low === high) [low, high] = low ? [low - Math.abs(low) / 2, high + Math.abs(high) / 2] : [0, 1];
@@ -209,8 +250,16 @@ class LineChart extends Chart {
     const marks = [];
     const { bound } = this.spec;
     if (bound !== null && bound !== undefined) {
-      marks.push(svg("line", { class: "bound", x1: LEFT, x2: this.width - RIGHT, y1: this.y(bound), y2: this.y(bound) }));
-      marks.push(svg("text", { class: "tick bound", x: this.width - RIGHT, y: this.y(bound) - 4, "text-anchor": "end" }, `bound ${bound}`));
+      marks.push(
+        svg("line", { class: "bound", x1: LEFT, x2: this.width - RIGHT, y1: this.y(bound), y2: this.y(bound) }),
+      );
+      marks.push(
+        svg(
+          "text",
+          { class: "tick bound", x: this.width - RIGHT, y: this.y(bound) - 4, "text-anchor": "end" },
+          `bound ${bound}`,
+        ),
+      );
     }
     for (const line of this.lines) {
       const dense = this.range[1] - this.range[0] > this.width ? "dense" : "";
@@ -220,9 +269,13 @@ class LineChart extends Chart {
     for (const point of this.points()) {
       const x = this.x(Math.min(point.at, this.range[1]));
       marks.push(
-        svg("g", { class: `point ${point.colour}` }, svg("title", {}, point.text),
+        svg(
+          "g",
+          { class: `point ${point.colour}` },
+          svg("title", {}, point.text),
           svg("line", { x1: x, x2: x, y1: this.y(point.mean - point.error), y2: this.y(point.mean + point.error) }),
-          svg("circle", { cx: x, cy: this.y(point.mean), r: 4 })),
+          svg("circle", { cx: x, cy: this.y(point.mean), r: 4 }),
+        ),
       );
     }
     return marks;
@@ -232,7 +285,11 @@ class LineChart extends Chart {
   path(values) {
     const { step } = this.data;
     const parts = [];
-    let column = null, low = 0, high = 0, last = 0, pen = "M";
+    let column = null,
+      low = 0,
+      high = 0,
+      last = 0,
+      pen = "M";
     const flush = () => {
       if (column === null) return;
       const x = column.toFixed(1);
@@ -244,9 +301,17 @@ class LineChart extends Chart {
     for (let i = 0; i < values.length; i++) {
       const value = values[i];
       if (step[i] < this.range[0] || step[i] > this.range[1]) continue;
-      if (value === null) { flush(); pen = "M"; continue; }
+      if (value === null) {
+        flush();
+        pen = "M";
+        continue;
+      }
       const x = Math.round(this.x(step[i]) * 2) / 2;
-      if (x !== column) { flush(); column = x; low = high = value; }
+      if (x !== column) {
+        flush();
+        column = x;
+        low = high = value;
+      }
       low = Math.min(low, value);
       high = Math.max(high, value);
       last = value;
@@ -261,9 +326,17 @@ class LineChart extends Chart {
     this.legend.replaceChildren(
       ...[label].filter(Boolean),
       ...this.lines.map((line) =>
-        h("span", { class: `key ${line.colour}`, title: line.doc }, line.label, " ", h("b", {}, short((exact ? line.raw : line.mean)[i]))),
+        h(
+          "span",
+          { class: `key ${line.colour}`, title: line.doc },
+          line.label,
+          " ",
+          h("b", {}, short((exact ? line.raw : line.mean)[i])),
+        ),
       ),
-      ...(exact ? [] : this.spec.keys?.() ?? []).map((key) => h("span", { class: `key dot ${key.colour}` }, key.label)),
+      ...(exact ? [] : (this.spec.keys?.() ?? [])).map((key) =>
+        h("span", { class: `key dot ${key.colour}` }, key.label),
+      ),
     );
   }
 }
@@ -281,7 +354,8 @@ class BarChart extends Chart {
     for (let from = 0; from < at.length; from += wide) {
       const part = at.slice(from, from + wide);
       this.bars.push({
-        first: step[part[0]], last: step[part.at(-1)],
+        first: step[part[0]],
+        last: step[part.at(-1)],
         counts: this.reasons.map(({ name }) => part.reduce((sum, i) => sum + drops[name][i], 0) / part.length),
       });
     }
@@ -293,13 +367,21 @@ class BarChart extends Chart {
 
   marks() {
     return this.bars.flatMap((bar) => {
-      const left = this.x(bar.first - 0.4), right = this.x(bar.last + 0.4);
+      const left = this.x(bar.first - 0.4),
+        right = this.x(bar.last + 0.4);
       let below = 0;
       return bar.counts.map((count, i) => {
-        const y = this.y(below + count), height = this.y(below) - y;
+        const y = this.y(below + count),
+          height = this.y(below) - y;
         below += count;
         const x = Math.max(LEFT, left);
-        return svg("rect", { class: `bar ${this.reasons[i].colour}`, x, y, width: Math.max(1, Math.min(right, this.width - RIGHT) - x), height });
+        return svg("rect", {
+          class: `bar ${this.reasons[i].colour}`,
+          x,
+          y,
+          width: Math.max(1, Math.min(right, this.width - RIGHT) - x),
+          height,
+        });
       });
     });
   }

@@ -19,7 +19,9 @@ function filled(element, attributes, children) {
     else if (name === "style") for (const [key, one] of Object.entries(value)) element.style.setProperty(key, one);
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
@@ -27,7 +29,18 @@ function filled(element, attributes, children) {
 // are left alone between letters and emoji, which need them.
 const UNSEEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|\u{e0001}|[\u{e0020}-\u{e007f}]|(?<![^\u0000-\u02ff])[\u200c\u200d]|[\u200c\u200d](?![^\u0000-\u02ff])/gu;
-const NAMES = { 0x1b: "ESC", 0x00: "NUL", 0x07: "BEL", 0x08: "BS", 0x0d: "CR", 0x7f: "DEL", 0x200b: "ZWSP", 0x200d: "ZWJ", 0x200c: "ZWNJ", 0xfeff: "BOM" };
+const NAMES = {
+  0x1b: "ESC",
+  0x00: "NUL",
+  0x07: "BEL",
+  0x08: "BS",
+  0x0d: "CR",
+  0x7f: "DEL",
+  0x200b: "ZWSP",
+  0x200d: "ZWJ",
+  0x200c: "ZWNJ",
+  0xfeff: "BOM",
+};
 
 /** Nodes of a text in which what cannot be seen is made visible, so that a text neither hides nor reorders anything. */
 export function visible(text) {

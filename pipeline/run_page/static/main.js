@@ -10,7 +10,12 @@ import { trajectoriesView } from "./trajectories.js";
 import { trajectoryView } from "./trajectory.js";
 
 const POLL_MS = 2000;
-const TABS = [["/", "Steps"], ["/trajectories", "Trajectories"], ["/lanes", "Time"], ["/compare", "Branches"]];
+const TABS = [
+  ["/", "Steps"],
+  ["/trajectories", "Trajectories"],
+  ["/lanes", "Time"],
+  ["/compare", "Branches"],
+];
 const VIEWS = [
   [/^\/$/, stepsView],
   [/^\/step\/(-?\d+)$/, stepView],
@@ -38,7 +43,7 @@ async function show() {
     if (mine !== shown) return;
     frame(run);
     const [pattern, make] = VIEWS.find(([pattern]) => pattern.test(path)) ?? VIEWS[0];
-    const made = await make(run, ...path.match(pattern)?.slice(1).map(Number) ?? []);
+    const made = await make(run, ...(path.match(pattern)?.slice(1).map(Number) ?? []));
     if (mine !== shown) return;
     view.replaceChildren(...made.nodes.flat(Infinity).filter(Boolean));
     follow = made.follow ?? (() => {});
@@ -49,14 +54,19 @@ async function show() {
 }
 
 function fail(error) {
-  view.replaceChildren(h("p", { class: "error", role: "alert" }, error.message), h("p", {}, h("a", { href: to("/") }, "To the run's steps")));
+  view.replaceChildren(
+    h("p", { class: "error", role: "alert" }, error.message),
+    h("p", {}, h("a", { href: to("/") }, "To the run's steps")),
+  );
 }
 
 function tabs() {
   const here = ["/trajector", "/lanes", "/compare"].findIndex((start) => path.startsWith(start)) + 1;
-  document.getElementById("nav").replaceChildren(
-    ...TABS.map(([href, name], i) => h("a", { href: to(href), "aria-current": i === here ? "page" : null }, name)),
-  );
+  document
+    .getElementById("nav")
+    .replaceChildren(
+      ...TABS.map(([href, name], i) => h("a", { href: to(href), "aria-current": i === here ? "page" : null }, name)),
+    );
 }
 
 function frame(run) {

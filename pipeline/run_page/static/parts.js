@@ -12,8 +12,14 @@ export const versionClass = (version) => (version < 0 ? "gone" : `v${version % H
 export function strip(segments) {
   const total = segments.reduce((sum, [, , count]) => sum + count, 0);
   return h(
-    "div", { class: "strip", title: segments.map(([version, where, count]) => `version ${version}: ${count} tokens on ${where}`).join("\n") },
-    segments.map(([version, , count]) => h("i", { class: versionClass(version), style: { flex: count / Math.max(1, total) } })),
+    "div",
+    {
+      class: "strip",
+      title: segments.map(([version, where, count]) => `version ${version}: ${count} tokens on ${where}`).join("\n"),
+    },
+    segments.map(([version, , count]) =>
+      h("i", { class: versionClass(version), style: { flex: count / Math.max(1, total) } }),
+    ),
   );
 }
 
@@ -21,8 +27,15 @@ export function strip(segments) {
 export function labels(one, bound) {
   const dropped = one.fate !== "consumed";
   return h(
-    "div", { class: "labels" },
-    dropped ? h("span", { class: "warn" }, `${one.fate}: ${one.reason.replaceAll("_", " ")}`) : h("span", { title: `v_traj ${one.v_traj}` }, `staleness ${one.staleness}${bound === null ? "" : ` of ${bound}`}`),
+    "div",
+    { class: "labels" },
+    dropped
+      ? h("span", { class: "warn" }, `${one.fate}: ${one.reason.replaceAll("_", " ")}`)
+      : h(
+          "span",
+          { title: `v_traj ${one.v_traj}` },
+          `staleness ${one.staleness}${bound === null ? "" : ` of ${bound}`}`,
+        ),
     h("span", {}, `${short(one.response_tokens)} tokens`),
     one.finish === "length" ? h("span", { class: "warn", title: "cut off at max_new_tokens" }, "cut off") : null,
     one.finish === "unfinished" ? h("span", { class: "warn" }, "unfinished") : null,
@@ -36,13 +49,22 @@ export function rewardOf(one, widest) {
   if (!one.scored) return h("div", { class: "reward" }, h("b", { class: "quiet" }, "not scored"));
   const share = widest ? Math.min(1, Math.abs(one.advantage) / widest) * 50 : 0;
   return h(
-    "div", { class: "reward" },
+    "div",
+    { class: "reward" },
     h("b", {}, short(one.reward)),
     one.fate === "consumed"
-      ? h("span", { class: "advantage", title: `advantage ${one.advantage}` },
-        h("i", { class: one.advantage < 0 ? "minus" : "plus", style: { width: `${share}%`, [one.advantage < 0 ? "right" : "left"]: "50%" } }))
+      ? h(
+          "span",
+          { class: "advantage", title: `advantage ${one.advantage}` },
+          h("i", {
+            class: one.advantage < 0 ? "minus" : "plus",
+            style: { width: `${share}%`, [one.advantage < 0 ? "right" : "left"]: "50%" },
+          }),
+        )
       : null,
-    one.fate === "consumed" ? h("span", { class: "quiet" }, `${one.advantage < 0 ? "−" : "+"}${short(Math.abs(one.advantage))}`) : null,
+    one.fate === "consumed"
+      ? h("span", { class: "quiet" }, `${one.advantage < 0 ? "−" : "+"}${short(Math.abs(one.advantage))}`)
+      : null,
   );
 }
 
@@ -54,31 +76,68 @@ export function text(words, attributes = {}) {
 /** A field for a `--where` expression; what is typed goes into the address. */
 export function filter(example) {
   return h(
-    "form", { class: "filter", role: "search", onsubmit: (event) => {
-      event.preventDefault();
-      go(changed({ where: event.target.elements.where.value.trim(), page: "" }));
-    } },
+    "form",
+    {
+      class: "filter",
+      role: "search",
+      onsubmit: (event) => {
+        event.preventDefault();
+        go(changed({ where: event.target.elements.where.value.trim(), page: "" }));
+      },
+    },
     h("label", { for: "where" }, "Where"),
-    h("input", { id: "where", name: "where", type: "search", value: value("where"), placeholder: example, spellcheck: "false", autocapitalize: "off", autocomplete: "off",
-      onsearch: (event) => event.target.value === "" && value("where") && go(changed({ where: "", page: "" })) }),
+    h("input", {
+      id: "where",
+      name: "where",
+      type: "search",
+      value: value("where"),
+      placeholder: example,
+      spellcheck: "false",
+      autocapitalize: "off",
+      autocomplete: "off",
+      onsearch: (event) => event.target.value === "" && value("where") && go(changed({ where: "", page: "" })),
+    }),
     h("button", {}, "Filter"),
   );
 }
 
 /** A choice whose value is a parameter of the address. */
 export function choice(name, label, options, fallback) {
-  return h("label", {}, `${label} `, h("select", { name, onchange: (event) => go(changed({ [name]: event.target.value === fallback ? "" : event.target.value, page: "" })) },
-    options.map(([key, shown]) => h("option", { value: key, selected: key === value(name, fallback) }, shown))));
+  return h(
+    "label",
+    {},
+    `${label} `,
+    h(
+      "select",
+      {
+        name,
+        onchange: (event) =>
+          go(changed({ [name]: event.target.value === fallback ? "" : event.target.value, page: "" })),
+      },
+      options.map(([key, shown]) => h("option", { value: key, selected: key === value(name, fallback) }, shown)),
+    ),
+  );
 }
 
 /** Links to the pages before and after. found: {page, pages, total}. */
 export function pager(found, what) {
   const link = (page, name) =>
-    page >= 1 && page <= found.pages ? h("a", { class: "button", href: changed({ page: page === 1 ? "" : page }) }, name) : h("span", { class: "button", "aria-disabled": "true" }, name);
+    page >= 1 && page <= found.pages
+      ? h("a", { class: "button", href: changed({ page: page === 1 ? "" : page }) }, name)
+      : h("span", { class: "button", "aria-disabled": "true" }, name);
   return h(
-    "nav", { class: "pager", "aria-label": "Pages" },
+    "nav",
+    { class: "pager", "aria-label": "Pages" },
     h("span", { class: "quiet" }, `${found.total.toLocaleString("en")} ${what}`),
-    found.pages > 1 ? [h("span", { class: "wide" }, link(1, "«")), link(found.page - 1, "‹ before"), h("span", { class: "quiet" }, `page ${found.page} of ${found.pages.toLocaleString("en")}`), link(found.page + 1, "next ›"), h("span", { class: "wide" }, link(found.pages, "»"))] : null,
+    found.pages > 1
+      ? [
+          h("span", { class: "wide" }, link(1, "«")),
+          link(found.page - 1, "‹ before"),
+          h("span", { class: "quiet" }, `page ${found.page} of ${found.pages.toLocaleString("en")}`),
+          link(found.page + 1, "next ›"),
+          h("span", { class: "wide" }, link(found.pages, "»")),
+        ]
+      : null,
   );
 }
 
@@ -89,4 +148,5 @@ export const failure = (error) => h("p", { class: "error", role: "alert" }, erro
 export const note = (found) => (found.note ? h("p", { class: "quiet small" }, found.note) : null);
 
 /** A link to a trajectory. */
-export const trajectoryLink = (id, ...shown) => h("a", { href: to(`/trajectory/${id}`) }, shown.length ? shown : String(id));
+export const trajectoryLink = (id, ...shown) =>
+  h("a", { href: to(`/trajectory/${id}`) }, shown.length ? shown : String(id));

@@ -1,0 +1,60 @@
+"""Texts for display: decoding by the tokenizer's file alone, and what is shown where that is not enough."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import loading
+from pipeline.offline.texts import shown_texts
+from tasks.texts import FileTexts, NumberTexts, TokenizerTexts, file_texts, pieces, tokenizer_texts
+from tests.support.stored_runs import byte_tokenizer
+
+TEXTS = ("4+5=9;so9.", "  two  spaces , and a comma .", "שלום \u200b \x1b[31m", "👨‍👩‍👧 你好", "")
+
+
+def test_the_file_alone_decodes_as_transformers_does(tmp_path: Path, tiny_model: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "bytes")
+    for folder, lists in (
+        (tmp_path / "bytes", [tokenizer.encode(text).ids for text in TEXTS]),
+        (tiny_model, [[0, 1, 2, 3], [5, 9, 1], list(range(20)), []]),
+    ):
+        alone, whole = file_texts(folder), tokenizer_texts(str(folder))
+        assert isinstance(alone, FileTexts)
+        for ids in lists:
+            for special in (True, False):
+                assert alone.text(ids, special=special) == whole.text(ids, special=special)
+            assert pieces(alone, ids) == pieces(whole, ids)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"clean_up_tokenization_spaces": True}, {"added_tokens_decoder": {"999": {"content": "<more>"}}}],
+    ids=["spaces", "added"],
+)
+def test_what_the_file_alone_would_decode_wrongly_is_left_to_transformers(tmp_path: Path, settings: object) -> None:
+    byte_tokenizer(tmp_path)
+    assert file_texts(tmp_path) is not None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert file_texts(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0"}', "\x00"])
+def test_a_file_that_is_no_tokenizer_is_none(tmp_path: Path, content: str) -> None:
+    assert file_texts(tmp_path) is None
+    byte_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    assert file_texts(tmp_path) is None
+
+
+def test_ids_are_shown_where_there_is_no_text(tmp_path: Path) -> None:
+    gone = loading.from_tree({"model": {"path": str(tmp_path / "gone")}})
+    assert isinstance(shown_texts(gone), NumberTexts)
+    drawn = loading.from_tree({"rollout": {"engine": {"name": "emulated"}}})
+    assert isinstance(shown_texts(drawn), NumberTexts)
+    byte_tokenizer(tmp_path / "there")
+    there = loading.from_tree({"model": {"path": str(tmp_path / "there")}})
+    assert isinstance(shown_texts(there), FileTexts)
+    assert not isinstance(shown_texts(there), TokenizerTexts)
