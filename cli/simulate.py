@@ -90,6 +90,8 @@ def command(
     jobs = [(row, job_with(row.overrides)) for row in rows]
     if out is not None:
         claim_folder(Path(out), "--out")
+    if not run and not as_json and (line := assumptions(job, config_path)):
+        click.echo(line, err=True)
     results = simulate_all(jobs, quiet=as_json)
     if out is not None:
         write_results(Path(out), jobs, results)
@@ -103,6 +105,32 @@ def command(
             click.echo("\n".join(f"  {line}" for line in explanation(config, measures)))
     if out is not None:
         click.echo(f"\n{out}: simulate.json and {len(jobs)} pictures")
+
+
+def assumptions(config: RunConfig, path: str) -> str:
+    """One line on the numbers that the job leaves at their defaults, which are those of another model and machine, and
+    on how to measure them; empty if there are none."""
+    from pipeline.config.schema import CostConfig, SimulationConfig, WorkloadConfig
+
+    cost, default = config.rollout.cost, CostConfig()
+    assumed = []
+    if all(getattr(cost, key) == getattr(default, key) for key in ("k1", "k2", "k3", "k4", "b", "prefill")):
+        assumed.append("decode steps of a 7B model (rollout.cost)")
+    for key in ("train_s", "pull_s", "reward_s"):
+        value = getattr(config.simulation, key)
+        if value == getattr(SimulationConfig(), key):
+            assumed.append(f"simulation.{key} = {value:g}")
+    if config.workload == WorkloadConfig():
+        assumed.append(f"responses of {config.workload.median:g} tokens in the median (workload)")
+    if not assumed:
+        return ""
+    measure = f"staleflow profile {path} measures decode steps, a run all of them"
+    profile = Path(f"profiles/{config.name}.json")
+    if (config.run_dir / "summary.json").is_file():
+        measure = f"this job has run, with all of them measured: staleflow simulate --from {config.run_dir}"
+    elif profile.is_file():
+        measure = f"there is a profile of this job: --set profile={profile}"
+    return f"assumed, not measured: {', '.join(assumed)}; {measure}"
 
 
 def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:

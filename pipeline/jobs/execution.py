@@ -88,7 +88,7 @@ async def _execute(
     run_dir = config.run_dir
     config, found, changed = _folder_ready(config, resume=resume)
     cluster = await connect(config, None if slot is None else slot.security)
-    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps)
+    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, config.kept_bound)
 
     def say(line: str) -> None:
         reporter.say(line)

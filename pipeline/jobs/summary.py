@@ -115,6 +115,7 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     steps = outcomes.steps
     x = [s["step"] for s in steps]
@@ -139,8 +140,8 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     stale = axes[0][1]
     for name, (color, width) in AGES.items():
         stale.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
-    if config.staleness.admission != "backlog":  # it keeps no bound
-        stale.axhline(config.bound, color="#cb181d", linestyle="--", linewidth=1, label="bound")
+    if config.kept_bound is not None:
+        stale.axhline(config.kept_bound, color="#cb181d", linestyle="--", linewidth=1, label="bound")
     most = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
     stale.set(title=axis("staleness", *AGES), xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))
     stale.legend(fontsize=7, loc="upper center", ncols=3)
@@ -158,6 +159,7 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     speed.set(title=axis("throughput", "tokens_per_s"), xlabel="step", ylim=(0, None))
     for ax in figure.axes:
         ax.grid(alpha=0.25)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=110, format="png")
 
 
