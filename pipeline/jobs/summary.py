@@ -14,6 +14,7 @@ from pipeline.jobs.expectation import Expectation, expect
 from pipeline.profiling.diagnosis import Diagnosis
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.outcomes import Outcomes
+from stores.bias import Bias, bias_report
 from stores.files import replace_file, replace_text
 from stores.metrics import STEP, axis, tokens_per_s
 
@@ -44,8 +45,11 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
     from stores.versioned import VersionedStore
 
     staleness: Counter[int] = Counter()
+    bias: Bias | None = None
     if (run_dir / "store").is_dir():  # missing if the run was stopped while its actors started
-        table = VersionedStore.open(run_dir / "store").table()
+        store = VersionedStore.open(run_dir / "store")
+        table = store.table()
+        bias = bias_report(store)
         staleness.update(int(s) for s in table["staleness"] if s >= 0)
     phases = outcomes.phases
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)
@@ -84,6 +88,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "losses": outcomes.losses,
         "probe_drift": max((s["probe_drift"] for s in outcomes.steps), default=None),
         "alarms": outcomes.alarms,
+        "bias": bias.as_dict() if bias is not None else None,
     }
 
 
