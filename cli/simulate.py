@@ -90,14 +90,14 @@ def command(
     jobs = [(row, job_with(row.overrides)) for row in rows]
     if out is not None:
         claim_folder(Path(out), "--out")
+    if not run and not as_json and (line := assumptions(job, config_path)):
+        click.echo(line, err=True)
     results = simulate_all(jobs, quiet=as_json)
     if out is not None:
         write_results(Path(out), jobs, results)
     if as_json:
         click.echo(json.dumps([as_dict(r, m) for (r, _), (m, _) in zip(jobs, results, strict=True)], indent=2))
         return
-    if line := assumed(job, config_path or run):
-        click.echo(line, err=True)
     print_table([(row.label, m) for (row, _), (m, _) in zip(jobs, results, strict=True)])
     if explain:
         for (row, config), (measures, _) in zip(jobs, results, strict=True):
@@ -107,18 +107,30 @@ def command(
         click.echo(f"\n{out}: simulate.json and {len(jobs)} pictures")
 
 
-def assumed(job: RunConfig, source: str) -> str:
-    """One line on times that the simulation goes by without their having been measured; empty if all were set."""
-    from pipeline.config.schema import CostConfig, SimulationConfig
+def assumptions(config: RunConfig, path: str) -> str:
+    """One line on the numbers that the job leaves at their defaults, which are those of another model and machine, and
+    on how to measure them; empty if there are none."""
+    from pipeline.config.schema import CostConfig, SimulationConfig, WorkloadConfig
 
-    if job.rollout.cost != CostConfig():
+    cost, default = config.rollout.cost, CostConfig()
+    assumed = []
+    if all(getattr(cost, key) == getattr(default, key) for key in ("k1", "k2", "k3", "k4", "b", "prefill")):
+        assumed.append("decode steps of a 7B model (rollout.cost)")
+    for key in ("train_s", "pull_s", "reward_s"):
+        value = getattr(config.simulation, key)
+        if value == getattr(SimulationConfig(), key):
+            assumed.append(f"simulation.{key} = {value:g}")
+    if config.workload == WorkloadConfig():
+        assumed.append(f"responses of {config.workload.median:g} tokens in the median (workload)")
+    if not assumed:
         return ""
-    train_s = job.simulation.train_s
-    train = f", a training step {train_s:g} s" if train_s == SimulationConfig().train_s else ""
-    return (
-        f"[rollout.cost] is not set: decode steps take as long as a 7B model's (a published fit){train}; measure yours "
-        f"with `staleflow profile {source}`"
-    )
+    measure = f"staleflow profile {path} measures decode steps, a run all of them"
+    profile = Path(f"profiles/{config.name}.json")
+    if (config.run_dir / "summary.json").is_file():
+        measure = f"this job has run, with all of them measured: staleflow simulate --from {config.run_dir}"
+    elif profile.is_file():
+        measure = f"there is a profile of this job: --set profile={profile}"
+    return f"assumed, not measured: {', '.join(assumed)}; {measure}"
 
 
 def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:

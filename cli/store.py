@@ -81,6 +81,7 @@ def audit(run: str, full: bool, as_json: bool) -> None:
     """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails."""
     from stores import history
     from stores.audit import audit as audit_store
+    from stores.bias import bias_report
 
     store = open_store(Path(run))
     result = audit_store(store)
@@ -89,8 +90,11 @@ def audit(run: str, full: bool, as_json: bool) -> None:
         result = dataclasses.replace(
             result, checks=(*result.checks, history.CHECK), findings=(*result.findings, *earlier)
         )
+    readable = all(finding.check != "arrays" for finding in result.findings)
+    bias = bias_report(store) if readable else None
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(result), "clean": result.clean}, indent=2))
+        told = {"clean": result.clean, "bias": None if bias is None else bias.as_dict()}
+        click.echo(json.dumps({**dataclasses.asdict(result), **told}, indent=2))
     elif result.clean and not result.num_steps:
         click.echo(f"{run}: no steps stored yet, nothing to verify")
     else:
@@ -103,5 +107,7 @@ def audit(run: str, full: bool, as_json: bool) -> None:
             click.echo(f"  {check:<13} {'holds' if not found else f'BROKEN, {len(found)} findings'}")
             for finding in found[:10]:
                 click.echo(f"      {finding.where}: {finding.what}")
+        for line in bias.lines if bias is not None else ():
+            click.echo(f"  not trained on: {line}")
     if not result.clean:
         sys.exit(1)

@@ -361,10 +361,13 @@ class VersionedStore:
             return None
         return next(iter(self._block(root, ints[at[:1]], self._column(root, "rows/float")[at[:1]])))
 
-    def table(self) -> dict[str, npt.NDArray[Any]]:
-        """The scalar columns of all rows, by name."""
+    def table(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
+        """The scalar columns of the rows at first <= position < last, all by default, by name."""
         root = self._read_root()
-        ints, floats = self._column(root, "rows/int"), self._column(root, "rows/float")
+        size = root["rows/int"].shape[0]
+        first, last = min(first, size), size if last is None else min(last, size)
+        ints = self._slice(root, "rows/int", first, last)
+        floats = self._slice(root, "rows/float", first, last)
         columns: dict[str, npt.NDArray[Any]] = {name: ints[:, i] for i, name in enumerate(INT_COLUMNS)}
         return columns | {name: floats[:, i] for i, name in enumerate(FLOAT_COLUMNS)}
 

@@ -349,6 +349,11 @@ class RunConfig:
         return self.steps if self.staleness.admission == "backlog" else self.staleness.eta
 
     @property
+    def kept_bound(self) -> int | None:
+        """eta; None with admission backlog, which keeps no bound."""
+        return None if self.staleness.admission == "backlog" else self.staleness.eta
+
+    @property
     def drift_limit(self) -> float:
         """rollout.drift_limit; by default a little more than rounding in model.dtype explains."""
         return self.rollout.drift_limit or (1e-3 if self.model.dtype == "float32" else 1.0)

@@ -26,14 +26,18 @@ REPORT_S = 0.5
 """Seconds between reports; each answer says whether to stop."""
 DECISIONS = 30
 """Number of latest decisions in a report."""
+EVALUATED = ("version", "sampled", "sampled_stderr", "greedy", "greedy_stderr")
+"""What a report says of each evaluation."""
 CODEC = Codec()
 
 
 class Reporter:
-    """Sends one run's progress and log lines to the board. planned: training steps of the run."""
+    """Sends one run's progress and log lines to the board. planned: training steps of the run. bound: of staleness;
+    None if it keeps none."""
 
-    def __init__(self, id: str, planned: int) -> None:
+    def __init__(self, id: str, planned: int, bound: int | None = None) -> None:
         self.id = id
+        self._bound = bound
         self._planned = planned
         self._lines: list[str] = []
         self._status: dict[str, Any] = {}
@@ -61,7 +65,14 @@ class Reporter:
                 continue
             self._log(step_line(step, self._planned, outcomes.limits.get(int(step["step"]), "")))
         self._num_steps = len(outcomes.steps)
-        self._status = {**CODEC.encode(snapshot), "doing": self._doing, "losses": list(outcomes.losses)}
+        self._status = {
+            **CODEC.encode(snapshot),
+            "doing": self._doing,
+            "losses": list(outcomes.losses),
+            "bound": self._bound,
+            "limit": next(reversed(outcomes.limits.values()), ""),
+            "evaluations": [{name: getattr(e, name) for name in EVALUATED} for e in outcomes.evaluations],
+        }
 
     def _log(self, line: str) -> None:
         """Append a line to the run's log and to this process's log."""

@@ -15,6 +15,7 @@ from pipeline.jobs.starts import read, whole
 from pipeline.profiling.diagnosis import Diagnosis
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.outcomes import Outcomes
+from stores.bias import Bias, bias_report
 from stores.files import replace_file, replace_text
 from stores.metrics import STEP, axis, tokens_per_s
 
@@ -46,8 +47,11 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
     from stores.versioned import VersionedStore
 
     staleness: Counter[int] = Counter()
+    bias: Bias | None = None
     if (run_dir / "store").is_dir():  # missing if the run was stopped while its actors started
-        table = VersionedStore.open(run_dir / "store").table()
+        store = VersionedStore.open(run_dir / "store")
+        table = store.table()
+        bias = bias_report(store)
         staleness.update(int(s) for s in table["staleness"] if s >= 0)
     phases = outcomes.phases
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)
@@ -86,6 +90,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "losses": outcomes.losses,
         "probe_drift": max((s["probe_drift"] for s in outcomes.steps), default=None),
         "alarms": outcomes.alarms,
+        "bias": bias.as_dict() if bias is not None else None,
     }
 
 
@@ -117,6 +122,7 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     steps = outcomes.steps
     x = [s["step"] for s in steps]
@@ -141,8 +147,8 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     stale = axes[0][1]
     for name, (color, width) in AGES.items():
         stale.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
-    if config.staleness.admission != "backlog":  # it keeps no bound
-        stale.axhline(config.bound, color="#cb181d", linestyle="--", linewidth=1, label="bound")
+    if config.kept_bound is not None:
+        stale.axhline(config.kept_bound, color="#cb181d", linestyle="--", linewidth=1, label="bound")
     most = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
     stale.set(title=axis("staleness", *AGES), xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))
     stale.legend(fontsize=7, loc="upper center", ncols=3)
@@ -160,6 +166,7 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     speed.set(title=axis("throughput", "tokens_per_s"), xlabel="step", ylim=(0, None))
     for ax in figure.axes:
         ax.grid(alpha=0.25)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=110, format="png")
 
 

@@ -16,7 +16,19 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 from bokeh.layouts import column, row
-from bokeh.models import ColumnDataSource, DataRange1d, DataTable, Div, HoverTool, Range1d, TableColumn
+from bokeh.models import (
+    BasicTicker,
+    ColumnDataSource,
+    DataRange1d,
+    DataTable,
+    Div,
+    HoverTool,
+    Legend,
+    LegendItem,
+    Range1d,
+    TableColumn,
+    Whisker,
+)
 from bokeh.plotting import figure
 from distributed.dashboard.components.scheduler import env
 from distributed.dashboard.core import BokehApplication
@@ -30,6 +42,7 @@ from tornado.ioloop import IOLoop
 
 from pipeline.scheduler import run_pages
 from pipeline.scheduler.board import Board, Job
+from pipeline.scheduler.series import SMOOTH, columns
 from stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind, axis
 
 REFRESH_MS = 500
@@ -42,6 +55,10 @@ STATE_COLOURS = {
 }  # fmt: skip
 PLOTS = {
     "reward": {"reward": "#08519c"},
+    "loss": {"loss": "#6a51a3"},
+    "gradient norm": {"grad_norm": "#a63603"},
+    "logprob mismatch": {"mismatch_mean": "#08519c", "mismatch_max": "#d6301f"},
+    "failed rewards": {"reward_errors": "#d6301f"},
     "staleness": {
         "staleness_mean": "#08519c", "staleness_max": "#d6301f", "staleness_in_flight": "#807dba",
         "staleness_in_queue": "#f08a24",
@@ -50,7 +67,17 @@ PLOTS = {
     "throughput": {"tokens_per_s": "#08519c"},
 }  # fmt: skip
 """Plots over steps, by title: metrics and the colours of their lines."""
-HISTORY = ("step", *(name for series in PLOTS.values() for name in series))
+METRICS_SHOWN = tuple(name for series in PLOTS.values() for name in series)
+EMPTY_HISTORY = columns([], METRICS_SHOWN)
+HELD_OUT = {"sampled": ("circle", "#d94801"), "greedy": ("diamond", "#1b7837")}
+"""Held-out rewards in the plot of rewards: marker and colour."""
+NARROWEST = 330
+"""Least width of a plot, pixels: on a phone they stand one below the other."""
+WIDE = {"flex": f"1 1 {NARROWEST}px"}
+RAW = ("staleness_max",)
+"""Metrics whose raw values are drawn even where there are many lines: the bound is about them."""
+RAW_ALPHA = 0.25
+"""Opacity of raw values behind their smooth line."""
 
 
 def add_to(scheduler: Any, board: Board) -> None:
@@ -157,18 +184,23 @@ class View:
         self._head = Div(sizing_mode="stretch_width")
         self._slots = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
         self._lanes = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
-        self._history = ColumnDataSource({name: [] for name in HISTORY})
+        self._history = ColumnDataSource(dict(EMPTY_HISTORY))
+        self._bound = ColumnDataSource({"step": [], "bound": []})
+        self._held_out = {
+            name: ColumnDataSource({"version": [], "reward": [], "low": [], "high": []}) for name in HELD_OUT
+        }
         self._drops = ColumnDataSource({name: [] for name in ("why", "count")})
         self._decisions = ColumnDataSource({name: [] for name in ("at", "who", "what", "cause")})
         self._buffers = self._buffer_plot()
         self._instances = self._instance_plot()
         self._reasons = figure(
             title="trajectories dropped, by reason", y_range=["none"], x_range=DataRange1d(start=0),
-            height=220, toolbar_location=None, sizing_mode="stretch_width",
+            height=220, toolbar_location=None, sizing_mode="stretch_width", styles=WIDE,
         )  # fmt: skip
         self._reasons.hbar(y="why", right="count", height=0.6, color="#8c6bb1", source=self._drops)
         table = DataTable(
             source=self._decisions, height=220, index_position=None, sizing_mode="stretch_width",
+            styles=WIDE,
             columns=[
                 TableColumn(field="at", title="at, s", width=70),
                 TableColumn(field="who", title="trajectory", width=80),
@@ -176,12 +208,12 @@ class View:
             ],
         )  # fmt: skip
         lines = [self._lines(title, series) for title, series in PLOTS.items()]
+        wrapped = {"flex-wrap": "wrap"}
         self.root = column(
             self._head,
-            row(self._buffers, self._instances, sizing_mode="stretch_width"),
-            row(*lines[:2], sizing_mode="stretch_width"),
-            row(*lines[2:], sizing_mode="stretch_width"),
-            row(self._reasons, table, sizing_mode="stretch_width"),
+            row(self._buffers, self._instances, sizing_mode="stretch_width", styles=wrapped),
+            row(*lines, sizing_mode="stretch_width", styles=wrapped),
+            row(self._reasons, table, sizing_mode="stretch_width", styles=wrapped),
             sizing_mode="stretch_width",
         )
 
@@ -190,7 +222,7 @@ class View:
     def _buffer_plot(self) -> Any:
         plot = figure(
             title="staleness buffers: the groups of each coming step", height=240, toolbar_location=None,
-            sizing_mode="stretch_width", y_range=Range1d(0, 1), x_range=Range1d(0, 1),
+            styles=WIDE, sizing_mode="stretch_width", y_range=Range1d(0, 1), x_range=Range1d(0, 1),
         )  # fmt: skip
         plot.rect(
             x="x",
@@ -204,6 +236,7 @@ class View:
         )
         plot.add_tools(HoverTool(tooltips="@what"))
         plot.xaxis.axis_label = "place"
+        plot.xaxis.ticker = whole_numbers()
         plot.yaxis.axis_label = "step"
         plot.grid.visible = False
         return plot
@@ -211,7 +244,7 @@ class View:
     def _instance_plot(self) -> Any:
         plot = figure(
             title="rollout instances: running trajectories (bar), KV cache (line)", height=240, toolbar_location=None,
-            sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.6),
+            styles=WIDE, sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.6),
         )  # fmt: skip
         plot.hbar(y="y", right="right", height=0.5, color="colour", source=self._lanes)
         plot.scatter(x="kv", y="y", marker="dash", angle=1.5708, size=26, color="#222222", source=self._lanes)
@@ -221,24 +254,47 @@ class View:
 
     def _lines(self, what: str, series: Mapping[str, str]) -> Any:
         plot = figure(
-            title=axis(what, *series), height=220, toolbar_location=None, sizing_mode="stretch_width",
-            tools="xwheel_zoom,xpan,reset", x_axis_label="step", y_axis_label=STEP[next(iter(series))].unit,
+            title=axis(what, *series), height=250, toolbar_location=None, sizing_mode="stretch_width",
+            min_width=NARROWEST, tools="xwheel_zoom,xpan,reset", x_axis_label="step", styles=WIDE,
         )  # fmt: skip
+        plot.xaxis.ticker = whole_numbers()
+        plot.y_range = DataRange1d(range_padding=0.15)
+        entries = []
         for name, colour in series.items():
-            label = STEP[name].label
-            plot.line(x="step", y=name, color=colour, line_width=2, legend_label=label, source=self._history)
-        plot.legend.location = "top_left"
-        plot.legend.label_text_font_size = "10px"
-        plot.legend.padding = 3
-        plot.legend.background_fill_alpha = 0.6
+            if name in RAW or len(series) <= 2:
+                plot.line(x="step", y=name, color=colour, line_width=1, line_alpha=RAW_ALPHA, source=self._history)
+            smooth = plot.line(x="step", y=SMOOTH + name, color=colour, line_width=2, source=self._history)
+            entries.append(LegendItem(label=STEP[name].label, renderers=[smooth]))
+        if "staleness_max" in series:
+            bound = plot.line(
+                x="step", y="bound", color="#d6301f", line_width=1, line_dash="dashed", source=self._bound
+            )
+            entries.append(LegendItem(label="bound", renderers=[bound]))
+        if "reward" in series:
+            entries += [self._held_out_marks(plot, name) for name in HELD_OUT]
+        if len(entries) > 1:  # above the plot, where it covers no curve
+            legend = Legend(
+                items=entries, orientation="horizontal", label_text_font_size="10px", padding=0, margin=0, spacing=6,
+                glyph_width=14, border_line_color=None, ncols=3,
+            )  # fmt: skip
+            plot.add_layout(legend, "above")
         return plot
+
+    def _held_out_marks(self, plot: Any, name: str) -> Any:
+        marker, colour = HELD_OUT[name]
+        source = self._held_out[name]
+        marks = plot.scatter(x="version", y="reward", marker=marker, size=7, color=colour, source=source)
+        errors = Whisker(base="version", lower="low", upper="high", source=source, line_color=colour)
+        errors.upper_head.size = errors.lower_head.size = 6
+        plot.add_layout(errors)
+        return LegendItem(label=f"held out, {name}", renderers=[marks])
 
     # -- what changes --------------------------------------------------------------------------------------------
 
     def update(self) -> None:
         """Refresh everything from the board."""
         jobs = self._board.jobs
-        job = jobs.get(self._wanted) or next(reversed(jobs.values()), None)
+        job = jobs.get(self._wanted) or most_telling(list(jobs.values()))
         if job is None:
             self._head.text = "<h3>No job yet.</h3><code>staleflow submit job.toml</code>"
             return
@@ -256,7 +312,28 @@ class View:
         if self._shown != (job.id, len(job.history)):
             self._shown = (job.id, len(job.history))
             steps = list(job.history.values())
-            self._history.data = {name: [step.get(name) for step in steps] for name in HISTORY}
+            self._history.data = columns(steps, METRICS_SHOWN)
+            self._show_bound(status)
+        self._show_held_out(status)
+
+    def _show_bound(self, status: Mapping[str, Any]) -> None:
+        x = self._history.data["step"]
+        known = status.get("bound") is not None and len(x)
+        self._bound.data = (
+            {"step": [x[0], x[-1]], "bound": [status["bound"]] * 2} if known else {"step": [], "bound": []}
+        )
+
+    def _show_held_out(self, status: Mapping[str, Any]) -> None:
+        for name, source in self._held_out.items():
+            rows = [row for row in status.get("evaluations", ()) if row[name] is not None]
+            errors = [row[f"{name}_stderr"] or 0.0 for row in rows]
+            data = {
+                "version": [row["version"] for row in rows], "reward": [row[name] for row in rows],
+                "low": [row[name] - e for row, e in zip(rows, errors, strict=True)],
+                "high": [row[name] + e for row, e in zip(rows, errors, strict=True)],
+            }  # fmt: skip
+            if dict(source.data) != data:
+                source.data = data
 
     def _show_buffers(self, status: Mapping[str, Any]) -> None:
         slots: dict[str, list[Any]] = {name: [] for name in ("x", "y", "colour", "line", "what")}
@@ -337,19 +414,39 @@ def headline(job: Job, jobs: list[Job]) -> str:
         parts.append(f"{step['tokens_per_s']:.0f} {STEP['tokens_per_s'].unit}")
     if job.status.get("doing") and job.state == "running":
         parts.append(escaped(job.status["doing"]))
+    if job.status.get("limit") and job.state == "running":
+        parts.append(escaped(job.status["limit"]))
     if job.why:
         parts.append(escaped(job.why))
     if Path(job.run_dir).is_dir():
         parts.append(f"<a href='staleflow/run/{quote(job.id)}' target='_blank'>run page</a>")
     line = " &nbsp;·&nbsp; ".join(parts)
     if len(jobs) > 1:
-        links = (
-            f"<a href='staleflow?job={escaped(other.id)}' style='color:{STATE_COLOURS[other.state]}'>"
-            f"{escaped(other.id)}</a>"
-            for other in jobs
-        )
-        line += "<br>jobs: " + " &nbsp; ".join(links)
+        links = (link(other, chosen=other is job) for other in reversed(jobs))
+        line += "<div style='font-size:13px; padding-top:4px'>jobs: " + " ".join(links) + "</div>"
     return f"<div style='font-size:15px; padding:6px 0'>{line}</div>"
+
+
+def link(job: Job, *, chosen: bool) -> str:
+    """A link to a job's page; the chosen one is filled."""
+    colour = STATE_COLOURS[job.state]
+    look = f"background:{colour}; color:white; font-weight:bold" if chosen else f"color:{colour}"
+    return (
+        f"<a href='staleflow?job={escaped(job.id)}' style='{look}; border:1px solid {colour}; border-radius:4px; "
+        f"padding:1px 6px; margin-right:4px; text-decoration:none; display:inline-block'"
+        f"{' aria-current=page' if chosen else ''}>{escaped(job.id)}</a>"
+    )
+
+
+def most_telling(jobs: list[Job]) -> Job | None:
+    """The newest job that runs; if none does, the newest with steps, or else the newest."""
+    running = [job for job in jobs if job.state == "running"]
+    return next(reversed(running or [job for job in jobs if job.history] or jobs), None)
+
+
+def whole_numbers() -> Any:
+    """A ticker for steps: there is nothing between two of them."""
+    return BasicTicker(min_interval=1, mantissas=[1, 2, 5])
 
 
 def escaped(text: str) -> str:

@@ -73,16 +73,3 @@ def test_a_module_of_the_users_own_that_is_in_the_way_is_named(tmp_path: Path, n
         f"staleflow: {other} is imported in place of our own `{other.stem}`; rename it, or take its folder off "
         "PYTHONPATH\n"
     )
-
-
-def test_a_simulation_says_which_times_nobody_measured(tmp_path: Path) -> None:
-    job = tmp_path / "job.toml"
-    job.write_text('steps = 2\n[model]\npath = "x"\n[workload]\nmedian = 20\n')
-    said = command("simulate", job).stderr
-    assert said.startswith(
-        "[rollout.cost] is not set: decode steps take as long as a 7B model's (a published fit), a tr"
-    )
-    assert said.endswith(f"measure yours with `staleflow profile {job}`\n")
-    assert "training step" not in command("simulate", job, "--set", "simulation.train_s=3").stderr
-    assert command("simulate", job, "--set", "rollout.cost.k4=0.001").stderr == ""
-    assert command("simulate", job, "--json").stderr == ""

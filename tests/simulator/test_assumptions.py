@@ -1,0 +1,41 @@
+"""`staleflow simulate CONFIG` says which of its numbers are those of another model, and how to measure them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands import command
+
+JOB = 'name = "mine"\nsteps = 3\n[rollout.engine]\nname = "emulated"\n[batch]\ngroups_per_step = 2\ngroup_size = 2\n'
+
+
+def said(*arguments: str) -> str:
+    answered = command("simulate", *arguments)
+    assert answered.returncode == 0, answered.stderr
+    return "".join(line for line in answered.stderr.splitlines() if line.startswith("assumed"))
+
+
+def test_assumed_numbers_are_named_with_the_way_to_measure_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB)
+    assert said("job.toml") == (
+        "assumed, not measured: decode steps of a 7B model (rollout.cost), simulation.train_s = 20, "
+        "simulation.pull_s = 1, simulation.reward_s = 0.1, responses of 2000 tokens in the median (workload); "
+        "staleflow profile job.toml measures decode steps, a run all of them"
+    )
+    known = ("simulation.train_s=1.0", "simulation.pull_s=0.5", "simulation.reward_s=0.2", "workload.median=50.0")
+    given = [part for one in known for part in ("--set", one)]
+    assert said("job.toml", *given).startswith("assumed, not measured: decode steps of a 7B model (rollout.cost); ")
+    assert said("job.toml", *given, "--set", "rollout.cost.k2=0.001") == ""
+    assert said("job.toml", "--json") == ""
+    Path("profiles").mkdir()
+    Path("profiles/mine.json").write_text("{}")
+    assert said("job.toml").endswith("; there is a profile of this job: --set profile=profiles/mine.json")
+    Path("runs/mine").mkdir(parents=True)
+    Path("runs/mine/summary.json").write_text("{}")
+    expected = "this job has run, with all of them measured: staleflow simulate --from runs/mine"
+    assert said("job.toml").endswith(f"; {expected}")

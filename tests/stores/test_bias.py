@@ -1,0 +1,122 @@
+"""The report of what was not trained on: right about planted differences, silent about chance and about few groups."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from stores import bias
+from stores.bias import bias_report, difference
+from stores.layout import FATES, FINISHES, REASONS
+from stores.trajectory import AbortReason, Fate, FinishReason
+from tests.commands import command
+from tests.support.simulated_store import stored_simulation
+
+
+class Table:
+    """A store of rows: (fate, reason, groups, mean log length, mean reward, finish) for each kind, eight to a group."""
+
+    def __init__(self, *kinds: tuple[Fate, AbortReason, int, float, float, FinishReason], seed: int = 0) -> None:
+        rng, columns, first = np.random.default_rng(seed), [], 0
+        for fate, reason, groups, log_length, reward, finish in kinds:
+            group = np.repeat(np.arange(first, first + groups), 8)
+            first += groups
+            own = np.repeat(rng.normal(0, 0.5, groups), 8)
+            count = len(group)
+            columns.append(
+                {
+                    "trajectory": group * 8, "group": group, "prompt_tokens": np.full(count, 50),
+                    "response_tokens": np.exp(log_length + own + rng.normal(0, 0.3, count)).astype(int),
+                    "finish": np.full(count, FINISHES.index(finish)), "fate": np.full(count, FATES.index(fate)),
+                    "reason": np.full(count, REASONS.index(reason)), "loss_mask": np.ones(count, int),
+                    "reward": reward + rng.normal(0, 0.2, count), "rewarded_s": np.ones(count),
+                }
+            )  # fmt: skip
+        self._columns = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
+
+    def table(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
+        return {name: column[first:last] for name, column in self._columns.items()}
+
+
+CONSUMED = (Fate.CONSUMED, AbortReason.NONE, 200, 5.0, 0.5, FinishReason.STOP)
+
+
+def dropped(groups: int, log_length: float, reward: float, finish: FinishReason = FinishReason.STOP) -> Table:
+    return Table(CONSUMED, (Fate.ABORTED, AbortReason.TOO_STALE, groups, log_length, reward, finish))
+
+
+@pytest.mark.parametrize("block", [65_536, 100])
+def test_a_planted_difference_is_said_with_its_size(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(bias, "BLOCK", block)
+    report = bias_report(dropped(60, 5.0 + math.log(1.8), 0.2))
+    both, own = report.others
+    assert (both.name, own.name) == ("dropped", "aborted:too_stale")
+    assert (own.trajectories, own.groups, report.consumed.groups, report.groups) == (480, 60, 200, 260)
+    assert report.never_trained == 60
+    assert own.length_ratio is not None and own.length_ratio.factor == pytest.approx(1.8, rel=0.15)
+    assert own.reward_difference is not None and own.reward_difference.factor == pytest.approx(-0.3, abs=0.05)
+    assert own.prompt_ratio is None
+    line = report.lines[0]
+    assert line.startswith("dropped responses (480 of 2,080) were ")
+    assert line.endswith(" times as long (p < .001), 0.29 lower in reward (p < .001)")
+
+
+def test_nothing_is_said_of_chance_of_few_groups_or_of_little() -> None:
+    assert sum(bool(bias_report(dropped(60, 5.0, 0.5)).lines) for _ in range(5)) == 0
+    assert bias_report(dropped(bias.FEWEST - 1, 6.0, 0.0)).lines == []
+    assert bias_report(Table(CONSUMED)).lines == []
+    many = (Fate.ABORTED, AbortReason.TOO_STALE, 20_000, 5.05, 0.5, FinishReason.STOP)
+    assert bias_report(Table((*CONSUMED[:2], 20_000, *CONSUMED[3:]), many)).lines == []
+
+
+def test_siblings_are_not_taken_for_independent() -> None:
+    """With the groups' own lengths the same difference would be certain if every trajectory counted for itself."""
+    wrong = 0
+    for seed in range(40):
+        table = Table(CONSUMED, (Fate.ABORTED, AbortReason.TOO_STALE, 25, 5.0, 0.5, FinishReason.STOP), seed=seed)
+        wrong += bool(bias_report(table).lines)
+    assert wrong == 0
+
+
+def test_stopped_responses_are_never_called_shorter() -> None:
+    assert bias_report(dropped(60, 4.0, 0.5)).others[0].length_ratio is not None
+    assert bias_report(dropped(60, 4.0, 0.5, FinishReason.UNFINISHED)).others[0].length_ratio is None
+    assert bias_report(dropped(60, 6.0, 0.5, FinishReason.UNFINISHED)).others[0].length_ratio is not None
+
+
+def test_truncated_responses_are_compared_with_whole_ones() -> None:
+    cut = (Fate.CONSUMED, AbortReason.NONE, 60, 6.0, 0.1, FinishReason.LENGTH)
+    report = bias_report(Table(CONSUMED, cut))
+    assert [kind.name for kind in report.others] == ["truncated"]
+    assert report.others[0].length_ratio is None
+    assert report.lines[0].startswith("truncated responses (480 of 2,080) were 0.")
+
+
+@pytest.mark.parametrize(("t", "freedom", "p"), [(2.042, 30, 0.05), (3.646, 30, 0.001), (3.390, 100, 0.001)])
+def test_the_tail_is_that_of_students_t(monkeypatch: pytest.MonkeyPatch, t: float, freedom: int, p: float) -> None:
+    monkeypatch.setattr(bias, "P_LIMIT", 1.0)
+    half = freedom // 2 + 1
+    values = np.resize([-1.0, 1.0], half)
+    gap = t * math.sqrt(2 * float(values.var(ddof=1)) / half)
+    monkeypatch.setattr(bias, "FEWEST", 2)
+    found = difference(values + gap, values)
+    assert found is not None and found.p == pytest.approx(p, rel=0.03)
+
+
+def test_an_audit_says_what_was_not_trained_on(tmp_path: Path) -> None:
+    run = stored_simulation(
+        tmp_path, "steps=16", "staleness.admission=credits", "staleness.alpha=2", "workload.group_correlation=0.9"
+    )
+    told = json.loads(command("store", "audit", run, "--json").stdout)["bias"]
+    (line,) = [one for one in command("store", "audit", run).stdout.splitlines() if "dropped responses" in one]
+    assert line.startswith("  not trained on: dropped responses (")
+    assert "times as long (p < .001)" in line
+    assert told["lines"][0] == line.removeprefix("  not trained on: ")
+    assert told["others"][0]["name"] == "dropped"
+    assert told["never_trained"] > bias.FEWEST
