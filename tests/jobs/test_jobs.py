@@ -242,7 +242,7 @@ def waits_while_another_runs(cluster: Cluster, folder: Path, alone: int, beside:
         return done.stdout.strip()
 
     one = submit("one", alone + beside)
-    begun = int(cluster.until(one, "running", steps=alone)["last"]["step"]) + 1
+    begun = int(cluster.until(one, "running", steps=alone, within_s=PATIENCE_S + 10 * alone)["last"]["step"]) + 1
     two = submit("two", 2)
     assert "free 0 of 3; next in line" in cluster.until_it_waits_for(two, "needs 3 worker processes")
     assert "next in line" in cluster("jobs").stdout
@@ -270,7 +270,7 @@ def test_a_job_that_waits_does_not_disturb_the_one_that_runs(cluster: Cluster, t
 @pytest.mark.slow  # a quarter of an hour
 @pytest.mark.timeout(3600)
 def test_a_job_that_waits_for_ten_minutes_does_not_disturb_the_one_that_runs(cluster: Cluster, tmp_path: Path) -> None:
-    alone, beside = waits_while_another_runs(cluster, tmp_path, 120, 300)
+    alone, beside = waits_while_another_runs(cluster, tmp_path, 80, 300)
     print(f"{alone:.0f} tokens/s alone, {beside:.0f} beside a job that waits")
 
 
