@@ -72,7 +72,7 @@ async def look_at(host: str, port: int, *, tls: bool) -> Found:
         greeting, answer = await _greeted(host, port)
     except (OSError, TimeoutError) as error:
         return Found(why=f"it cannot be reached: {os.strerror(error.errno) if error.errno else 'no answer'}")
-    if b"pickle-protocol" in greeting:
+    if b"pickle-protocol" in greeting + (answer or b""):
         if tls:
             return Found(mistake=f"it does not use TLS; use tcp://{where}")
         return Found(dask=True, why="it is there, but too busy to answer")

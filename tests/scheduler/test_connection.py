@@ -222,6 +222,24 @@ def test_right_addresses_connect() -> None:
     assert name == "running"
 
 
+def test_a_scheduler_that_greets_late_is_sent_nothing_but_a_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "SPEAKS_FIRST_S", 0.1)
+    heard: list[bytes] = []
+
+    def greet_late(connected: socket.socket) -> None:
+        connected.settimeout(5)
+        heard.append(connected.recv(4096))
+        connected.sendall(probe._greeting())
+
+    async def look(port: int) -> probe.Found:
+        return await probe.look_at("127.0.0.1", port, tls=False)
+
+    with listener(greet_late) as port:
+        found = asyncio.run(look(port))
+    assert (found.mistake, found.dask) == ("", True)
+    assert heard == [probe._greeting()]
+
+
 def test_a_workers_address_is_no_schedulers() -> None:
     async def work() -> str:
         async with (
