@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from cli.job import check, watch
+from cli.job import check, warm_up, watch
 
 
 def try_job(config_path: str, overrides: tuple[str, ...], *, as_json: bool, verbose: int) -> None:
@@ -26,6 +26,7 @@ def try_job(config_path: str, overrides: tuple[str, ...], *, as_json: bool, verb
     config = user_files.located(config)
     with tempfile.TemporaryDirectory(prefix="staleflow-dry-") as folder:
         tried = dry_run(config, Path(folder))
+        warm_up(tried, verbose)
         check(dataclasses.replace(tried, reward=config.reward))
         _, end = watch(tried, quiet=as_json, verbose=verbose, resume=False)
         if end.stopped:

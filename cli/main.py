@@ -25,6 +25,7 @@ COMMANDS = {
     "simulate": ("cli.simulate", "run a job in virtual time: how long it would take, and why"),
     "profile": ("cli.profile", "measure an engine's decode steps and fit the cost model"),
     "config": ("cli.config", "explain a job file, or print the schema"),
+    "view": ("cli.view", "show a run in the browser, live or finished"),
     "store": ("cli.store", "inspect, audit and process stored runs"),
     "replay": ("cli.replay", "replay a run's recorded events and compare the commands"),
     "doctor": ("cli.doctor", "check what works on this machine"),
@@ -43,6 +44,8 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point. Errors are one line; exit code 2 for wrong input, 1 for failures."""
+    from cli.interrupts import ctrl_c
+
     if other := module_in_the_way():
         fail(other, 2)
     from stores.errors import StaleflowError
@@ -51,14 +54,15 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for what a terminal's encoding lacks
     try:
-        code = cli(prog_name="staleflow", standalone_mode=False)
+        with ctrl_c():
+            code = cli(prog_name="staleflow", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
     except click.Abort:
-        sys.exit(130)
+        fail("interrupted", 130)
     except (click.UsageError, StaleflowError) as error:
         fail(*told(error))
     except OSError as error:

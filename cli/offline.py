@@ -135,7 +135,7 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
     rescoring.refuse(Path(run), model, branch, selection)
     # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
     alone = only_here(Path(run)) if branch else contextlib.nullcontext()
-    with alone, pool_at(where, workers) as pool, progress_bar("read", quiet=as_json) as progress:
+    with alone, pool_at(where, workers, model=True) as pool, progress_bar("read", quiet=as_json) as progress:
         result = rescoring.rescore(Path(run), model, pool, branch=branch, where=selection, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))

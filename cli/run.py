@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from cli.dry import try_job
-from cli.job import check, execute_job, load_new
+from cli.job import check, execute_job, load_new, warm_up
 
 
 @click.command("run")
@@ -23,5 +23,6 @@ def command(config_path: str, overrides: tuple[str, ...], dry: bool, as_json: bo
         try_job(config_path, overrides, as_json=as_json, verbose=verbose)
         return
     config = load_new(config_path, overrides)
+    warm_up(config, verbose)
     check(config)
     execute_job(config, as_json=as_json, verbose=verbose, resume=False)

@@ -123,33 +123,32 @@ def assumed(job: RunConfig, source: str) -> str:
 
 def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
     """A stored run's responses and measured times, as overrides of its job file."""
-    from dataclasses import asdict
-
+    from pipeline.jobs.expectation import as_recorded
     from pipeline.profiling.measure import profile_run
+    from pipeline.runtime.run_folder import load_job
     from pipeline.simulator.measure import steady_tokens_per_s
     from stores.errors import ConfigError
     from stores.metrics import tokens_per_s
 
     store = open_store(run)
-    found = ["workload.kind=recorded", f"workload.run={json.dumps(str(run))}"]
     try:
         profile = profile_run(run)
     except ConfigError as error:
         click.echo(f"{error}; using the job's [rollout.cost] and [simulation]", err=True)
-        return tuple(found)
-    found += [f"rollout.cost.{name}={value!r}" for name, value in asdict(profile.fit.model).items()]
-    found += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
+        return "workload.kind=recorded", f"workload.run={json.dumps(str(run))}"
     if not quiet:
         summary = json.loads((run / "summary.json").read_text())
         histogram = summary["staleness_histogram"]
         shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())
+        scale = load_job(run).time_scale  # an emulated run may be faster than its cost model
         steps = [r.metrics for r in store.steps() if r.kind == "step"]
+        wall_s = summary["seconds"]["wall_s"] * scale
         click.echo(
-            f"the run itself: {steady_tokens_per_s(steps, store.header.eta):,.0f} tokens/s, "
-            f"{tokens_per_s(steps):,.0f} with warm-up and end, {summary['seconds']['wall_s']:.1f} s for "
+            f"the run itself: {steady_tokens_per_s(steps, store.header.eta) / scale:,.0f} tokens/s, "
+            f"{tokens_per_s(steps) / scale:,.0f} with warm-up and end, {wall_s:.1f} s for "
             f"{summary['steps']} steps, staleness {', '.join(histogram)}: {shares}"
         )
-    return tuple(found)
+    return as_recorded(run, profile)
 
 
 def sweep_variants(sweeps: tuple[str, ...]) -> list[Variant]:
@@ -229,6 +228,7 @@ def as_dict(row: Variant, measures: Measures) -> dict[str, Any]:
         **asdict(measures),
         "bound_s": measures.bound.step_s,
         "of_bound": measures.of_bound,
+        "diagnosis": None if measures.diagnosis is None else measures.diagnosis.as_dict(),
     }
 
 

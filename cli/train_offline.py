@@ -60,7 +60,7 @@ def command(
     folder = Path(out or f"{Path(run).resolve()}-offline")
     claim_folder(folder.parent, "--out")
     planned(Path(run), folder, overrides, branch, selection, epochs)  # reports wrong input before any worker starts
-    with pool_at(where, 1) as pool, progress(quiet=as_json) as report:
+    with pool_at(where, 1, model=True) as pool, progress(quiet=as_json) as report:
         result = train_offline(
             Path(run), folder, pool, overrides=overrides, branch=branch, where=selection, epochs=epochs, report=report
         )

@@ -212,7 +212,7 @@ def entry_type(hint: Any) -> type[Any] | None:
 def _entries(tree: object, where: str) -> Mapping[str, Any]:
     """The entries of a table of named tables. Raises ConfigError."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where} must be a table of named tables, not {tree!r}")
+        raise ConfigError(f"{where} must be a table of named tables, not {shown(tree)}")
     for name in tree:
         if not re.search(NAME, name):
             raise ConfigError(f"{where}: {name!r} is no name; use letters, digits, - and _, a letter first")

@@ -127,9 +127,9 @@ class TokenizedPrompts:
             if self._settings.system and messages[0].role != "system":
                 messages.insert(0, Message("system", self._settings.system))
             return self._texts.chat_ids(messages)
-        if isinstance(prompt, str):
-            return self._texts.ids(template.format(prompt=prompt))
-        raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
+        if not isinstance(prompt, str):
+            raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
+        return self._texts.ids(template.format(prompt=prompt))
 
     def _fits(self, task: Task) -> bool:
         """Whether a prompt is no longer than `longest`."""
@@ -138,10 +138,10 @@ class TokenizedPrompts:
 
     def may_be_too_long(self, task: Task) -> bool:
         """Whether a prompt could exceed its room, by its length alone: a token has at least one byte."""
-        room = self._room if self._settings.longest is None else self._settings.longest
-        if self._settings.chat or not isinstance(task.prompt, str):
-            return True
-        return len(task.prompt.encode()) + len(self._settings.template.encode()) > room
+        prompt, room = task.prompt, self._room if self._settings.longest is None else self._settings.longest
+        texts = (prompt,) if isinstance(prompt, str) else tuple(message.content for message in prompt)
+        num_bytes = sum(len(text.encode()) for text in (*texts, self._settings.template))
+        return self._settings.chat or num_bytes > room
 
     @property
     def _room(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,6 +80,31 @@ def load_tokenizer(model: str) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.path = {model!r}: its tokenizer cannot be loaded: {reason}") from error
+
+
+class FileTexts:
+    """Text by a tokenizer file alone, without transformers: loaded in milliseconds, safe for threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
+
+
+def file_texts(folder: Path) -> FileTexts | None:
+    """Load a model folder's tokenizer from its tokenizer.json; None where only transformers decodes as it should:
+    without that file, with tokens that are defined elsewhere, or if spaces are to be cleaned up."""
+    import tokenizers
+
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        added = [int(id) for id in settings.get("added_tokens_decoder", {})]
+        special = settings.get("clean_up_tokenization_spaces") or any(tokenizer.id_to_token(i) is None for i in added)
+    except Exception:  # noqa: BLE001  the library raises plain Exception for a file that it cannot read
+        return None
+    return None if special else FileTexts(tokenizer)
 
 
 def pieces(texts: Texts, tokens: Sequence[int]) -> list[str]:

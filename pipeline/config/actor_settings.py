@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.config.deciding import cost_model
+from pipeline.config.deciding import instance_cost
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
@@ -151,7 +151,7 @@ def engine_settings(
         "eos": eos,
         "seed": engine_seed(config.seed, index, attempt, earlier_starts),
         "keep": config.rollout.on_pull == "keep",
-        "cost": cost_model(config),
+        "cost": instance_cost(config, index),
         "members": config.members_started,
         "pull_s": config.simulation.pull_s,
     }

@@ -216,6 +216,11 @@ class DeadlineConfig:
     stuck_s: float = knob(
         300.0, "seconds without progress before the run stops and reports what it was waiting for", above=0
     )
+    wait_s: float = knob(0.0, "seconds a run may wait for workers of a cluster that others use; 0: no limit", low=0)
+
+
+TRACKERS = ("wandb", "mlflow", "trackio")
+"""Trackers that a job names by their package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +229,9 @@ class TrackingConfig:
 
     tensorboard: bool = knob(True, "write TensorBoard event files into the run's folder")
     tracker: str = knob(
-        "", "your own tracker class, path/to/file.py:Name or module:Name; see pipeline/jobs/tracking.py"
+        "",
+        "wandb, mlflow or trackio, if installed, or your own class, path/to/file.py:Name or module:Name; see "
+        "pipeline/jobs/tracking.py",
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.deciding import make_strategies
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import TRACKERS, RunConfig
 from stores.errors import ConfigError
 from tasks import user_code
 from tasks.training.advantage import ADVANTAGES
@@ -74,9 +75,19 @@ def check(config: RunConfig) -> None:
     losses. Raises ConfigError."""
     make_strategies(config)
     if config.tracking.tracker:
-        user_code.load(config.tracking.tracker, "tracking.tracker")
+        check_tracker(config.tracking.tracker)
     ADVANTAGES.load(config.training.advantage)
     LOSSES.make(config.training.loss)
+
+
+def check_tracker(named: str) -> None:
+    """Raise ConfigError if a tracker's package is not installed, or its class cannot be loaded."""
+    if named not in TRACKERS:
+        user_code.load(named, "tracking.tracker")
+    elif importlib.util.find_spec(named) is None:
+        raise ConfigError(
+            f"tracking.tracker = {named!r}: the package is not installed; pip install 'staleflow[{named}]'"
+        )
 
 
 def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[RunConfig, dict[str, str]]:

@@ -21,7 +21,7 @@ from stores.errors import StoreError
 from stores.files import replace_text
 from tasks.scoring import ScoredResponse
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # else whoever only reads evaluations would load torch
     from pipeline.runtime.actors import Actors
 
 NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")

@@ -31,8 +31,10 @@ from stores.trajectory import (
     Timings,
     Trajectory,
     TrajectoryId,
+    ended_as,
 )
 from stores.versioned import VersionedStore
+from tasks.actors.calls import fails_by_name
 from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
@@ -74,6 +76,7 @@ class Payload(NamedTuple):
     """UNFINISHED if sampling goes on after `sampled`; else it has ended by itself."""
 
 
+@fails_by_name
 class TrajectoryServer:
     """The trajectory server's Dask actor. Safe to ask twice: draws are numbered, deliveries carry whole segments."""
 
@@ -115,7 +118,7 @@ class TrajectoryServer:
         if not state.live:
             return state
         lost = [i for first, last in state.live for i in range(first, last)]
-        key = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value}"
+        key = ended_as(Fate.ABORTED, AbortReason.RUN_ENDED)
         num_ended = {**state.num_ended, key: state.num_ended.get(key, 0) + len(lost)}
         state = replace(state, live=(), num_ended=num_ended)
 
