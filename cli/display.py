@@ -73,14 +73,15 @@ class Display:
                 )
         if self._live is not None:
             self._live.update(self._view(snapshot, outcomes))
-        for evaluation in outcomes.evaluations[self._num_evaluated :]:
+        for evaluation in outcomes.evaluations[max(self._num_evaluated, outcomes.earlier_evaluations) :]:
             if not self._verbosity:
                 self.announce(evaluation.line)
         self._num_evaluated = len(outcomes.evaluations)
-        for step in outcomes.steps[self._num_printed :]:
+        for step in outcomes.steps[max(self._num_printed, outcomes.earlier_steps) :]:
             self._doing = "training"
             if self._live is None and not self._verbosity:
-                self.console.print(step_line(step, self._config.steps), highlight=False, markup=False, soft_wrap=True)
+                line = step_line(step, self._config.steps, outcomes.limits.get(int(step["step"]), ""))
+                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         self._num_printed = len(outcomes.steps)
 
     def _view(self, snapshot: Snapshot, outcomes: Outcomes) -> Group:
@@ -150,6 +151,9 @@ class Display:
             highlight=False,
             soft_wrap=True,
         )
+        if "diagnosis" in summary:
+            diagnosis: Any = summary["diagnosis"]
+            console.print(f"[bold]{escape(diagnosis['line'])}[/]", highlight=False, soft_wrap=True)
         alarms: Any = summary["alarms"]
         for alarm in alarms[:1]:
             more = f" (and {len(alarms) - 1} more in summary.json)" if len(alarms) > 1 else ""
@@ -163,9 +167,14 @@ class Display:
                 highlight=False,
                 soft_wrap=True,
             )
-        if end.stopped:
-            console.print(f"stopped: {end.stopped}; all {summary['steps']} finished steps are stored", highlight=False)
         run_dir = os.path.relpath(end.run_dir)
+        if end.stopped:
+            console.print(
+                f"stopped: {end.stopped}; all {summary['steps']} finished steps are stored; go on: "
+                f"staleflow resume {run_dir}",
+                highlight=False,
+                soft_wrap=True,
+            )
         console.print(
             f"see: {run_dir}/summary.png, staleflow store show {run_dir} --worst 3, staleflow store audit {run_dir}; "
             f"retrain: staleflow train-offline {run_dir}",

@@ -96,6 +96,8 @@ def command(
     if as_json:
         click.echo(json.dumps([as_dict(r, m) for (r, _), (m, _) in zip(jobs, results, strict=True)], indent=2))
         return
+    if line := assumed(job, config_path or run):
+        click.echo(line, err=True)
     print_table([(row.label, m) for (row, _), (m, _) in zip(jobs, results, strict=True)])
     if explain:
         for (row, config), (measures, _) in zip(jobs, results, strict=True):
@@ -105,35 +107,48 @@ def command(
         click.echo(f"\n{out}: simulate.json and {len(jobs)} pictures")
 
 
+def assumed(job: RunConfig, source: str) -> str:
+    """One line on times that the simulation goes by without their having been measured; empty if all were set."""
+    from pipeline.config.schema import CostConfig, SimulationConfig
+
+    if job.rollout.cost != CostConfig():
+        return ""
+    train_s = job.simulation.train_s
+    train = f", a training step {train_s:g} s" if train_s == SimulationConfig().train_s else ""
+    return (
+        f"[rollout.cost] is not set: decode steps take as long as a 7B model's (a published fit){train}; measure yours "
+        f"with `staleflow profile {source}`"
+    )
+
+
 def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
     """A stored run's responses and measured times, as overrides of its job file."""
-    from dataclasses import asdict
-
+    from pipeline.jobs.expectation import as_recorded
     from pipeline.profiling.measure import profile_run
+    from pipeline.runtime.run_folder import load_job
     from pipeline.simulator.measure import steady_tokens_per_s
     from stores.errors import ConfigError
     from stores.metrics import tokens_per_s
 
     store = open_store(run)
-    found = ["workload.kind=recorded", f"workload.run={json.dumps(str(run))}"]
     try:
         profile = profile_run(run)
     except ConfigError as error:
         click.echo(f"{error}; using the job's [rollout.cost] and [simulation]", err=True)
-        return tuple(found)
-    found += [f"rollout.cost.{name}={value!r}" for name, value in asdict(profile.fit.model).items()]
-    found += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
+        return "workload.kind=recorded", f"workload.run={json.dumps(str(run))}"
     if not quiet:
         summary = json.loads((run / "summary.json").read_text())
         histogram = summary["staleness_histogram"]
         shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())
+        scale = load_job(run).time_scale  # an emulated run may be faster than its cost model
         steps = [r.metrics for r in store.steps() if r.kind == "step"]
+        wall_s = summary["seconds"]["wall_s"] * scale
         click.echo(
-            f"the run itself: {steady_tokens_per_s(steps, store.header.eta):,.0f} tokens/s, "
-            f"{tokens_per_s(steps):,.0f} with warm-up and end, {summary['seconds']['wall_s']:.1f} s for "
+            f"the run itself: {steady_tokens_per_s(steps, store.header.eta) / scale:,.0f} tokens/s, "
+            f"{tokens_per_s(steps) / scale:,.0f} with warm-up and end, {wall_s:.1f} s for "
             f"{summary['steps']} steps, staleness {', '.join(histogram)}: {shares}"
         )
-    return tuple(found)
+    return as_recorded(run, profile)
 
 
 def sweep_variants(sweeps: tuple[str, ...]) -> list[Variant]:
@@ -213,6 +228,7 @@ def as_dict(row: Variant, measures: Measures) -> dict[str, Any]:
         **asdict(measures),
         "bound_s": measures.bound.step_s,
         "of_bound": measures.of_bound,
+        "diagnosis": None if measures.diagnosis is None else measures.diagnosis.as_dict(),
     }
 
 

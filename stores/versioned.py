@@ -164,18 +164,23 @@ class VersionedStore:
     def rewind(cls, path: Path, num_steps: int) -> int:
         """Reset the store to its first `num_steps` training steps; returns the number of steps undone. They stay
         readable on a branch named after their last commit."""
-        repository = icechunk.Repository.open(_storage(path), config=_config())
         undone = 0
-        with _locked(path):
-            for snapshot in repository.ancestry(branch="main"):
-                kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
-                if kind == "created" or (kind == "step" and step == num_steps - 1):
-                    break
-                undone += kind == "step"
-            if undone:
-                head = repository.lookup_branch("main")
-                repository.create_branch(f"undone-{head}", head)
-                repository.reset_branch("main", snapshot.id)
+        try:
+            repository = icechunk.Repository.open(_storage(path), config=_config())
+            with _locked(path):
+                for snapshot in repository.ancestry(branch="main"):
+                    kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
+                    if kind == "created" or (kind == "step" and step == num_steps - 1):
+                        break
+                    undone += kind == "step"
+                if undone:
+                    head = repository.lookup_branch("main")
+                    repository.create_branch(f"undone-{head}", head)
+                    repository.reset_branch("main", snapshot.id)
+        except (icechunk.IcechunkError, OSError) as error:
+            raise StoreError(
+                f"{path}: cannot be set back to its first {num_steps} steps: {_first_line(error)}"
+            ) from error
         return undone
 
     # -- writing -------------------------------------------------------------------------------------------------
@@ -488,10 +493,14 @@ def _array(root: Any, name: str, shape: tuple[int, ...], chunks: tuple[int, ...]
 
 
 def _snapshot_of(repository: Any, step: int, path: Path) -> str:
+    steps = []
     for snapshot in repository.ancestry(branch="main"):
-        if snapshot.metadata.get("kind") == "step" and snapshot.metadata.get("step") == step:
-            return str(snapshot.id)
-    raise ConfigError(f"{path}: no commit of step {step}")
+        if snapshot.metadata.get("kind") == "step":
+            steps.append(snapshot.metadata.get("step"))
+            if steps[-1] == step:
+                return str(snapshot.id)
+    there = f"steps {steps[-1]} to {steps[0]} are stored" if steps else "none is stored yet"
+    raise ConfigError(f"{path}: no commit of step {step}; {there}")
 
 
 def _first_line(error: BaseException) -> str:

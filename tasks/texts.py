@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from stores.errors import ConfigError
+from tasks.task_source import Message
+from tasks.user_code import said
 
 LOOK_BACK = 8
 """Preceding tokens decoded with each token: alone it may lack its leading space, or be an incomplete character."""
@@ -36,13 +38,25 @@ class TokenizerTexts:
         with self._lock:
             return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
 
-    def ids(self, text: str, *, chat: bool = False) -> tuple[int, ...]:
-        """Token ids of a text. chat: encode it as a user's turn in the tokenizer's chat template."""
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text."""
         with self._lock:
-            if chat:
-                turn = [{"role": "user", "content": text}]
-                text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a conversation in the tokenizer's chat template, up to where the assistant's answer begins.
+        Raises ConfigError if the template fails."""
+        with self._lock:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    [message._asdict() for message in messages], tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # a model's template may raise anything
+                roles = ", ".join(message.role for message in messages)
+                raise ConfigError(
+                    f"task.chat = true: the chat template fails on messages of {roles}: {said(error)}"
+                ) from error
+        return self.ids(text)
 
 
 class NumberTexts:
@@ -53,11 +67,16 @@ class NumberTexts:
 
 
 def tokenizer_texts(model: str) -> TokenizerTexts:
+    """A model's tokenizer as texts. Raises ConfigError if it cannot be loaded."""
+    return TokenizerTexts(load_tokenizer(model))
+
+
+def load_tokenizer(model: str) -> Any:
     """Load a model's tokenizer. Raises ConfigError if that fails."""
     from transformers import AutoTokenizer
 
     try:
-        return TokenizerTexts(AutoTokenizer.from_pretrained(model))
+        return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.path = {model!r}: its tokenizer cannot be loaded: {reason}") from error

@@ -32,7 +32,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
-        local_cluster.prepare(threads=1)
+        local_cluster.prepare(1, local_cluster.modules(emulated=False))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -23,6 +23,21 @@ def cost_model(config: RunConfig) -> CostModel:
     return CostModel(k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b, prefill=cost.prefill)
 
 
+def num_instances(config: RunConfig) -> int:
+    """Number of rollout instances; colocated, those on the trainer's GPUs are included."""
+    simulation = config.simulation
+    extra = simulation.trainer_gpus // simulation.gpus_per_instance if simulation.colocated else 0
+    return config.rollout.instances + extra
+
+
+def instance_cost(config: RunConfig, index: int) -> CostModel:
+    """The cost model of a simulated or emulated instance: slower by straggler_factor for the first straggler_share of
+    them."""
+    simulation = config.simulation
+    slow = index < simulation.straggler_share * num_instances(config)
+    return cost_model(config).times(simulation.straggler_factor if slow else 1.0)
+
+
 def make_strategies(config: RunConfig) -> Strategies:
     """The strategies this job names, with their knobs. Raises ConfigError."""
     cost, rollout = cost_model(config), config.rollout

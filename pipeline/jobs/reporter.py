@@ -51,13 +51,15 @@ class Reporter:
         if doing and doing != self._doing:
             self._doing = doing
             self._log(doing)
-        for evaluation in outcomes.evaluations[self._num_evaluations :]:
+        for evaluation in outcomes.evaluations[max(self._num_evaluations, outcomes.earlier_evaluations) :]:
             self._log(evaluation.line)
         self._num_evaluations = len(outcomes.evaluations)
         for step in outcomes.steps[self._num_steps :]:
             self._doing = "training"
             self._steps.append(step)
-            self._log(step_line(step, self._planned))
+            if int(step["step"]) < outcomes.earlier_steps:
+                continue
+            self._log(step_line(step, self._planned, outcomes.limits.get(int(step["step"]), "")))
         self._num_steps = len(outcomes.steps)
         self._status = {**CODEC.encode(snapshot), "doing": self._doing, "losses": list(outcomes.losses)}
 
@@ -86,7 +88,7 @@ class Reporter:
             state, why = "running", ""
             if cluster.waiting:
                 what = "; ".join(f"{name} needs {need}" for name, need in sorted(cluster.waiting.items()))
-                state, why = "waiting", f"{what}; gives up {cluster.start_s:g} s after the start"
+                state, why = "waiting", f"{what}; gives up after {cluster.start_s:g} s (deadlines.start_s)"
             more = {"decisions": driver.decisions(DECISIONS), "tokens_sampled": driver.tokens_sampled()}
             stop = await self.report(cluster.client, state, why, more)
             if stop:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import RunConfig
+from pipeline.jobs.expectation import Expectation, expect
+from pipeline.jobs.starts import read, whole
+from pipeline.profiling.diagnosis import Diagnosis
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.outcomes import Outcomes
 from stores.files import replace_file, replace_text
@@ -27,7 +31,10 @@ LENGTHS = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
 
 def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, object]:
     """Write both files into the run folder; returns the summary."""
-    summary = summarize(config, outcomes, run_dir)
+    summary = summarize(config, whole(outcomes, run_dir), run_dir)
+    summary["starts"] = [{"version": one.version, "end": one.end} for one in read(run_dir)]
+    if outcomes.diagnosis is not None:
+        summary["diagnosis"] = diagnosed(outcomes.diagnosis, expect(run_dir, outcomes.profile, outcomes.diagnosis))
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if outcomes.steps:
         replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), REMEDY)
@@ -82,13 +89,25 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
     }
 
 
-def step_line(step: dict[str, float], num_steps: int) -> str:
-    """A training step as one line of text."""
+def diagnosed(diagnosis: Diagnosis, expectation: Expectation) -> dict[str, Any]:
+    """What limited a run and what a change would bring, for summary.json. line: all of it for people."""
+    return {
+        **diagnosis.as_dict(),
+        "expected_ratio": expectation.ratio,
+        "command": expectation.command,
+        "line": f"{diagnosis.line}; {expectation.line}",
+    }
+
+
+def step_line(step: Mapping[str, float], num_steps: int, limit: str = "") -> str:
+    """A training step as one line of text. limit: what limited it, in a few words."""
+    failed = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
     return (
-        f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}  length {step['response_mean']:.1f}  "
+        f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}{failed}  "
+        f"length {step['response_mean']:.1f}  "
         f"staleness {step['staleness_mean']:.2f} (max {step['staleness_max']:.0f})  loss {step['loss']:+.4f}  "
         f"grad {step['grad_norm']:.2f}  train {step['train_s']:.2f} s  wait {step['wait_s']:.2f} s  "
-        f"at {step['elapsed_s']:.1f} s"
+        f"at {step['elapsed_s']:.1f} s" + (f"  {limit}" if limit else "")
     )
 
 

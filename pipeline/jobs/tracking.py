@@ -1,13 +1,19 @@
-"""Trackers, which write a run's metrics elsewhere than its store: TensorBoard event files, or a user's own class.
+"""Trackers, which write a run's metrics elsewhere than its store: TensorBoard event files, Weights & Biases, MLflow,
+Trackio, or a user's own class.
 
-A tracker is a class, named in the job file (`tracking.tracker = "mine.py:Tracker"`), with three methods:
+`tracking.tracker = "wandb"`, "mlflow" or "trackio" writes through that package. Project or experiment is called
+staleflow unless the package's own environment variable names another. Without an account, wandb writes into the run's
+folder, for `wandb sync`; without MLFLOW_TRACKING_URI, mlflow writes mlflow.db beside the runs. A resumed run goes on in
+the run it began with there.
+
+A user's tracker is a class, named in the job file (`tracking.tracker = "mine.py:Tracker"`), with three methods:
 
     class Tracker:
         def __init__(self, run_dir: str, job: dict): ...      # job: the resolved job file
         def step(self, step: int, metrics: dict[str, float]): ...
         def close(self): ...
 
-They are called in the driver's event loop, so a slow tracker slows the run. One that raises is logged and not called
+Trackers are called in the driver's event loop, so a slow one slows the run. One that raises is logged and not called
 again; the run continues.
 """
 
@@ -15,18 +21,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import netrc
+import os
+import time
 import tomllib
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.config import fields
+from pipeline.config import fields, user_files
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
-from stores.metrics import STEP
+from stores.files import replace_text
+from stores.metrics import REWARD_PART, STEP
 from tasks import user_code
 
 logger = logging.getLogger(__name__)
+
+PROJECT = "staleflow"
+"""Project or experiment that runs are tracked in unless the package's environment variable names another."""
+START_S = 30.0
+"""Seconds that a tracker's service may take to answer at the start."""
+MLFLOW_BATCH, MLFLOW_LONGEST = 100, 500
+"""MLflow's limits: parameters in one call, and characters of one."""
 
 
 class Tracker(Protocol):
@@ -48,11 +66,131 @@ class TensorBoard:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             about = STEP[name].help if name in STEP else ""
+            if name.startswith(REWARD_PART):
+                about = f"mean of part {name.removeprefix(REWARD_PART)} of the reward"
             self._writer.add_scalar(name, value, step, summary_description=about)
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases; offline if nobody is logged in."""
+
+    def __init__(self, run_dir: str, job: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+        with _quiet():
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT), name=job["name"], id=own_id(run_dir, "wandb"),
+                resume="allow", dir=run_dir, config=dict(job), mode=mode,
+                settings=wandb.Settings(silent=True, init_timeout=START_S),
+            )  # fmt: skip
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        with _quiet():
+            self._run.finish()
+
+
+class Mlflow:
+    """A run of MLflow's tracking server, or of a database beside the runs."""
+
+    def __init__(self, run_dir: str, job: Mapping[str, Any]) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        database = f"sqlite:///{Path(run_dir).resolve().parent / 'mlflow.db'}"
+        with _quiet():
+            self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", database))
+            self._id = self._resumed_or_new(run_dir, job["name"])
+            given = [Param(key, str(value)[:MLFLOW_LONGEST]) for key, value in _flat(job)]
+            for first in range(0, len(given), MLFLOW_BATCH):
+                self._client.log_batch(self._id, params=given[first : first + MLFLOW_BATCH])
+
+    def _resumed_or_new(self, run_dir: str, name: str) -> str:
+        client, own = self._client, own_id(run_dir, "mlflow")
+        called = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = client.get_experiment_by_name(called)
+        where = client.create_experiment(called) if experiment is None else experiment.experiment_id
+        if found := client.search_runs([where], f"tags.`staleflow.run` = '{own}'"):
+            run_id = str(found[0].info.run_id)
+            client.update_run(run_id, status="RUNNING")
+            return run_id
+        return str(client.create_run(where, run_name=name, tags={"staleflow.run": own}).info.run_id)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        values = [self._metric(name, value, now_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class Trackio:
+    """A run of Trackio, in its own folder or space."""
+
+    def __init__(self, run_dir: str, job: Mapping[str, Any]) -> None:
+        import trackio
+
+        self._package = trackio
+        name = f"{job['name']}-{own_id(run_dir, 'trackio')}"
+        with _quiet():
+            self._run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", PROJECT), name=name, resume="allow", config=dict(job),
+                embed=False, auto_log_gpu=False, auto_log_cpu=False,
+            )  # fmt: skip
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        with _quiet():
+            self._package.finish()  # it knows of it too, and would end it again at exit
+
+
+PACKAGES: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
+    "wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio,
+}  # fmt: skip
+"""Trackers by the name of their package."""
+
+
+def own_id(run_dir: str, tracker: str) -> str:
+    """The id of a run at a tracker, drawn once and kept in the run's folder. Raises StoreError."""
+    file = Path(run_dir) / f"{tracker}.id"
+    if not file.is_file():
+        replace_text(file, f"{uuid.uuid4().hex[:12]}\n", "free space or move runs_dir")
+    return file.read_text().strip()
+
+
+def _logged_in() -> bool:
+    """Whether wandb would find an account; if not it would ask for one."""
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        if netrc.netrc().authenticators("api.wandb.ai"):
+            return True
+    return bool(os.environ.get("WANDB_API_KEY"))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Discard what a package prints meanwhile: it would be written across the live view."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def _flat(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables, by key with dots."""
+    for name, value in job.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 class Tracking:
@@ -61,7 +199,14 @@ class Tracking:
     def __init__(self, config: RunConfig, run_dir: Path, first: int = 0) -> None:
         job = tomllib.loads(fields.to_toml(config))
         self._trackers: list[Tracker] = [TensorBoard(str(run_dir), job)] if config.tracking.tensorboard else []
-        if named := config.tracking.tracker:
+        named = config.tracking.tracker
+        if named in PACKAGES:
+            user_files.check_tracker(named)
+            try:
+                self._trackers.append(PACKAGES[named](str(run_dir), job))
+            except Exception as error:  # noqa: BLE001  a service's
+                logger.warning("tracking.tracker = %r: cannot be reached, the run goes on without it: %r", named, error)
+        elif named:
             make = user_code.load(named, "tracking.tracker")
             try:
                 self._trackers.append(make(str(run_dir), job))

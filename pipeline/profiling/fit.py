@@ -27,16 +27,20 @@ ROUNDS = 8
 HELD_OUT = 4
 """Every fourth point is held out of the fit to validate it."""
 FEWEST = 8
-"""Least number of points: four for the coefficients and as many to validate them."""
+"""Least number of points: about as many to validate the coefficients as there are of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPoint:
-    """A measured decode step: running trajectories, the KV tokens they held, and seconds."""
+    """A measured decode step: running trajectories, the KV tokens they held, and seconds. prefilled: tokens that were
+    prefilled per decode step; ended: responses that ended per decode step, with the delay of their messages. The time
+    of both is included in step_s."""
 
     running: int
     kv_tokens: float
     step_s: float
+    prefilled: float = 0.0
+    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +54,20 @@ class Fit:
     running: tuple[int, int]
     """Smallest and largest measured values; beyond them the model extrapolates."""
     kv_tokens: tuple[float, float]
+    delay_s: float = 0.0
+    """Seconds that a response takes besides, on its way to the instance and back."""
 
 
 def fit_steps(points: Sequence[StepPoint], prefill: float = 0.0) -> Fit:
-    """Fit the model to the points. Raises ValueError if there are too few of them."""
+    """Fit the model to the points. prefill: its coefficient, unless the points tell. Raises ValueError if there are too
+    few of them."""
     if len(points) < FEWEST:
         raise ValueError(f"{len(points)} measured steps; at least {FEWEST} are needed")
     ordered = sorted(points, key=lambda p: (p.running, p.kv_tokens))
     held_out = ordered[HELD_OUT // 2 :: HELD_OUT]
     kept = [p for i, p in enumerate(ordered) if i % HELD_OUT != HELD_OUT // 2]
-    model = _best_model(kept, prefill)
-    errors = [abs(model.step_s(p.running, p.kv_tokens) - p.step_s) / p.step_s for p in held_out]
+    model, delay_s = _best_model(kept, prefill)
+    errors = [abs(_predicted(model, delay_s, p) - p.step_s) / p.step_s for p in held_out]
     return Fit(
         model=model,
         num_points=len(points),
@@ -68,6 +75,7 @@ def fit_steps(points: Sequence[StepPoint], prefill: float = 0.0) -> Fit:
         error_p90=float(np.quantile(errors, 0.9)),
         running=(ordered[0].running, ordered[-1].running),
         kv_tokens=(min(p.kv_tokens for p in points), max(p.kv_tokens for p in points)),
+        delay_s=delay_s,
     )
 
 
@@ -82,32 +90,41 @@ def fit_prefill(tokens: Sequence[float], seconds: Sequence[float]) -> float:
     return max(0.0, float(np.median(slopes))) if slopes else 0.0
 
 
-def _best_model(points: Sequence[StepPoint], prefill: float) -> CostModel:
+def _best_model(points: Sequence[StepPoint], prefill: float) -> tuple[CostModel, float]:
+    """(model, delay_s) of the best fit."""
     running = np.array([p.running for p in points], float)
     kv = np.array([p.kv_tokens for p in points], float)
     seconds = np.array([p.step_s for p in points], float)
+    # Responses know of these, single steps do not.
+    more = [[p.prefilled for p in points], [p.ended for p in points]] if any(p.ended for p in points) else []
     levels = np.unique(running)
     borders = [-np.inf, *((levels[1:] + levels[:-1]) / 2), np.inf]
-    best: tuple[float, CostModel] | None = None
+    best: tuple[float, CostModel, float] | None = None
     for border in borders:
         flat = running <= border
-        design = np.stack([kv, np.where(flat, 0.0, running), flat.astype(float), (~flat).astype(float)], axis=1)
-        k1, k3, floor, offset = _robust(design, seconds)
+        columns = [kv, np.where(flat, 0.0, running), flat.astype(float), (~flat).astype(float)]
+        k1, k3, floor, offset, *fitted = _robust(np.stack([*columns, *more], axis=1), seconds)
         if not flat.any():
             floor = 0.0
         if flat.all():
             offset = 0.0
         k4 = min(floor, offset) if flat.any() and not flat.all() else 0.0
-        model = CostModel(k1=k1, k2=floor - k4, k3=k3, k4=k4, b=offset - k4, prefill=prefill)
-        predicted = np.array([model.step_s(p.running, p.kv_tokens) for p in points])
+        model = CostModel(k1=k1, k2=floor - k4, k3=k3, k4=k4, b=offset - k4, prefill=fitted[0] if fitted else prefill)
+        delay_s = fitted[1] if fitted else 0.0
+        predicted = np.array([_predicted(model, delay_s, p) for p in points])
         loss = float(_huber_loss((predicted - seconds) / seconds).sum())
         if best is None or loss < best[0] * (1 - 1e-9):
-            best = loss, model
+            best = loss, model, delay_s
     assert best is not None
-    return best[1]
+    return best[1:]
 
 
-def _robust(design: Array, seconds: Array) -> tuple[float, float, float, float]:
+def _predicted(model: CostModel, delay_s: float, point: StepPoint) -> float:
+    besides = model.prefill * point.prefilled + delay_s * point.ended
+    return model.step_s(point.running, point.kv_tokens) + besides
+
+
+def _robust(design: Array, seconds: Array) -> list[float]:
     """Iteratively reweighted non-negative least squares on relative residuals."""
     weights = np.ones(len(seconds))
     solution = np.zeros(design.shape[1])
@@ -116,12 +133,11 @@ def _robust(design: Array, seconds: Array) -> tuple[float, float, float, float]:
         solution = _non_negative(design * scale[:, None], seconds * scale)
         residual = np.abs(design @ solution - seconds) / seconds
         weights = np.where(residual <= HUBER, 1.0, HUBER / np.maximum(residual, HUBER))
-    k1, k3, floor, offset = (float(x) for x in solution)
-    return k1, k3, floor, offset
+    return [float(x) for x in solution]
 
 
 def _non_negative(design: Array, target: Array) -> Array:
-    """Least squares with coefficients >= 0; they are four, so every subset of nonzero ones is tried."""
+    """Least squares with coefficients >= 0; they are four to six, so every subset of nonzero ones is tried."""
     count = design.shape[1]
     best, best_loss = np.zeros(count), float(target @ target)
     for size in range(1, count + 1):

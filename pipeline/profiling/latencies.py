@@ -1,26 +1,64 @@
-"""Latencies of everything but decoding, from the journal of a recorded run. Pure."""
+"""Latencies of everything but decoding, and the seconds between ticks, from a run's events and commands. Pure."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Hashable, Iterable, Iterator
 
 from pipeline.coordination.commands import Command, Draw, Pull, Score, Train
-from pipeline.coordination.events import Event, GroupsArrived, PullFinished, TrajectoryScored, VersionPublished
+from pipeline.coordination.events import Event, GroupsArrived, PullFinished, Tick, TrajectoryScored, VersionPublished
 from pipeline.coordination.journal import JournalEntry
+
+FEWEST_LATER = 3
+"""Latencies since the end of the first training step that are enough to leave out those before: processes warm up."""
+
+
+class Latencies:
+    """Seconds between commands and their outcomes."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Hashable, tuple[float, bool]] = {}
+        self._early: dict[str, list[float]] = {}
+        self._later: dict[str, tuple[int, float]] = {}
+        self._warm = False
+        self._ticks: tuple[int, float, float] = (0, 0.0, 0.0)  # their number, when the first and the last were
+
+    def observe(self, now: float, event: Event, commands: Iterable[Command]) -> None:
+        """Take in an event, when it was handled, and the commands that followed."""
+        knob, key = _answered(event)
+        if key in self._asked:
+            asked_s, warm = self._asked.pop(key)
+            if warm:
+                count, seconds = self._later.get(knob, (0, 0.0))
+                self._later[knob] = count + 1, seconds + now - asked_s
+            else:
+                self._early.setdefault(knob, []).append(now - asked_s)
+        if isinstance(event, Tick):
+            count, first_s, _ = self._ticks
+            self._ticks = count + 1, first_s if count else now, now
+        self._warm = self._warm or isinstance(event, VersionPublished)
+        self._asked.update(dict.fromkeys(_asked(commands), (now, self._warm)))
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Mean seconds by the name of their setting in [simulation]; latencies that did not occur are absent. Not
+        medians: a run waits for the slow ones too."""
+        means = {}
+        count, first_s, last_s = self._ticks
+        if count > 1 and last_s > first_s:
+            means["report_s"] = (last_s - first_s) / (count - 1)
+        for knob in sorted({*self._early, *self._later}):
+            count, seconds = self._later.get(knob, (0, 0.0))
+            early = self._early.get(knob, [])
+            means[knob] = seconds / count if count >= FEWEST_LATER else (seconds + sum(early)) / (count + len(early))
+        return means
 
 
 def latencies(entries: Iterable[JournalEntry]) -> dict[str, float]:
-    """Median seconds between a command and its outcome, by the name of its setting in [simulation]; latencies that
-    did not occur in the run are absent."""
-    asked: dict[Hashable, float] = {}
-    took: dict[str, list[float]] = {}
+    """The latencies of a recorded run; see `Latencies.means`."""
+    found = Latencies()
     for entry in entries:
-        knob, key = _answered(entry.event)
-        if key in asked:
-            took.setdefault(knob, []).append(entry.now - asked.pop(key))
-        asked.update(dict.fromkeys(_asked(entry.commands), entry.now))
-    return {knob: statistics.median(seconds) for knob, seconds in sorted(took.items())}
+        found.observe(entry.now, entry.event, entry.commands)
+    return found.means
 
 
 def _asked(commands: Iterable[Command]) -> Iterator[Hashable]:

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import loading
 from pipeline.coordination import journal
 from pipeline.profiling.fit import Fit, StepPoint, fit_prefill, fit_steps
-from pipeline.profiling.latencies import latencies
+from pipeline.profiling.loads import LoadWatch
 from stores.errors import ActorLost, ConfigError
 from stores.files import replace_text
 from stores.trajectory import TrajectoryId
@@ -178,20 +179,44 @@ class Profile:
 
 
 def profile_run(run_dir: Path) -> Profile:
-    """Profile from a finished run, whose roles shared their machines: the cost model fitted to its decode steps, and
-    the latencies of everything else. Raises ConfigError if the run has not ended or had too few decode steps."""
+    """Profile from a finished run, whose roles shared their machines: the cost model fitted to its responses, and the
+    latencies of everything else. Raises ConfigError if the run has not ended or sampled too little."""
     try:
         refit = json.loads((run_dir / "summary.json").read_text())["cost_model"]["refit"]
     except OSError as error:
-        raise ConfigError(f"{run_dir}: no finished run: {error}") from error
+        raise ConfigError(f"{run_dir}: no finished run: summary.json cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{run_dir}: summary.json is of another version: {error!r}; profile a run of this version"
         ) from error
-    if refit is None:
+    job = run_dir / "config.toml"
+    tree = loading.read_tree(job) if job.is_file() else {}
+    batch, rollout = tree.get("batch", {}), tree.get("rollout", {})
+    members = batch.get("group_size", 1) + batch.get("extra_members", 0)
+    watch = LoadWatch(REFERENCE, members, recomputes=rollout.get("on_pull") != "keep")
+    for entry in journal.read(run_dir / "events.jsonl"):
+        watch.observe(entry.now, entry.event, entry.commands)
+    fit = watch.fit()
+    if fit is None and refit is not None:
+        fit = Fit(**{**refit, "model": CostModel(**refit["model"])})
+    if fit is None:
         raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
-    fit = Fit(**{**refit, "model": CostModel(**refit["model"])})
-    return Profile(source=str(run_dir), fit=fit, latencies=latencies(journal.read(run_dir / "events.jsonl")))
+    return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(watch, fit))
+
+
+def measured_latencies(watch: LoadWatch, fit: Fit) -> dict[str, float]:
+    """Seconds by setting of [simulation]. A response's delay is that of two messages; those of a pull are counted so,
+    not in pull_s."""
+    found = watch.latencies.means
+    if fit.delay_s:
+        found["command_s"] = fit.delay_s / 2
+        if "pull_s" in found:
+            found["pull_s"] = max(0.0, found["pull_s"] - fit.delay_s)
+    return found
+
+
+REFERENCE = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0)
+"""What measured responses are compared with where only their own fit is wanted."""
 
 
 def write_profile(path: Path, profile: Profile) -> None:

@@ -59,13 +59,15 @@ from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
 from stores.metrics import with_rate
 from stores.resume_points import ResumePoints
-from stores.trajectory import PolicyVersion, TrajectoryId
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, ended_as
 from tasks.actors.trainer import StepResult
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 """Seconds between two ticks of the coordinator."""
+STARTING_S = 2.0
+"""Seconds between two lines on how far the start is."""
 SCORE_BATCH = 32
 """Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
 
@@ -94,7 +96,7 @@ class Driver:
         self._run_dir = run_dir
         self._progress = progress
         self._resumption = resumption
-        self._measurements = Measurements(0.0 if resumption is None else resumption.elapsed_s)
+        self._measurements = Measurements(config, 0.0 if resumption is None else resumption.elapsed_s)
         self._coordinator: Coordinator = deciding.make_coordinator(config)
         self._journal = Journal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
@@ -105,7 +107,9 @@ class Driver:
         self._stepping = False
         self._task: asyncio.Task[Any] | None = None
         self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
-        self._drift_said = False
+        self._drift_said = self._reward_failure_said = False
+        self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
+        """Each instance's latest report: tokens of the responses it samples."""
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = Outcomes(losses=actors.losses, alarms=actors.alarms)  # their lists: shown while the run lasts
 
@@ -117,7 +121,11 @@ class Driver:
         for line in self._changed:
             self._note(line)
         self._say("starting actors")
-        await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
+        starting = asyncio.ensure_future(self._tell_starting())
+        try:
+            await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
+        finally:
+            starting.cancel()
         resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
         if resumed is None or resumed.step == 0:
@@ -147,6 +155,15 @@ class Driver:
         self._log_resume_points()
         return self.outcomes
 
+    async def _tell_starting(self) -> None:
+        """Say how far the start is, whenever that has changed."""
+        said = ""
+        while True:
+            await asyncio.sleep(STARTING_S)
+            if (now := self._actors.starting) != said:
+                said = now
+                self._say(f"starting actors: {now}")
+
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
         """The coordinator's latest decisions: (when, trajectory, what, cause), newest first."""
         return self._coordinator.latest(count)
@@ -161,6 +178,8 @@ class Driver:
             return None
         self.outcomes.steps += self._resumption.steps
         self.outcomes.evaluations += read_evaluations(self._run_dir)
+        self.outcomes.earlier_steps = len(self.outcomes.steps)
+        self.outcomes.earlier_evaluations = len(self.outcomes.evaluations)
         state: LedgerState = await self._actors.ask("server", "resume", deadline="start_s")
         return RunResumed(step=state.next_step, num_ended=tuple(state.num_ended.items()))
 
@@ -199,7 +218,7 @@ class Driver:
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
                     self._give_up_rest()
-            if not isinstance(item, (Tick, InstanceReported)):
+            if self._is_progress(item):
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
@@ -208,6 +227,17 @@ class Driver:
         self._give_up_rest()
         step = self._coordinator.ledger.next_step
         self._commits.put_nowait(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+
+    def _is_progress(self, event: Event) -> bool:
+        """Whether an event shows that work goes on. A report does if some response has grown since the last one."""
+        match event:
+            case Tick():
+                return False
+            case InstanceReported(instance=instance, progress=progress):
+                before, self._reported[instance] = self._reported.get(instance, ()), progress
+                return progress != before
+            case _:
+                return True
 
     def _give_up_rest(self) -> None:
         """Have the coordinator give up what is in flight; redundancy may leave something even after the last step."""
@@ -225,6 +255,9 @@ class Driver:
         with self._measurements.deciding():
             commands = self._coordinator.handle(event, now * self._config.time_scale)
         self._journal.append(now * self._config.time_scale, event, commands)
+        self._measurements.decided(now, event, commands)
+        if isinstance(event, VersionPublished) and (limit := self._measurements.limit) is not None:
+            self.outcomes.limits[event.version - 1] = limit.short
         for command in commands:
             kind = type(command).__name__
             self.outcomes.commands[kind] = self.outcomes.commands.get(kind, 0) + 1
@@ -330,15 +363,19 @@ class Driver:
                 scored = await self._actors.ask(
                     name, "score", server, tuple(batch), deadline="call_s", within_s=allowed_s
                 )
-            except errors.ActorLost as lost:
+            except (errors.ActorLost, errors.ActorFailed) as lost:
                 self._actors.lose(name, lost, self._measurements.elapsed_s)
                 await self._actors.place_reward(name)
                 for trajectory in batch:
                     self._scores.put_nowait(trajectory)
                 continue
             for trajectory, reward, error in scored:
-                if error:
-                    logger.warning("trajectory %d: reward failed: %s", trajectory, error)
+                if error:  # the first in full: they are many and alike, and each is stored with its trajectory
+                    level = logging.DEBUG if self._reward_failure_said else logging.WARNING
+                    logger.log(
+                        level, "trajectory %d: reward failed: %s; further ones: steps count them", trajectory, error
+                    )
+                    self._reward_failure_said = True
                 self._inbox.put_nowait(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))
 
     async def _tick(self) -> None:
@@ -381,7 +418,7 @@ class Driver:
         try:
             try:
                 await work
-            except errors.ActorLost as lost:
+            except (errors.ActorLost, errors.ActorFailed) as lost:
                 if instance.id in self._actors.instances:  # else another of its tasks saw it first
                     for task in instance.tasks:
                         if task is not asyncio.current_task():
@@ -404,7 +441,7 @@ class Driver:
                 task.cancel()  # they would take the evaluation's answers for the run's
         evaluation = await evaluate(self._actors, self._config, version, self._prints, self._changed)
         asked = self._config.task
-        self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.source))
+        self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.eval_source or asked.source))
         self.outcomes.evaluations.append(evaluation)
         write_evaluations(self._run_dir, self.outcomes.evaluations)
         self._say("")
@@ -417,7 +454,7 @@ class Driver:
         ledger = self._coordinator.ledger
         return LedgerState(
             num_started=ledger.num_started,
-            num_ended={f"{fate.value}:{reason.value}": n for (fate, reason), n in ledger.num_ended.items()},
+            num_ended={ended_as(fate, reason): n for (fate, reason), n in ledger.num_ended.items()},
             live=(),
             next_step=ledger.next_step,
             version=ledger.version,
@@ -429,6 +466,8 @@ class Driver:
         self.outcomes.cost_ratio = self._cost_watch.ratio
         self.outcomes.cost_drifted = self._cost_watch.drifted
         self.outcomes.cost_refit = self._cost_watch.refit()
+        self.outcomes.diagnosis = self._measurements.diagnosis
+        self.outcomes.profile = self._measurements.profile(str(self._run_dir))
         self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
 
     def _say(self, what: str) -> None:

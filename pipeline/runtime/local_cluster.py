@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -22,15 +23,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
+WORKER = ("distributed.nanny", "stores.versioned")
+"""Modules that every worker process needs."""
 ACTORS = (
-    "distributed.nanny",
     "pipeline.scheduler.plugin",
     "tasks.actors.trajectory_server",
     "tasks.actors.rollout_instance",
     "tasks.actors.trainer",
     "safetensors.torch",
 )
-"""Modules that every run's workers need."""
+"""Modules that a run's actors need besides."""
 MODELS = ("tasks.engines.transformers", "tasks.training.policy_trainer")
 """Modules that workers need besides if there is a model."""
 METHOD = "distributed.worker.multiprocessing-method"
@@ -45,45 +47,70 @@ def worker_environment(threads: int) -> dict[str, str]:
     return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
 
 
-def prepare(threads: int, modules: Sequence[str] = MODELS) -> None:
+def modules(*, emulated: bool) -> tuple[str, ...]:
+    """What the workers of a run import."""
+    return ACTORS if emulated else (*ACTORS, *MODELS)
+
+
+def prepare(threads: int, modules: Sequence[str]) -> None:
     """Start the server process that worker processes are forked from, unless it runs. Returns at once; the server goes
-    on importing. modules: what it imports besides the actors. threads: of each worker's pools."""
+    on importing. modules: what it imports for the workers. threads: of each worker's pools."""
     forkserver.set_forkserver_preload(["pipeline.runtime.preloading"])
-    named = {"STALEFLOW_PRELOAD": ",".join((*ACTORS, *modules)), "PYTHONSAFEPATH": "1"}
+    named = {"STALEFLOW_PRELOAD": ",".join((*WORKER, *modules)), "PYTHONSAFEPATH": "1"}
     with _environment({**worker_environment(threads), **named}), _deaf_to_ctrl_c():
         forkserver.ensure_running()
 
 
-async def start(num_workers: int, threads: int, *, modules: Sequence[str] = MODELS, dashboard: bool = True) -> Any:
+def forked(threads: int, modules: Sequence[str]) -> dict[str, object]:
+    """Dask's settings with which it forks workers from the server, which is started. The arguments are those of
+    `prepare`."""
+    import dask
+    from distributed.utils import get_mp_context
+
+    with dask.config.set({METHOD: "forkserver"}):
+        get_mp_context()  # its first call sets a list of modules of its own
+    prepare(threads, modules)
+    return {
+        METHOD: "forkserver",
+        "distributed.nanny.pre-spawn-environ": worker_environment(threads),
+        # Starting several processes at once starves the event loops for seconds: not worth a warning.
+        "distributed.admin.tick.limit": "60s",
+    }
+
+
+async def start(num_workers: int, threads: int, modules: Sequence[str], *, dashboard: bool) -> Any:
     """A LocalCluster of worker processes with one thread each. dashboard: whether it serves one; else it serves
     nothing over HTTP. The other arguments are those of `prepare`."""
     import dask
     from distributed import LocalCluster
-    from distributed.utils import get_mp_context
 
-    dask.config.set(
-        {
-            METHOD: "forkserver",
-            "distributed.nanny.pre-spawn-environ": worker_environment(threads),
-            # Starting several processes at once starves the event loops for seconds: not worth a warning.
-            "distributed.admin.tick.limit": "60s",
-        }
-    )
-    get_mp_context()  # its first call sets a list of modules of its own
-    prepare(threads, modules)
+    dask.config.set(forked(threads, modules))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
-        local = await LocalCluster(
+        starting = LocalCluster(
             n_workers=num_workers,
             threads_per_worker=1,
             processes=True,
             memory_limit=0,
             dashboard_address="127.0.0.1:8787" if dashboard else None,
+            silence_logs=log_level(),
             asynchronous=True,
         )
+        try:
+            local = await starting
+        except BaseException:
+            await starting.close()
+            raise
     if not dashboard:
         _serve_nothing(local)
     return local
+
+
+def log_level() -> int:
+    """The level from which on Dask's messages are shown, here and in worker processes: the configured one, but warnings
+    at least. LocalCluster would set it to warnings for nannies in their processes, and clients have one of their own.
+    """
+    return max(logging.WARNING, logging.getLogger("distributed").getEffectiveLevel())
 
 
 def _serve_nothing(local: Any) -> None:

@@ -9,7 +9,13 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.commands import Command
+from pipeline.coordination.events import Event
 from pipeline.coordination.snapshot import Snapshot
+from pipeline.profiling.diagnosis import Diagnosis, diagnose, recent, sizes_of
+from pipeline.profiling.loads import LoadWatch, steady
+from pipeline.profiling.measure import Profile, measured_latencies
 from pipeline.runtime.actors import InstanceHandle
 from pipeline.runtime.clock import now_s
 from stores.trajectory import InstanceId
@@ -18,8 +24,14 @@ from stores.trajectory import InstanceId
 class Measurements:
     """Measures one run. earlier_s: seconds the run took before it was resumed. Made inside the run's event loop."""
 
-    def __init__(self, earlier_s: float) -> None:
+    def __init__(self, config: RunConfig, earlier_s: float) -> None:
         self._earlier_s = earlier_s
+        self._config = config
+        self._scale = config.time_scale
+        self._sizes = sizes_of(config)
+        self._watch = LoadWatch(
+            self._sizes.cost, config.members_started, recomputes=config.rollout.on_pull == "interrupt"
+        )
         self._begin_s = 0.0
         self._training_since = self._idle_since = 0.0
         self._last_event_s = 0.0
@@ -31,6 +43,7 @@ class Measurements:
         """Let the run's clock begin now; starting actors and evaluating before the run do not count."""
         self._idle_since = now_s()
         self._begin_s = self._idle_since - self._earlier_s
+        self._watch.start(self._earlier_s * self._scale)
 
     @property
     def elapsed_s(self) -> float:
@@ -48,6 +61,10 @@ class Measurements:
                 instances[name].assigned_s += now - self._last_event_s
         self._last_event_s = now
         return now
+
+    def decided(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        """Take in an event and the commands that followed. now: as `event_heard` returned."""
+        self._watch.observe(now * self._scale, event, commands)
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -99,6 +116,23 @@ class Measurements:
             "rollout_idle_with_work_s": sum(max(0.0, i.assigned_s - i.busy_s) for i in instances) / count,
             "tokens_sampled": float(sum(i.tokens_sampled for i in instances)),
         }
+
+    @property
+    def limit(self) -> Diagnosis | None:
+        """What limited the latest steps; None before the first ended."""
+        return diagnose(recent(self._watch.loads, self._sizes.eta), self._sizes)
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """What limited the steady part of the run."""
+        return diagnose(steady(self._watch.loads, self._sizes.eta), sizes_of(self._config, self._watch.fit()))
+
+    def profile(self, source: str) -> Profile | None:
+        """The cost model and latencies of the run so far, for simulations; None if too little was sampled."""
+        fit = self._watch.fit()
+        if fit is None:
+            return None
+        return Profile(source=source, fit=fit, latencies=measured_latencies(self._watch, fit))
 
     def _mean_ages(self) -> dict[str, float]:
         """Staleness in flight and in queue, mean over the ticks since the last step ended."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.coordination.snapshot import Snapshot
+from pipeline.profiling.diagnosis import Diagnosis
 from pipeline.profiling.fit import Fit
-from pipeline.runtime.evaluation import (
-    Evaluation,
-)
+from pipeline.profiling.measure import Profile
+from pipeline.runtime.evaluation import Evaluation
 
 
 @dataclass(slots=True)
@@ -17,6 +17,9 @@ class Outcomes:
 
     steps: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    earlier_steps: int = 0
+    """Steps, and evaluations, from before the run was resumed: they have been shown already."""
+    earlier_evaluations: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by activity."""
     snapshot: Snapshot | None = None
@@ -30,6 +33,12 @@ class Outcomes:
     """Whether that is further from one than rollout.cost.tolerance allows."""
     cost_refit: Fit | None = None
     """The cost model that fits this run's own decode steps."""
+    limits: dict[int, str] = field(default_factory=dict)
+    """What limited each step and those just before it, in a few words."""
+    diagnosis: Diagnosis | None = None
+    """What limited the run; None if no step was trained since it was last started."""
+    profile: Profile | None = None
+    """The cost model and latencies of this run, for simulations of it; None if it sampled too little."""
     losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)

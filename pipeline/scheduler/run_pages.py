@@ -45,7 +45,8 @@ class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 )  # fmt: skip
                 assert process.stdout is not None
                 try:
-                    line = await asyncio.wait_for(process.stdout.readline(), START_S)
+                    async with asyncio.timeout(START_S):
+                        line = await process.stdout.readline()
                     port = int(line.decode().partition("http://")[2].partition("/")[0].rpartition(":")[2])
                 except (TimeoutError, ValueError) as error:
                     with contextlib.suppress(ProcessLookupError):

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from pipeline.config import deciding
@@ -32,10 +32,10 @@ from pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
+from pipeline.profiling.loads import LoadWatch
 from pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
 from stores.errors import RunStuck
-from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.cost_model import CostModel
+from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, ended_as
 from tasks.engines.decoding import DecodingInstance
 from tasks.seeds import Stream, generator
 from tasks.workload import Workload
@@ -95,11 +95,12 @@ class SimulatedRun:
         self._tokens: dict[TrajectoryId, int] = {}
         self._next_group = 0
         self._quiet_ticks = 0
-        self.trace = Trace()
+        self._watch = LoadWatch(self._cost, self._members, recomputes=config.rollout.on_pull == "interrupt")
+        self.trace = Trace(loads=self._watch.loads)
 
     def run(self) -> Trace:
         """Run all steps. Raises RunStuck, with what the job waits for, if nothing more can happen."""
-        for index in range(num_instances(self._config)):
+        for index in range(deciding.num_instances(self._config)):
             self._join(index, attempt=0)
         self._at(self._simulation.report_s, self._tick, by_itself=True)
         if self._simulation.lost_every_s:
@@ -128,6 +129,7 @@ class SimulatedRun:
     def _tell(self, event: Event) -> None:
         commands = self.coordinator.handle(event, self._now)
         self.trace.num_events += 1
+        self._watch.observe(self._now, event, commands)
         if self._observe is not None:
             self._observe(self._now, event, commands)
         for command in commands:
@@ -176,7 +178,7 @@ class SimulatedRun:
                 self._train(command)
             case Retire():
                 for ending in command.endings:
-                    reason = f"{ending.fate.value}:{ending.reason.value}"
+                    reason = ended_as(ending.fate, ending.reason)
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
                     self.trace.wasted_tokens += self._tokens.pop(ending.trajectory, 0)
 
@@ -259,10 +261,8 @@ class SimulatedRun:
     # -- instances -----------------------------------------------------------------------------------------------
 
     def _join(self, index: int, attempt: int) -> None:
-        simulation, engine = self._simulation, self._config.rollout.engine
-        cost = self._cost
-        if index < simulation.straggler_share * num_instances(self._config):
-            cost = slowed(cost, simulation.straggler_factor)
+        engine = self._config.rollout.engine
+        cost = deciding.instance_cost(self._config, index)
         name = InstanceId(f"rollout-{index}" + (f".{attempt}" if attempt else ""))
         version = self.coordinator.ledger.version
         one = Simulated(
@@ -326,13 +326,6 @@ class SimulatedRun:
         self.trace.refusals = self.coordinator.snapshot().refusals
 
 
-def num_instances(config: RunConfig) -> int:
-    """Number of rollout instances; colocated, those on the trainer's GPUs are included."""
-    simulation = config.simulation
-    extra = simulation.trainer_gpus // simulation.gpus_per_instance if simulation.colocated else 0
-    return config.rollout.instances + extra
-
-
 def train_seconds(config: RunConfig, tokens: int) -> float:
     """Seconds of a training step over `tokens`, prompts included; colocated, on all GPUs, with two switches."""
     simulation = config.simulation
@@ -341,16 +334,3 @@ def train_seconds(config: RunConfig, tokens: int) -> float:
         return seconds
     own = config.rollout.instances * simulation.gpus_per_instance
     return seconds * simulation.trainer_gpus / (simulation.trainer_gpus + own) + 2 * simulation.switch_s
-
-
-def slowed(cost: CostModel, factor: float) -> CostModel:
-    """Cost model of an instance that is slower by `factor`."""
-    return replace(
-        cost,
-        k1=cost.k1 * factor,
-        k2=cost.k2 * factor,
-        k3=cost.k3 * factor,
-        k4=cost.k4 * factor,
-        b=cost.b * factor,
-        prefill=cost.prefill * factor,
-    )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from pipeline.config import deciding
 from pipeline.config.schema import RunConfig
-from pipeline.simulator.body import num_instances
+from pipeline.profiling.diagnosis import Diagnosis, diagnose, sizes_of
+from pipeline.profiling.loads import steady, steady_part
 from pipeline.simulator.trace import Trace, TrainedStep
 from stores.metrics import tokens_per_s
 
@@ -66,6 +67,8 @@ class Measures:
     refusals: dict[str, int]
     losses: int
     finished_s: float
+    diagnosis: Diagnosis | None
+    """What limits the job; None without steps."""
 
     @property
     def of_bound(self) -> float:
@@ -111,17 +114,8 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
         refusals=trace.refusals,
         losses=trace.losses,
         finished_s=trace.finished_s,
+        diagnosis=diagnose(steady(trace.loads, config.staleness.eta), sizes_of(config)),
     )
-
-
-def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
-    """(the step at whose end it begins, its last step) of a run without the first eta + 2 steps and the last eta + 1,
-    in which no new work starts. It is cut to a multiple of eta + 1 steps, the period in which waits for the longest
-    response recur. In a run too short for that, all but the first step."""
-    cycle = eta + 1
-    first, last = cycle, num_steps - cycle - 1
-    last -= (last - first) % cycle
-    return (first, last) if last - first >= 2 else (0, num_steps - 1)
 
 
 def steady_tokens_per_s(steps: Sequence[Mapping[str, float]], eta: int) -> float:
@@ -140,7 +134,7 @@ def _as_metrics(steps: Iterable[TrainedStep]) -> list[dict[str, float]]:
 def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
     """Mean physical bound of the given steps."""
     cost, engine, count = deciding.cost_model(config), config.rollout.engine, len(steps)
-    instances = num_instances(config)
+    instances = deciding.num_instances(config)
     tokens = sum(s.tokens for s in steps)
     context = sum(s.context_tokens for s in steps)
     in_flight = (config.bound + 1) * config.groups_started * config.members_started / instances
@@ -160,7 +154,8 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
 def explanation(config: RunConfig, m: Measures) -> list[str]:
     """Readable lines that say where the time of a step went."""
     b = m.bound
-    lines = [
+    lines = [m.diagnosis.line] if m.diagnosis is not None else []
+    lines += [
         f"a step takes {m.step_s:.1f} s; the physical bound is {b.step_s:.1f} s ({m.of_bound:.0%} of it is reached)",
         f"  {b.train_s:8.1f} s  training" + _mark(b, b.train_s),
         f"  {b.work_s:8.1f} s  decode and prefill work of a batch, {b.running} trajectories per instance"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pipeline.profiling.loads import StepLoad
 from tasks.engines.decoding import Work
 
 
@@ -55,3 +56,5 @@ class Trace:
     refusals: dict[str, int] = field(default_factory=dict)
     losses: int = 0
     finished_s: float = 0.0
+    loads: list[StepLoad] = field(default_factory=list)
+    """Where the time of each step went."""

@@ -29,6 +29,13 @@ class CostModel:
     b: float
     prefill: float = 0.0
 
+    def times(self, factor: float) -> CostModel:
+        """The model of an instance that takes `factor` times as long for everything."""
+        return CostModel(
+            k1=self.k1 * factor, k2=self.k2 * factor, k3=self.k3 * factor, k4=self.k4 * factor, b=self.b * factor,
+            prefill=self.prefill * factor,
+        )  # fmt: skip
+
     def compute_s(self, running: int) -> float:
         """The part of a step that does not depend on the KV cache."""
         return max(self.k2, self.b + self.k3 * running) + self.k4
@@ -36,6 +43,10 @@ class CostModel:
     def step_s(self, running: int, kv_tokens: float) -> float:
         """Seconds of one decode step, in which each running trajectory gains one token."""
         return self.k1 * kv_tokens + self.compute_s(running) if running else 0.0
+
+    def mean_step_s(self, running: float, kv_tokens: float) -> float:
+        """`step_s` at a mean number of running trajectories; of less than one, the step of one."""
+        return self.k1 * kv_tokens + max(self.k2, self.b + self.k3 * max(running, 1.0)) + self.k4
 
     def throughput(self, running: int, kv_tokens: float) -> float:
         """Tokens per second over all running trajectories."""

@@ -152,3 +152,34 @@ def test_log_lines_stand_whole_above_a_live_view() -> None:
     screen.feed(written.getvalue())
     told = [line.rstrip() for line in screen.lines if line.strip()]
     assert [line.partition(": ")[2] for line in told] == [f"step {step} is done" for step in range(3)]
+
+
+def printed(outcomes: Outcomes) -> tuple[list[str], list[str]]:
+    """(lines of the view in a pipe, lines of the job's log) after these outcomes."""
+    config, written = loading.load(JOB), io.StringIO()
+    display, reporter = Display(config, quiet=False), Reporter("a-job", 4)
+    display.console = Console(file=written, width=200)
+    snapshot = make_coordinator(config).snapshot()
+    for _ in range(2):
+        display.progress(snapshot, outcomes, "")
+        reporter.progress(snapshot, outcomes, "")
+    return written.getvalue().splitlines(), [line.partition("  ")[2] for line in reporter._lines]
+
+
+def test_a_resumed_run_does_not_print_earlier_steps_and_evaluations_again() -> None:
+    outcomes = Outcomes(steps=[{"step": float(step), **STEP} for step in range(3)], earlier_steps=2)
+    outcomes.evaluations = [Evaluation(version=v, num_prompts=8, sampled=0.25, greedy=0.5) for v in (0, 2)]
+    outcomes.earlier_evaluations = 1
+    for lines in printed(outcomes):
+        assert [line.split("  ")[0] for line in lines if line.startswith("step")] == [lines[-1].split("  ")[0]]
+        assert lines[-1].startswith("step 2/")
+        assert [line.split(":")[0] for line in lines[:-1]] == ["held-out reward at version 2"]
+
+
+def test_a_step_line_counts_failed_rewards_and_says_what_limits_the_run() -> None:
+    outcomes = Outcomes(steps=[{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "reward_errors": 3.0}])
+    outcomes.limits = {1: "limit reward (trainer waits 41%)"}
+    for first, second in printed(outcomes):
+        assert "failed" not in first and "limit" not in first
+        assert "reward 0.500  rewards failed 3  length" in second
+        assert second.endswith("limit reward (trainer waits 41%)")

@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config import loading
 from pipeline.config.actor_settings import engine_settings, trainer_settings
+from pipeline.config.deciding import cost_model
 from tasks.engines.settings import ENGINES, EmulatedSettings, TransformersSettings, VllmSettings
 from tasks.seeds import engine_seed
 
@@ -48,3 +49,14 @@ def test_the_trainer_is_given_the_jobs_table() -> None:
     settings = pickle.loads(pickle.dumps(trainer_settings(config)))
     assert settings.training == config.training
     assert (settings.model, settings.num_steps, settings.seed) == ("somewhere", config.steps, 3)
+
+
+def test_emulated_instances_are_as_slow_as_simulated_ones() -> None:
+    job = ("rollout.instances=4", "simulation.straggler_share=0.25", "simulation.straggler_factor=3")
+    config = loading.load("examples/dryrun.toml", job)
+    costs = []
+    for index in range(4):
+        settings = engine_settings(config, index, ())
+        assert isinstance(settings, EmulatedSettings)
+        costs.append(settings.cost)
+    assert costs == [cost_model(config).times(3.0), *[cost_model(config)] * 3]

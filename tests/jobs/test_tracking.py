@@ -102,3 +102,105 @@ def test_a_tracker_that_cannot_be_constructed_is_one_line(job: Path, tmp_path: P
     missing = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Other",))
     with pytest.raises(ConfigError, match="has no function Other"):
         user_files.check(missing)
+
+
+# -- trackers by the name of their package, as they work without network -----------------------------------------
+
+
+def offline(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a package write below a folder, and know no account."""
+    monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+    pytest.importorskip(name)
+    if name == "trackio":  # it has read the variable if it was imported before
+        for module in ("utils", "sqlite_storage"):
+            monkeypatch.setattr(f"trackio.{module}.TRACKIO_DIR", folder / "trackio")
+    for variable in ("WANDB_API_KEY", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def tracked(name: str, folder: Path) -> list[dict[int, float]]:
+    """The runs that a package has of a folder: reward by step."""
+    if name == "mlflow":
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(tracking_uri=f"sqlite:///{folder.parent / 'mlflow.db'}")
+        experiment = client.get_experiment_by_name("staleflow")
+        runs = client.search_runs([experiment.experiment_id])
+        assert [r.data.params["batch.group_size"] for r in runs] == ["4"] * len(runs)
+        return [{m.step: m.value for m in client.get_metric_history(r.info.run_id, "reward")} for r in runs]
+    if name == "trackio":
+        from trackio.sqlite_storage import SQLiteStorage
+
+        names = SQLiteStorage.get_runs("staleflow")
+        logs = [SQLiteStorage.get_logs("staleflow", name) for name in names]
+        return [{row["step"]: row["reward"] for row in rows} for rows in logs]
+    ids = {f.parent.name.rpartition("-")[2] for f in (folder / "wandb").glob("offline-run-*/run-*.wandb")}
+    rewards: dict[str, dict[int, float]] = {one: {} for one in ids}
+    for file in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        rewards[file.stem.removeprefix("run-")] |= wandb_rewards(file)
+    return list(rewards.values())
+
+
+def wandb_rewards(file: Path) -> dict[int, float]:
+    """Rewards by step, from the records of an offline run: LevelDB's log format, after a header of seven bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, found = file.read_bytes(), 7, {}
+    while at + 7 <= len(data):
+        if at % 32768 > 32768 - 7:  # the rest of a block is too short for a record
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if kind == 1:  # whole; larger ones, of the settings, are in parts
+            record = wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size])
+            values = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
+            if "reward" in values:
+                found[int(values["_step"])] = float(values["reward"])
+        at += 7 + size
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_a_package_tracks_each_step_once_and_a_resumed_run_goes_on_in_the_same_run(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    offline(name, tmp_path, monkeypatch)
+    config = loading.load(job, (f"tracking.tracker={name}", "tracking.tensorboard=false"))
+    (run_dir := tmp_path / "runs" / "job").mkdir(parents=True)
+    for first, steps in ((0, STEPS), (2, [*STEPS, {"step": 2.0, "reward": 1.0}])):
+        tracking = Tracking(config, run_dir, first)
+        tracking.steps(steps)
+        tracking.close()
+    assert tracked(name, run_dir) == [{0: 0.5, 1: 0.75, 2: 1.0}]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_a_package_that_fails_is_one_warning(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    config = loading.load(job, (f"tracking.tracker={name}", "tracking.tensorboard=false"))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("pipeline.config.user_files.importlib.util.find_spec", lambda named: named)
+    monkeypatch.setattr("pipeline.jobs.tracking.PACKAGES", {name: refuse})
+    with caplog.at_level(logging.WARNING):
+        tracking = Tracking(config, tmp_path)
+        tracking.steps(STEPS)
+        tracking.close()
+    assert caplog.messages == [
+        f"tracking.tracker = {name!r}: cannot be reached, the run goes on without it: ConnectionError('no network')"
+    ]
+
+
+def test_a_package_that_is_not_installed_is_one_line_before_anything_is_placed(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda named: None)
+    config = loading.load(job, ("tracking.tracker=trackio",))
+    with pytest.raises(ConfigError, match=r"the package is not installed; pip install 'staleflow\[trackio\]'"):
+        user_files.check(config)

@@ -47,6 +47,8 @@ class World:
 
     tokens_per_s: float = 20.0
     """For one trajectory; an engine samples all at once."""
+    slower: Callable[[str], float] = lambda instance: 1.0
+    """How many times as long an instance takes for a token."""
     length: Callable[[int], int] = lambda trajectory: 8 + 5 * (trajectory % 4)
     """Tokens of a trajectory's response."""
     reward: Callable[[str], float] = lambda text: float(len(text) % 2)
@@ -141,6 +143,7 @@ class VirtualEngine:
         self._world = world
         self._instance = instance
         self.version = PolicyVersion(0)
+        self._tokens_per_s = world.tokens_per_s / world.slower(instance)
         self._stood_still_s: float | None = None
         self._requests: dict[TrajectoryId, _Request] = {}
         self._ended: list[Sampled | Failed] = []
@@ -229,10 +232,10 @@ class VirtualEngine:
         return max(prior + 1, min(self._world.length(held.request.trajectory), prior + held.request.max_new_tokens))
 
     def _end_s(self, held: _Request) -> float:
-        return held.since + (self._length(held) - held.request.num_prior) / self._world.tokens_per_s
+        return held.since + (self._length(held) - held.request.num_prior) / self._tokens_per_s
 
     def _tokens(self, held: _Request) -> int:
-        sampled = int((self._now() - held.since) * self._world.tokens_per_s + 1e-9)
+        sampled = int((self._now() - held.since) * self._tokens_per_s + 1e-9)
         return min(self._length(held), held.request.num_prior + sampled)
 
     def _advance(self) -> None:

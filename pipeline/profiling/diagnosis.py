@@ -1,0 +1,255 @@
+"""What limits a run, from the loads of its steps: one cause, its share of the time, and what to change. Pure.
+
+If the trainer hardly waits, it is the limit, and the question is how many instances would keep up with it. Otherwise
+its waiting time says what for: rewards, a slow instance, weights being loaded, KV memory, or more sampling. More
+sampling comes from another instance or from a larger bound; which is worth more follows from the cost model:
+
+    rate(n) = n / step_s(n)                                tokens/s of an instance that runs n trajectories
+    one more instance   (I + 1) / I if all are full, else step_s(n) / step_s(n I / (I + 1)): the same work, more thinly
+    one more version    rate(n (eta + 2) / (eta + 1)) / rate(n) as far as instances have room, else 1
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from pipeline.config.deciding import cost_model
+from pipeline.config.schema import RunConfig
+from pipeline.profiling.fit import Fit
+from pipeline.profiling.loads import Seconds, StepLoad, total
+from tasks.engines.cost_model import CostModel
+
+LITTLE = 0.1
+"""Share of the time that the trainer may wait without being worth a change: about what single long responses cost."""
+MOSTLY = 0.5
+"""Share of the waiting time from which on something is what the trainer waits for."""
+LATEST = 5
+"""Fewest latest steps that are judged together while a run lasts."""
+SLOW = 1.5
+"""Factor by which an instance must be slower than the others to be called slow; equal ones differ by a few percent."""
+ENOUGH = 4
+"""Least number of responses of an instance that its speed is judged by."""
+FIXED_ETA = {"synchronous": 0, "one_step": 1}
+"""Versions that work may lie behind under the rules that do not ask for eta."""
+RESERVE = 1.5
+"""Factor by which the instances that are said to keep up could sample more than is needed if they were always full:
+under the bound they are not."""
+
+
+class Cause(Enum):
+    """What limits a run."""
+
+    REWARD = "reward"
+    SLOW_INSTANCE = "slow instance"
+    WEIGHTS = "weights"
+    KV_MEMORY = "KV memory"
+    FEW_INSTANCES = "few instances"
+    BOUND = "staleness bound"
+    MANY_INSTANCES = "many instances"
+    TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of a job that bear on its speed. eta: versions that its admission rule lets work lie behind.
+    trajectories: of a step. cost: of a decode step. fitted: whether it is fitted to the run itself; else only ratios of
+    it are used."""
+
+    eta: int
+    admission: str
+    trajectories: int
+    instances: int
+    max_running: int
+    kv_tokens: int
+    cost: CostModel
+    fitted: bool = False
+
+
+def sizes_of(config: RunConfig, fit: Fit | None = None) -> Sizes:
+    """The sizes of a job. fit: to its own run, if there is one."""
+    staleness, engine = config.staleness, config.rollout.engine
+    return Sizes(
+        eta=FIXED_ETA.get(staleness.admission, config.bound),
+        admission=staleness.admission,
+        trajectories=config.groups_started * config.members_started,
+        instances=config.rollout.instances,
+        max_running=engine.max_running,
+        kv_tokens=engine.kv_tokens,
+        cost=cost_model(config) if fit is None else fit.model,
+        fitted=fit is not None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What limits a run. share: of the time; the trainer's waiting, or its training if it is the limit itself."""
+
+    cause: Cause
+    share: float
+    what: str
+    """The finding, for people."""
+    advice: str
+    """What to change, for people."""
+    change: tuple[tuple[str, float | str], ...] = ()
+    """The same as keys of the job file and their new values, for a simulation of its effect."""
+    halved: tuple[str, ...] = ()
+    """Keys whose seconds a simulation of its effect halves."""
+    planted: tuple[tuple[str, float], ...] = ()
+    """Keys and values that the job does not have, but the run: what slows it and no job file says."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {"cause": self.cause.value, "share": self.share, "what": self.what, "advice": self.advice}
+
+    @property
+    def line(self) -> str:
+        return f"{self.what}: {self.advice}"
+
+    @property
+    def short(self) -> str:
+        """The finding in a few words, for the line of a training step."""
+        does = "trains" if self.cause in (Cause.TRAINER, Cause.MANY_INSTANCES) else "waits"
+        return f"limit {self.cause.value} (trainer {does} {self.share:.0%})"
+
+
+def diagnose(load: StepLoad, sizes: Sizes) -> Diagnosis | None:
+    """What limits the steps of a load; None if it has none."""
+    if not load.steps or not load.total_s:
+        return None
+    share = load.waiting.total_s / load.total_s
+    if share < LITTLE:
+        return _trainer_limits(load, sizes, 1 - share)
+    return _trainer_waits(load, sizes, share)
+
+
+def recent(loads: Sequence[StepLoad], eta: int) -> StepLoad:
+    """The latest steps of a run, added up: a period of it at least, without the first step, in which it fills."""
+    return total(loads[max(1, len(loads) - max(eta + 1, LATEST)) :] or loads)
+
+
+def slowest(load: StepLoad) -> tuple[str, float]:
+    """(name of the slowest instance, how many times as long as the others' median its tokens take)."""
+    ratios = {name: s.ratio for name, s in load.speeds.items() if s.responses >= ENOUGH and s.ratio > 0}
+    if len(ratios) < 2:
+        return "", 1.0
+    worst = max(ratios, key=lambda name: ratios[name])
+    return str(worst), ratios[worst] / statistics.median(r for name, r in ratios.items() if name != worst)
+
+
+def _trainer_waits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
+    waiting, waits = load.waiting, f"the trainer waits {share:.0%} of the time"
+    if waiting.share(waiting.scoring_s) >= MOSTLY:
+        return Diagnosis(
+            cause=Cause.REWARD,
+            share=share,
+            what=f"{waits}, {waiting.share(waiting.scoring_s):.0%} of that for rewards",
+            advice="make the reward function faster, or raise reward.workers",
+            halved=("simulation.reward_s",),
+        )
+    name, factor = slowest(load)
+    if factor >= SLOW:
+        return Diagnosis(
+            cause=Cause.SLOW_INSTANCE,
+            share=share,
+            what=f"{waits}, and {name} takes {factor:.1f} times as long for a token as the others",
+            advice="see what else runs on its machine, or do without it",
+            change=(("simulation.straggler_share", 0.0),),
+            planted=(("simulation.straggler_share", 1 / sizes.instances), ("simulation.straggler_factor", factor)),
+        )
+    if waiting.share(waiting.pull_s) >= MOSTLY:
+        return Diagnosis(
+            cause=Cause.WEIGHTS,
+            share=share,
+            what=f"{waits}, and instances load weights {waiting.share(waiting.pull_s):.0%} of that",
+            advice="pull less often (rollout.synchronization), or speed up the network between the hosts",
+            halved=("simulation.pull_s",),
+        )
+    runs = f"instances run {waiting.running:.0f} of {sizes.max_running}"
+    if waiting.share(waiting.memory_s) >= MOSTLY:
+        return Diagnosis(
+            cause=Cause.KV_MEMORY,
+            share=share,
+            what=f"{waits}, and KV memory is full ({runs})",
+            advice=f"raise rollout.engine.kv_tokens above {sizes.kv_tokens}",
+            change=(("rollout.engine.kv_tokens", 2 * sizes.kv_tokens),),
+        )
+    instance, version = gains(waiting, sizes)
+    if instance >= version or sizes.admission == "backlog":
+        return Diagnosis(
+            cause=Cause.FEW_INSTANCES,
+            share=share,
+            what=f"{waits} for responses ({runs})",
+            advice=f"add an instance (rollout.instances = {sizes.instances + 1})",
+            change=(("rollout.instances", sizes.instances + 1),),
+        )
+    what = f"{waits} for the longest responses, and instances have room ({runs})"
+    if sizes.admission != "staleflow":
+        change: tuple[tuple[str, float | str], ...] = (("staleness.admission", "staleflow"),)
+        return Diagnosis(
+            cause=Cause.BOUND, share=share, what=what, advice='staleness.admission = "staleflow"', change=change
+        )
+    return Diagnosis(
+        cause=Cause.BOUND,
+        share=share,
+        what=what,
+        advice=f"fewer instances, or one more version of staleness (staleness.eta = {sizes.eta + 1})",
+        change=(("staleness.eta", sizes.eta + 1),),
+    )
+
+
+def _trainer_limits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
+    needed = instances_needed(load, sizes)
+    trains = f"training takes {share:.0%} of the time"
+    if 1 < needed < sizes.instances:
+        return Diagnosis(
+            cause=Cause.MANY_INSTANCES,
+            share=share,
+            what=f"{trains}, and {needed} of {sizes.instances} instances would keep up",
+            advice=f"rollout.instances = {needed}, or a faster trainer",
+            change=(("rollout.instances", needed),),
+        )
+    one = f", and one of {sizes.instances} instances would keep up" if needed < sizes.instances else ""
+    return Diagnosis(
+        cause=Cause.TRAINER,
+        share=share,
+        what=f"{trains}{one}",
+        advice="a faster trainer, or a smaller batch" if sizes.instances == 1 or one else "all parts are used well",
+        halved=("simulation.train_s", "simulation.train_s_per_token"),
+    )
+
+
+def gains(waiting: Seconds, sizes: Sizes) -> tuple[float, float]:
+    """Factors on the rate of sampling: of one more instance, and of one more version of staleness."""
+    count, running = sizes.instances, max(waiting.running, 1e-9)
+    each = waiting.kv_tokens / running
+
+    def step_s(n: float) -> float:
+        return sizes.cost.mean_step_s(n, n * each)
+
+    room = 1 - waiting.share(waiting.full_s + waiting.memory_s)
+    thinner = step_s(running) / step_s(running * count / (count + 1))
+    more = (sizes.eta + 2) / (sizes.eta + 1)
+    fuller = more * step_s(running) / step_s(running * more)
+    return 1 + room * (thinner - 1) + (1 - room) / count, 1 + room * (fuller - 1)
+
+
+def instances_needed(load: StepLoad, sizes: Sizes) -> int:
+    """The least number of instances that sample as much as was trained on, each as full as cache, concurrency and bound
+    allow."""
+    running_s = load.waiting.running_s + load.training.running_s
+    each = (load.waiting.kv_s + load.training.kv_s) / running_s if running_s else 0.0
+    most = min(sizes.max_running, sizes.kv_tokens / each) if each else float(sizes.max_running)
+    measured_s = sum(s.measured_s for s in load.speeds.values())
+    expected_s = sum(s.expected_s for s in load.speeds.values())
+    slower = measured_s / expected_s if expected_s and not sizes.fitted else 1.0
+    in_flight = (sizes.eta + 1) * sizes.trajectories
+    for count in range(1, sizes.instances):
+        n = max(1.0, min(most, in_flight / count))
+        step_s = sizes.cost.mean_step_s(n, n * each) * slower
+        if count * n / step_s * load.total_s >= RESERVE * load.tokens:
+            return count
+    return sizes.instances

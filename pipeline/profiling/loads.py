@@ -1,0 +1,502 @@
+"""Where the time of a run's steps goes, from its events and commands: what the trainer waits for, how full the
+instances are, how long a token takes on each. Pure.
+
+Runs, simulations and journals have the same events and commands, so the same numbers come out of all three. Seconds are
+the coordinator's: those of the cost model in a simulated or emulated run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.coordination.commands import Abort, Command, Pull, Retire, Route, Score, Train
+from pipeline.coordination.events import (
+    Event,
+    GroupsArrived,
+    InstanceJoined,
+    InstanceLost,
+    InstanceReported,
+    PullFinished,
+    RunResumed,
+    TrajectoryFailed,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+    TrajectoryScored,
+    VersionPublished,
+)
+from pipeline.profiling.fit import FEWEST, Fit, StepPoint, fit_steps
+from pipeline.profiling.latencies import Latencies
+from stores.trajectory import GroupId, InstanceId, TrajectoryId
+from tasks.engines.cost_model import CostModel
+
+MEMORY_FULL = 0.85
+"""Share of the KV cache above which an instance's next trajectory, of mean size, would not fit once it has grown:
+routing leaves that much free."""
+SAMPLES_KEPT = 4096
+"""Sampled responses kept for the fit; of more, every second, fourth, ... is kept."""
+LEVELS, PARTS, LENGTHS = 32, 2, 4
+"""Decode steps are averaged over responses that ran beside equally many, in so many levels; each level in so many parts
+by KV tokens; and each part in so many by length, which tells decoding from delays."""
+LEAST = 0.01
+"""Least share of a decode step that does not depend on the KV cache."""
+WARM_ENOUGH = 64
+"""Responses since the end of the first training step that are enough to fit without those before."""
+RECENT = 0.1
+"""Weight of the latest response in an instance's seconds per token."""
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Seconds of some part of a run, and what went on in it. All but the first two are means over instances."""
+
+    total_s: float = 0.0
+    scoring_s: float = 0.0
+    """In which at least as many responses waited for their reward as were being sampled or waited for an instance."""
+    full_s: float = 0.0
+    """At max_running."""
+    memory_s: float = 0.0
+    """Below max_running, out of KV memory, with work waiting."""
+    idle_s: float = 0.0
+    """Without any work."""
+    pull_s: float = 0.0
+    """Loading weights."""
+    running_s: float = 0.0
+    """Trajectories being sampled, times seconds."""
+    kv_s: float = 0.0
+    """KV tokens held, times seconds."""
+
+    def add(self, other: Seconds) -> None:
+        for one in fields(Seconds):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+    @property
+    def running(self) -> float:
+        """Trajectories that an instance runs, mean."""
+        return self.running_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def kv_tokens(self) -> float:
+        """KV tokens that an instance holds, mean."""
+        return self.kv_s / self.total_s if self.total_s else 0.0
+
+    def share(self, seconds: float) -> float:
+        """A part of these seconds, as a share of them."""
+        return seconds / self.total_s if self.total_s else 0.0
+
+
+@dataclass(slots=True)
+class Speed:
+    """How fast an instance samples. expected_s: what the cost model says for the same tokens beside as many others."""
+
+    measured_s: float = 0.0
+    expected_s: float = 0.0
+    responses: int = 0
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_s / self.expected_s if self.expected_s > 0 else 0.0
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """One training step, from the end of the one before; or several, added up."""
+
+    steps: int = 0
+    waiting: Seconds = field(default_factory=Seconds)
+    """While the trainer waited for its batch."""
+    training: Seconds = field(default_factory=Seconds)
+    """From the batch being ready to the new version."""
+    tokens: int = 0
+    """Sampled in it."""
+    speeds: dict[InstanceId, Speed] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        return self.waiting.total_s + self.training.total_s
+
+
+def total(loads: Iterable[StepLoad]) -> StepLoad:
+    """Add up steps."""
+    whole = StepLoad()
+    for load in loads:
+        whole.steps += load.steps
+        whole.tokens += load.tokens
+        whole.waiting.add(load.waiting)
+        whole.training.add(load.training)
+        for name, speed in load.speeds.items():
+            own = whole.speeds.setdefault(name, Speed())
+            own.measured_s += speed.measured_s
+            own.expected_s += speed.expected_s
+            own.responses += speed.responses
+    return whole
+
+
+def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
+    """(the step at whose end it begins, its last step) of a run without the first eta + 2 steps and the last eta + 1,
+    in which no new work starts. It is cut to a multiple of eta + 1 steps, the period in which waits for the longest
+    response recur. In a run too short for that, all but the first step."""
+    cycle = eta + 1
+    first, last = cycle, num_steps - cycle - 1
+    last -= (last - first) % cycle
+    return (first, last) if last - first >= 2 else (0, num_steps - 1)
+
+
+def steady(loads: Sequence[StepLoad], eta: int) -> StepLoad:
+    """The steady part of a run, added up; its only step, if it has one."""
+    first, last = steady_part(len(loads), eta)
+    return total(loads[first + 1 : last + 1] or loads)
+
+
+class Sample(NamedTuple):
+    """A sampled response: what ran beside it on average, and what it took. prefilled: tokens that its instance
+    prefilled meanwhile, its own included."""
+
+    running: float
+    kv_tokens: float
+    seconds: float
+    tokens: int
+    prefilled: float
+
+
+@dataclass(slots=True)
+class _Sampling:
+    """A trajectory on an instance: what was known of both when it was routed there."""
+
+    epoch: int
+    since: float
+    tokens_before: int
+    tokens: float
+    """As last reported."""
+    steps: float
+    """Its instance's steps then."""
+    prompt_tokens: int
+    running_s: float
+    kv_s: float
+    pull_s: float
+    prefilled: float
+
+
+@dataclass(slots=True)
+class _Instance:
+    """An instance and its sums since it joined. at: when they were last brought up to date. Between two reports each of
+    its trajectories is taken to gain tokens as those did that have ended."""
+
+    name: InstanceId
+    kv_capacity: int
+    max_running: int
+    at: float
+    running: dict[TrajectoryId, _Sampling] = field(default_factory=dict)
+    kv_tokens: float = 0.0
+    token_s: float = math.inf
+    steps: float = 0.0
+    prefilled: float = 0.0
+    pulling: bool = False
+    running_s: float = 0.0
+    kv_s: float = 0.0
+    pull_s: float = 0.0
+
+    def pass_to(self, now: float) -> None:
+        passed_s, self.at = now - self.at, now
+        steps = 0.0 if self.pulling else passed_s / self.token_s
+        gained = steps * len(self.running)
+        self.running_s += passed_s * len(self.running)
+        self.kv_s += passed_s * (self.kv_tokens + gained / 2)
+        self.pull_s += passed_s * self.pulling
+        self.steps += steps
+        self.kv_tokens += gained
+
+    def tokens(self, held: _Sampling) -> float:
+        """Tokens of a trajectory it runs, by now."""
+        return held.tokens + self.steps - held.steps
+
+    @property
+    def full(self) -> bool:
+        return len(self.running) >= self.max_running
+
+    @property
+    def out_of_memory(self) -> bool:
+        count = len(self.running)
+        if not count or self.full:
+            return False
+        return self.kv_tokens * (count + 1) / count > MEMORY_FULL * self.kv_capacity
+
+
+@dataclass(slots=True)
+class _Fleet:
+    """Counts over all instances, kept as each changes."""
+
+    instances: int = 0
+    full: int = 0
+    out_of_memory: int = 0
+    idle: int = 0
+    pulling: int = 0
+    running: int = 0
+    kv_tokens: float = 0.0
+
+    def count(self, one: _Instance, sign: int) -> None:
+        self.instances += sign
+        self.full += sign * one.full
+        self.out_of_memory += sign * one.out_of_memory
+        self.idle += sign * (not one.running)
+        self.pulling += sign * one.pulling
+        self.running += sign * len(one.running)
+        self.kv_tokens += sign * one.kv_tokens
+
+
+class LoadWatch:
+    """Watches one run. members: trajectories of a group. recomputes: whether instances prefill all they run after
+    loading weights. The loads of its steps so far are in `loads`."""
+
+    def __init__(self, cost: CostModel, members: int, *, recomputes: bool = False) -> None:
+        self._cost = cost
+        self._recomputes = recomputes
+        self._members = members
+        self._now = 0.0
+        self._training = False
+        self._instances: dict[InstanceId, _Instance] = {}
+        self._fleet = _Fleet()
+        self._prompts: dict[GroupId, int] = {}
+        self._tokens: dict[TrajectoryId, int] = {}  # of those off their instance, and not at its end
+        self._on: dict[TrajectoryId, _Instance] = {}
+        self._queued: set[TrajectoryId] = set()
+        self._scoring: set[TrajectoryId] = set()
+        self._step = StepLoad()
+        self._samples: list[Sample] = []
+        self._early: list[Sample] = []
+        self._skip = self._every = 1
+        self.loads: list[StepLoad] = []
+        self.latencies = Latencies()
+
+    def observe(self, now: float, event: Event, commands: Iterable[Command]) -> None:
+        """Take in an event, when it was handled, and the commands that followed."""
+        commands = tuple(commands)
+        if isinstance(event, RunResumed):
+            self._forget(now)
+        self._pass_to(now)
+        self._happened(event)
+        for command in commands:
+            self._ordered(command)
+        self.latencies.observe(now, event, commands)
+
+    def start(self, now: float) -> None:
+        """Let time begin at `now`; what was before does not count."""
+        self._now = now
+
+    def _forget(self, now: float) -> None:
+        """Forget what was in flight in a run that ended without a word."""
+        self._now, self._training = now, False
+        self._instances, self._fleet = {}, _Fleet()
+        for held in (self._prompts, self._tokens, self._on, self._queued, self._scoring):
+            held.clear()
+        self._step = StepLoad()
+
+    def fit(self) -> Fit | None:
+        """The cost model and delay that fit the sampled responses, so that all of them together take as long as they
+        did; None if there are too few."""
+        samples = self._samples if len(self._samples) >= WARM_ENOUGH else [*self._early, *self._samples]
+        if len(samples) < FEWEST:
+            return None
+        rows = np.asarray(samples, np.float64)
+        fit = fit_steps(_averaged(rows))
+        # While messages travel an instance runs fewer than the coordinator has there.
+        rows[:, :2] *= 1 - min(0.9, fit.delay_s * len(rows) / rows[:, 2].sum())
+        fit = fit_steps(_averaged(rows))
+        if fit.model.compute_s(1) <= 0:  # all ran under one load, which only its KV tokens explain
+            fit = replace(fit, model=replace(fit.model, k4=LEAST * float(rows[:, 2].sum() / rows[:, 3].sum())))
+        running, kv_tokens, seconds, tokens, prefilled = rows.T
+        foretold_s = fit.model.steps_s(running, kv_tokens) * tokens + fit.model.prefill * prefilled + fit.delay_s
+        factor = float(seconds.sum() / foretold_s.sum())
+        return replace(fit, model=fit.model.times(factor), delay_s=fit.delay_s * factor)
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def _pass_to(self, now: float) -> None:
+        passed_s, self._now = max(0.0, now - self._now), max(now, self._now)
+        fleet, count = self._fleet, max(1, self._fleet.instances)
+        part = self._step.training if self._training else self._step.waiting
+        part.total_s += passed_s
+        part.scoring_s += passed_s * (0 < len(self._scoring) >= fleet.running + len(self._queued))
+        part.full_s += passed_s * fleet.full / count
+        part.memory_s += passed_s * (fleet.out_of_memory / count if self._queued else 0.0)
+        part.idle_s += passed_s * fleet.idle / count
+        part.pull_s += passed_s * fleet.pulling / count
+        part.running_s += passed_s * fleet.running / count
+        part.kv_s += passed_s * fleet.kv_tokens / count
+
+    # -- events and commands -------------------------------------------------------------------------------------
+
+    def _happened(self, event: Event) -> None:  # noqa: PLR0912  one case per event
+        match event:
+            case GroupsArrived():
+                for group in event.groups:
+                    self._prompts[group.group] = group.prompt_tokens
+                    first = group.group * self._members
+                    self._queued.update(TrajectoryId(first + i) for i in range(self._members))
+            case InstanceJoined():
+                one = _Instance(event.instance, event.kv_capacity, event.max_running, self._now)
+                self._instances[event.instance] = one
+                self._fleet.count(one, 1)
+            case InstanceLost():
+                lost = self._instances.pop(event.instance, None)
+                if lost is not None:
+                    self._fleet.count(lost, -1)
+                    for trajectory in lost.running:
+                        del self._on[trajectory]
+                        self._queued.add(trajectory)
+            case InstanceReported():
+                self._reported(event)
+            case TrajectorySampled():
+                self._leave(event.trajectory, event.epoch, event.tokens)
+            case TrajectoryInterrupted():
+                if self._leave(event.trajectory, event.epoch, event.tokens):
+                    self._tokens[event.trajectory] = event.tokens
+                    self._queued.add(event.trajectory)
+            case TrajectoryFailed():
+                if self._leave(event.trajectory, event.epoch, None):
+                    self._queued.add(event.trajectory)
+            case TrajectoryScored():
+                self._scoring.discard(event.trajectory)
+            case PullFinished() if event.instance in self._instances:
+                self._set_pulling(self._instances[event.instance], pulling=False)
+            case VersionPublished():
+                self._training = False
+                if not self.loads:  # processes have warmed up
+                    self._early, self._samples = self._samples, []
+                    self._skip = self._every = 1
+                self._step.steps = 1
+                self.loads.append(self._step)
+                self._step = StepLoad()
+
+    def _ordered(self, command: Command) -> None:
+        match command:
+            case Route():
+                one = self._instances.get(command.instance)
+                self._queued.discard(command.trajectory)
+                if one is not None:
+                    self._enter(one, command)
+            case Abort():
+                self._leave(command.trajectory, None, None)
+            case Score():
+                self._queued.discard(command.trajectory)
+                self._tokens.pop(command.trajectory, None)
+                self._scoring.add(command.trajectory)
+            case Pull() if command.instance in self._instances:
+                self._set_pulling(self._instances[command.instance], pulling=True)
+            case Train():
+                self._training = True
+                for trajectory in command.trajectories:
+                    self._prompts.pop(GroupId(trajectory // self._members), None)
+            case Retire():
+                for ending in command.endings:
+                    self._leave(ending.trajectory, None, None)
+                    self._queued.discard(ending.trajectory)
+                    self._scoring.discard(ending.trajectory)
+                    self._tokens.pop(ending.trajectory, None)
+
+    def _set_pulling(self, one: _Instance, *, pulling: bool) -> None:
+        self._fleet.count(one, -1)
+        one.pass_to(self._now)
+        one.pulling = pulling
+        if not pulling and self._recomputes:
+            one.prefilled += one.kv_tokens
+        self._fleet.count(one, 1)
+
+    def _enter(self, one: _Instance, command: Route) -> None:
+        self._leave(command.trajectory, None, None)
+        self._fleet.count(one, -1)
+        one.pass_to(self._now)
+        tokens = self._tokens.pop(command.trajectory, 0)
+        prompt_tokens = self._prompts.get(GroupId(command.trajectory // self._members), 0)
+        one.running[command.trajectory] = _Sampling(
+            epoch=command.epoch, since=self._now, tokens_before=tokens, tokens=tokens, steps=one.steps,
+            prompt_tokens=prompt_tokens, running_s=one.running_s, kv_s=one.kv_s, pull_s=one.pull_s,
+            prefilled=one.prefilled,
+        )  # fmt: skip
+        one.kv_tokens += prompt_tokens + tokens
+        one.prefilled += prompt_tokens + tokens
+        self._on[command.trajectory] = one
+        self._fleet.count(one, 1)
+
+    def _leave(self, trajectory: TrajectoryId, epoch: int | None, tokens: int | None) -> bool:
+        """Take a trajectory off its instance, and note how long its tokens took if they are known. False if it is not
+        there under that epoch. epoch: None for any."""
+        one = self._on.get(trajectory)
+        if one is None or epoch not in (None, one.running[trajectory].epoch):
+            return False
+        self._fleet.count(one, -1)
+        one.pass_to(self._now)
+        held = one.running.pop(trajectory)
+        one.kv_tokens -= held.prompt_tokens + one.tokens(held)
+        del self._on[trajectory]
+        self._fleet.count(one, 1)
+        if tokens is not None and tokens > held.tokens_before:
+            self._sampled(one, held, tokens - held.tokens_before)
+        return True
+
+    def _sampled(self, one: _Instance, held: _Sampling, tokens: int) -> None:
+        passed_s = self._now - held.since
+        seconds = passed_s - (one.pull_s - held.pull_s)
+        self._step.tokens += tokens
+        if seconds <= 0:
+            return
+        token_s = seconds / tokens
+        one.token_s = token_s if one.token_s == math.inf else one.token_s + RECENT * (token_s - one.token_s)
+        running, kv_tokens = (one.running_s - held.running_s) / passed_s, (one.kv_s - held.kv_s) / passed_s
+        speed = self._step.speeds.setdefault(one.name, Speed())
+        speed.measured_s += seconds
+        speed.expected_s += self._cost.mean_step_s(running, kv_tokens) * tokens
+        speed.responses += 1
+        self._skip -= 1
+        if not self._skip:
+            self._skip = self._every
+            prefilled = one.prefilled - held.prefilled
+            self._samples.append(Sample(running, kv_tokens, seconds, tokens, prefilled))
+            if len(self._samples) > SAMPLES_KEPT:
+                self._samples = self._samples[::2]
+                self._every *= 2
+
+    def _reported(self, event: InstanceReported) -> None:
+        one = self._instances.get(event.instance)
+        if one is None:
+            return
+        self._fleet.count(one, -1)
+        one.pass_to(self._now)
+        for trajectory, tokens in event.progress:
+            held = one.running.get(trajectory)
+            if held is not None and tokens >= held.tokens_before:
+                one.kv_tokens += tokens - one.tokens(held)
+                held.tokens, held.steps = tokens, one.steps
+        self._fleet.count(one, 1)
+
+
+def _averaged(rows: npt.NDArray[np.float64]) -> list[StepPoint]:
+    """Mean decode steps of responses that ran beside equally many, of alike KV tokens and length; if these are too
+    few, one of each response. rows: [N, 5] samples."""
+    running = np.maximum(1, np.rint(rows[:, 0])).astype(int)
+    levels = [running == n for n in np.unique(running)]
+    if len(levels) > LEVELS:
+        levels = [np.isin(np.arange(len(rows)), part) for part in np.array_split(np.argsort(running), LEVELS)]
+    points = []
+    for level in levels:
+        alike = rows[level]
+        for part in np.array_split(alike[np.argsort(alike[:, 1], kind="stable")], PARTS):
+            by_length = part[np.argsort(part[:, 3], kind="stable")]
+            points += [_mean_point(few) for few in np.array_split(by_length, LENGTHS) if len(few)]
+    return points if len(points) >= FEWEST else [_mean_point(row[None]) for row in rows]
+
+
+def _mean_point(rows: npt.NDArray[np.float64]) -> StepPoint:
+    running, kv_tokens, seconds, tokens, prefilled = rows.T
+    return StepPoint(
+        running=max(1, round(float(np.average(running, weights=seconds)))),
+        kv_tokens=float(np.average(kv_tokens, weights=seconds)),
+        step_s=float(seconds.sum() / tokens.sum()),
+        prefilled=float(prefilled.sum() / tokens.sum()),
+        ended=len(rows) / float(tokens.sum()),
+    )

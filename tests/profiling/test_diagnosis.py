@@ -1,0 +1,142 @@
+"""The diagnosis of a run is right on planted causes: in simulation, and in runs of the driver in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import actor_settings, loading
+from pipeline.jobs.expectation import expect
+from pipeline.jobs.summary import diagnosed
+from pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
+from pipeline.profiling.loads import StepLoad
+from pipeline.profiling.measure import profile_run
+from pipeline.runtime.run_folder import load_job
+from pipeline.simulator.body import SimulatedRun
+from pipeline.simulator.measure import measure
+from tests.support.bodies import Body
+from tests.support.scripted import World
+from tests.support.simulated_store import stored_simulation
+
+JOB = "examples/dryrun.toml"
+PLANTED = {
+    Cause.REWARD: ("simulation.reward_s=20.0", "rollout.instances=8"),
+    Cause.SLOW_INSTANCE: ("rollout.instances=8", "simulation.straggler_share=0.125", "simulation.straggler_factor=4"),
+    Cause.FEW_INSTANCES: ("rollout.instances=1",),
+    Cause.MANY_INSTANCES: ("rollout.instances=16", "simulation.train_s=6.0"),
+    Cause.KV_MEMORY: ("rollout.engine.kv_tokens=3000",),
+    Cause.TRAINER: ("simulation.train_s=30.0",),
+    Cause.BOUND: ("rollout.instances=8", "staleness.eta=0"),
+    Cause.WEIGHTS: ("rollout.instances=2", "simulation.pull_s=15.0"),
+}
+"""Changes to the example, by the cause that each plants."""
+
+
+def simulated(*overrides: str) -> loading.RunConfig:
+    return loading.load(JOB, ("steps=14", *overrides))
+
+
+@pytest.mark.parametrize("cause", PLANTED, ids=lambda cause: cause.value)
+def test_a_planted_cause_is_found_in_a_simulation_and_its_cure_helps(cause: Cause) -> None:
+    config = simulated(*PLANTED[cause])
+    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
+    diagnosis = found.diagnosis
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.line) == (cause, diagnosis.line)
+    assert diagnosis.line.count("\n") == 0
+    assert f"limit {cause.value} (trainer" in diagnosis.short
+    halved = [f"{key}={_value(config, key) / 2}" for key in diagnosis.halved]
+    cured = simulated(*PLANTED[cause], *(f"{key}={value}" for key, value in diagnosis.change), *halved)
+    then = measure(cured, SimulatedRun(cured, actor_settings.make_workload(cured)).run())
+    gain = then.steady_tokens_per_s / found.steady_tokens_per_s
+    if cause is Cause.MANY_INSTANCES:  # what is said not to be needed is not needed
+        assert gain > 0.97
+        assert cured.rollout.instances < config.rollout.instances / 2
+    else:
+        assert gain > 1.1
+
+
+def _value(config: loading.RunConfig, key: str) -> float:
+    table, _, name = key.partition(".")
+    return float(getattr(getattr(config, table), name))
+
+
+def test_nothing_is_said_of_no_steps() -> None:
+    assert diagnose(StepLoad(), sizes_of(simulated())) is None
+
+
+def test_other_admission_rules_are_advised_to_change_to_the_bound() -> None:
+    config = simulated("staleness.admission=synchronous")
+    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    assert found is not None
+    assert (found.cause, found.advice) == (Cause.BOUND, 'staleness.admission = "staleflow"')
+
+
+# -- runs of the driver ------------------------------------------------------------------------------------------
+
+SMALL = ("steps=8", "batch.groups_per_step=4", "staleness.eta=1")
+
+
+def even(trajectory: int) -> int:
+    return 20
+
+
+DRIVEN: dict[Cause, tuple[tuple[str, ...], Callable[[], World]]] = {
+    Cause.REWARD: ((), lambda: World(length=even, reward_s=2.0, train_s=0.2)),
+    Cause.SLOW_INSTANCE: (
+        ("rollout.instances=4", "steps=16"),
+        lambda: World(length=even, train_s=0.2, slower=lambda name: 4.0 if name == "rollout-2" else 1.0),
+    ),
+    Cause.FEW_INSTANCES: (("rollout.instances=1", "rollout.engine.max_running=2"), lambda: World(length=even)),
+    Cause.MANY_INSTANCES: (("rollout.instances=8", "rollout.engine.max_running=2"), lambda: World(length=even)),
+    Cause.KV_MEMORY: (
+        ("rollout.engine.kv_tokens=64", "rollout.max_new_tokens=50", "rollout.engine.max_running=16"),
+        lambda: World(length=even, train_s=0.2),
+    ),
+    Cause.TRAINER: ((), lambda: World(length=even, train_s=30.0)),
+}
+
+
+@pytest.mark.parametrize("cause", DRIVEN, ids=lambda cause: cause.value)
+def test_a_planted_cause_is_found_by_the_driver(tmp_path: Path, cause: Cause) -> None:
+    overrides, make_world = DRIVEN[cause]
+    # The engine of these runs takes as long for a token whatever else runs.
+    cost = tuple(f"rollout.cost.{name}=0.0" for name in ("k1", "k3", "k4", "b", "prefill"))
+    run = Body(tmp_path).run(*SMALL, *cost, "rollout.cost.k2=0.05", *overrides, world=make_world())
+    run.check()
+    found = run.outcomes.diagnosis
+    assert found is not None
+    assert (found.cause, found.line) == (cause, found.line)
+    steps = run.config.steps
+    assert sorted(run.outcomes.limits) == list(range(steps))
+    # In the last eta + 1 steps no new work starts, and they wait for other things.
+    assert run.outcomes.limits[steps - 3].startswith(f"limit {cause.value} (trainer ")
+
+
+# -- what a change would bring -----------------------------------------------------------------------------------
+
+
+def test_a_simulation_of_the_run_says_what_the_change_would_bring(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, "steps=14", *PLANTED[Cause.FEW_INSTANCES])
+    config = load_job(run)
+    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    assert found is not None
+    expected = expect(run, profile_run(run), found, budget_s=60.0)
+    assert expected.ratio == pytest.approx(1.9, abs=0.2)
+    assert expected.command == f"staleflow simulate --from {run} --set rollout.instances=2"
+    said = diagnosed(found, expected)
+    assert said["cause"] == "few instances"
+    assert said["line"].endswith(f"a simulation of this run expects {expected.ratio:.2f} times the tokens/s of it")
+
+
+def test_a_simulation_that_takes_too_long_is_left_to_the_user(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, "steps=4", *PLANTED[Cause.FEW_INSTANCES])
+    config = load_job(run)
+    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    assert found is not None
+    for profile, budget_s in ((profile_run(run), 0.0), (None, 60.0)):
+        expected = expect(run, profile, found, budget_s)
+        assert expected.ratio is None
+        assert expected.line == (f"see what it would bring: staleflow simulate --from {run} --set rollout.instances=2")

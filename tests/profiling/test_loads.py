@@ -1,0 +1,89 @@
+"""Where a run's time goes, from its events: sums agree, and a fit to its responses foretells the run itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import actor_settings, deciding, loading
+from pipeline.coordination import journal
+from pipeline.coordination.events import RunResumed
+from pipeline.jobs.expectation import as_recorded
+from pipeline.profiling.loads import LoadWatch, steady, total
+from pipeline.profiling.measure import profile_run
+from pipeline.runtime.run_folder import load_job
+from pipeline.simulator.body import SimulatedRun
+from pipeline.simulator.measure import measure
+from tests.support.simulated_store import stored_simulation
+
+
+def rate(config: loading.RunConfig) -> float:
+    return measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).steady_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("steps=10",),
+        ("steps=10", "rollout.on_pull=interrupt", "simulation.command_s=0.05"),
+        ("steps=4", "batch.groups_per_step=4", "rollout.instances=1", "rollout.engine.max_running=16"),
+        ("steps=10", "rollout.instances=1", "workload.sigma=0.3", "simulation.pull_s=2.0"),
+    ],
+    ids=["plain", "delays", "short", "full"],
+)
+def test_a_run_foretells_its_own_rate(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    run = stored_simulation(tmp_path, *overrides)
+    job = load_job(run)
+    # Neither the cost model nor the latencies of the job file are used: what counts is what the journal tells.
+    wrong = ("rollout.cost.k2=0.5", "rollout.cost.prefill=0.01", "simulation.train_s=50.0", "simulation.report_s=2.0")
+    again = load_job(run, (*wrong, *as_recorded(run, profile_run(run))))
+    assert rate(again) == pytest.approx(rate(job), rel=0.1)
+
+
+def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, "steps=10", "simulation.command_s=0.05")
+    profile = profile_run(run)
+    true, found = deciding.cost_model(load_job(run)), profile.fit.model
+    for running in (1, 8, 32):
+        kv_tokens = 250.0 * running
+        assert found.step_s(running, kv_tokens) == pytest.approx(true.step_s(running, kv_tokens), rel=0.1)
+    assert found.prefill == pytest.approx(true.prefill, rel=0.4)
+    assert profile.latencies["report_s"] == pytest.approx(0.5)
+    assert profile.latencies["train_s"] == pytest.approx(2.0)
+    assert profile.latencies["command_s"] == pytest.approx(0.05, rel=0.6)
+
+
+def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, "steps=6")
+    config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
+    watch = LoadWatch(deciding.cost_model(config), config.members_started)
+    for entry in entries:
+        watch.observe(entry.now, entry.event, entry.commands)
+    whole = total(watch.loads)
+    assert whole.steps == len(watch.loads) == 6
+    assert whole.total_s == pytest.approx(max(e.now for e in entries if type(e.event).__name__ == "VersionPublished"))
+    sampled = [e.event.tokens for e in entries if type(e.event).__name__ == "TrajectorySampled"]  # type: ignore[union-attr]
+    assert whole.tokens == sum(sampled) == sum(load.tokens for load in watch.loads)
+    assert sum(speed.responses for speed in whole.speeds.values()) == len(sampled)
+    for part in (whole.waiting, whole.training):
+        assert 0 <= part.full_s + part.memory_s + part.idle_s <= part.total_s + 1e-9
+        assert 0 <= part.running <= config.rollout.engine.max_running
+    assert steady(watch.loads, 2).steps == 5
+
+
+def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, "steps=4")
+    config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
+    alone = LoadWatch(deciding.cost_model(config), config.members_started)
+    twice = LoadWatch(deciding.cost_model(config), config.members_started)
+    for entry in entries[: len(entries) // 2]:
+        twice.observe(entry.now, entry.event, entry.commands)
+    before, begin_s = len(twice.loads), 1000.0
+    twice.observe(begin_s, RunResumed(step=0, num_ended=()), ())
+    for entry in entries:
+        alone.observe(entry.now, entry.event, entry.commands)
+        twice.observe(begin_s + entry.now, entry.event, entry.commands)
+    for one, other in zip(alone.loads, twice.loads[before:], strict=True):
+        assert other.total_s == pytest.approx(one.total_s)
+        assert other.waiting.running == pytest.approx(one.waiting.running)

@@ -1,0 +1,83 @@
+"""A run folder with config, journal, store and summary, made from a simulation: a finished run in a second."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.config import actor_settings, fields, loading
+from pipeline.coordination.commands import Command, Retire, Train
+from pipeline.coordination.events import Event, TrajectoryInterrupted, TrajectorySampled, TrajectoryScored
+from pipeline.coordination.journal import Journal
+from pipeline.simulator.body import SimulatedRun
+from stores.base import LedgerState, StepRecord
+from stores.trajectory import Ended, Fate, FinishReason, GroupId, InstanceId, PolicyVersion, Segment, Trajectory
+from stores.versioned import VersionedStore
+
+JOB = Path("examples/dryrun.toml")
+
+
+def stored_simulation(folder: Path, *overrides: str) -> Path:
+    """Simulate examples/dryrun.toml with overrides, and store it as a run of that name in `folder`."""
+    config = loading.load(JOB, (f"runs_dir={folder}", *overrides))
+    run_dir = config.run_dir
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.toml").write_text(fields.to_toml(config))
+    store = VersionedStore.create(run_dir / "store", actor_settings.run_header(config))
+    workload = actor_settings.make_workload(config)
+    book = Journal(run_dir / "events.jsonl")
+    tokens: dict[int, int] = {}
+    rewards: dict[int, float] = {}
+    waiting: list[Ended] = []
+
+    def ended(trajectory: int, version: int, **more: object) -> Ended:
+        count = tokens.get(trajectory, 0)
+        sampled = Segment(
+            version=PolicyVersion(max(0, version)), instance=InstanceId("rollout-0"),
+            tokens=np.full(count, 5, np.int32), logprobs=np.zeros(count, np.float32),
+        )  # fmt: skip
+        group = GroupId(trajectory // config.members_started)
+        made = Trajectory(
+            id=trajectory, group=group, prompt_tokens=np.full(workload.prompt_tokens(group), 3, np.int32),  # type: ignore[arg-type]
+            v_traj=PolicyVersion(version), finish=FinishReason.STOP, reward=rewards.get(trajectory, 0.0),
+        ).with_segment(sampled)  # fmt: skip
+        return Ended(trajectory=made, **more)  # type: ignore[arg-type]
+
+    def commit(record: StepRecord) -> None:
+        store.commit(record, waiting)
+        waiting.clear()
+
+    def observe(now: float, event: Event, commands: list[Command]) -> None:
+        book.append(now, event, commands)
+        if isinstance(event, TrajectorySampled | TrajectoryInterrupted):
+            tokens[event.trajectory] = event.tokens
+        if isinstance(event, TrajectoryScored):
+            rewards[event.trajectory] = event.reward
+        for command in commands:
+            if isinstance(command, Retire):
+                waiting.extend(
+                    ended(e.trajectory, v, fate=e.fate, reason=e.reason, step=e.step, loss_mask=False)
+                    for e, v in zip(command.endings, command.versions, strict=True)
+                )
+            if isinstance(command, Train):
+                batch = zip(command.trajectories, command.versions, strict=True)
+                waiting[:0] = [ended(t, v, fate=Fate.CONSUMED, step=command.step) for t, v in batch]
+                commit(_record("step", command.step))
+
+    trace = SimulatedRun(config, workload, observe=observe).run()
+    commit(_record("end", config.steps))
+    book.close()
+    summary = {
+        "steps": len(trace.steps), "seconds": {"wall_s": trace.finished_s}, "staleness_histogram": {},
+        "cost_model": {"refit": None},
+    }  # fmt: skip
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    return run_dir
+
+
+def _record(kind: str, step: int) -> StepRecord:
+    ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=step, version=step)
+    return dataclasses.replace(StepRecord(kind=kind, step=step, ledger=ledger), metrics={})
