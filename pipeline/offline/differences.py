@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,9 @@ import numpy.typing as npt
 from stores.rewards import has_signal
 from stores.trajectory import Fate
 from stores.versioned import VersionedStore
+
+IDENTITY = ("trajectory", "step", "fate", "offset", "response_tokens", "text_offset", "text_bytes", "arrived_s")
+"""Columns that no branch replaces, by which the same row is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +39,9 @@ def difference(run_dir: Path, first: str, second: str) -> Difference:
     """Compare the rewards of two branches of a run's store."""
     path = run_dir / "store"
     one, two = (VersionedStore.open(path, branch=name) for name in (first, second))
-    table, other = one.table(), two.table()
-    if len(table["trajectory"]) > len(other["trajectory"]):
-        table = {name: column[: len(other["trajectory"])] for name, column in table.items()}
-    other = {name: column[: len(table["trajectory"])] for name, column in other.items()}
+    tables = one.table(), two.table()
+    count = _shared(*tables)
+    table, other = ({name: column[:count] for name, column in table.items()} for table in tables)
     (at,) = np.nonzero(table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value))
     at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
     a, b = table["reward"][at], other["reward"][at]
@@ -65,6 +69,15 @@ def difference(run_dir: Path, first: str, second: str) -> Difference:
         gained=tuple(ids[~signal_a & signal_b].tolist()),
         lost=tuple(ids[signal_a & ~signal_b].tolist()),
     )
+
+
+def _shared(one: Mapping[str, npt.NDArray[Any]], two: Mapping[str, npt.NDArray[Any]]) -> int:
+    """Number of rows, from the first on, that two branches have in common. After steps were undone they go on with
+    other trajectories, and a commit is shared as a whole or not at all."""
+    rows = min(len(one["trajectory"]), len(two["trajectory"]))
+    # Undone trajectories and those sampled instead may have one id; where their text is stored differs.
+    same = np.logical_and.reduce([one[name][:rows] == two[name][:rows] for name in IDENTITY])
+    return rows if same.all() else int(np.argmin(same))
 
 
 def _mean(rewards: npt.NDArray[np.float32], scored: npt.NDArray[np.bool_]) -> float:

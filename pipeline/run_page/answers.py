@@ -22,8 +22,9 @@ from stores.errors import ConfigError
 from stores.trajectory import Ended, TrajectoryId
 from stores.versioned import MAIN, Damaged
 
-TEXT_SHOWN = 6_000
-"""Characters of a response shown beside its siblings; its own page shows all."""
+TEXT_SHOWN, TEXTS_SHOWN = 6_000, 400_000
+"""Most characters of a prompt or response shown beside siblings, and of all on a page; a trajectory's own page shows
+all of its own."""
 EXCERPT, PROMPT_EXCERPT = 240, 2_000
 """Characters of a response and of a prompt in a list; of the prompt the last, where most differ."""
 REPLAYED_BYTES = 32 * 2**20
@@ -121,6 +122,7 @@ class Answers:
         placed = listing.members(stored.columns, ids)
         wanted = np.concatenate([*placed.values(), np.zeros(0, np.int64)])
         rows = dict(zip(wanted.tolist(), stored.store.picked(wanted.tolist()), strict=True))
+        limit = min(TEXT_SHOWN, max(EXCERPT, TEXTS_SHOWN // max(1, len(wanted))))
         groups = []
         for id, positions in placed.items():
             shown = [rows[at] for at in positions.tolist()]
@@ -129,9 +131,10 @@ class Answers:
             groups.append(
                 {
                     "group": id,
-                    "prompt": self._reader.texts.text(prompt, special=True)[:TEXT_SHOWN],
+                    "prompt": self._reader.texts.text(prompt[: TEXT_SHOWN + 1], special=True)[:TEXT_SHOWN],
+                    "prompt_cut": len(prompt) > TEXT_SHOWN,
                     "members": [
-                        {**self._member(row, TEXT_SHOWN), "matches": bool(matching[at])}
+                        {**self._member(row, limit), "matches": bool(matching[at])}
                         for at, row in zip(positions.tolist(), shown, strict=True)
                     ],
                 }

@@ -31,10 +31,16 @@ class Chart:
             "title": self.title, "hint": self.hint, "bound": self.bound, "held_out": self.held_out,
             "unit": STEP[self.names[0]].unit,
             "lines": [
-                {"name": name, "label": STEP[name].label or name.replace("_", " "), "doc": STEP[name].doc}
+                {"name": name, "label": self._label(name), "doc": STEP[name].doc}
                 for name in self.names
             ],
         }  # fmt: skip
+
+    def _label(self, name: str) -> str:
+        """A line's label; a line alone needs none besides the title."""
+        if len(self.names) == 1 and not self.held_out:
+            return ""
+        return STEP[name].label or name.removesuffix("_s").replace("_", " ")
 
 
 CHARTS = (

@@ -18,6 +18,8 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -100,7 +102,8 @@ def application(answers: Answers, names: frozenset[str]) -> ASGIApp:
         Route("/static/{name}", _file, methods=["GET"]),
         *(Route(path, _page, methods=["GET"]) for path in PAGES),
     ]
-    return _Guard(Starlette(routes=routes), names)
+    compressed = Middleware(GZipMiddleware, minimum_size=10_000, compresslevel=3)  # for readers through a tunnel
+    return _Guard(Starlette(routes=routes, middleware=[compressed]), names)
 
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:

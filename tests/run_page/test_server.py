@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from stores.branches import Rewards, derive
+from stores.versioned import VersionedStore
 from tests.run_page.asking import Page
 from tests.support.stored_runs import Response, StoredRun
 
@@ -161,3 +164,43 @@ def test_what_cannot_be_asked_is_answered_in_one_line(
     assert answer.status == 400
     assert line in answer.json["error"]
     assert len(answer.json["error"].splitlines()) == 1
+
+
+def test_two_branches_are_compared_and_a_group_is_shown_under_both(run: StoredRun, page: Page) -> None:
+    new = Rewards(
+        rewards=np.asarray([1.0, 0.0, 0.0, 1.0], np.float32),
+        advantages=np.asarray([0.5, -0.5, -0.5, 0.5], np.float32),
+        loss_mask=np.ones(4, np.bool_),
+        errors={2: "no answer"},
+    )
+    derive(VersionedStore.open(run.run_dir / "store"), run.run_dir / "store", "better", new, {"reward": "mine.py:f"})
+    assert page.ask("run")["branches"] == ["main", "better"]
+    found = page.ask("compare", first="main", second="better")
+    assert (found["changed"], found["flipped"], found["groups"]) == (2, [1], 2)
+    assert found["by_step"] == {"step": [0, 1], "means": [[0.5, 0.75], [0.5, 0.5]]}
+    assert found["lineage"]["better"]["reward"] == "mine.py:f"
+    (group,) = page.ask("group", group=1, branch="better")["groups"]
+    assert [(m["reward"], m["error"]) for m in group["members"]] == [(0.0, "no answer"), (1.0, "")]
+    assert page.ask("trajectories", branch="better", where="reward == 0")["total"] == 2
+    assert page.ask("trajectories", where="reward == 0")["total"] == 1
+
+
+def test_a_branch_of_undone_steps_is_compared_where_it_holds_the_same_trajectories(run: StoredRun, page: Page) -> None:
+    """A resumed run has other trajectories from there on: their rewards must not be compared with each other."""
+    VersionedStore.rewind(run.run_dir / "store", 1)
+    (undone,) = VersionedStore.open(run.run_dir / "store").branches()
+    run.store = VersionedStore.open(run.run_dir / "store")
+    run.train([("another", [Response("x", 0.0), Response("y", 1.0)])])
+    found = page.ask("compare", first="main", second=undone)
+    assert (found["trajectories"], found["groups"], found["changed"], found["flipped"]) == (2, 1, 0, [])
+
+
+def test_many_or_long_siblings_are_cut_so_that_a_page_stays_small(tmp_path: Path) -> None:
+    wide = StoredRun(tmp_path, group=64)
+    wide.train([("p" * 9_000, [Response("long answer " * 900, float(i % 2)) for i in range(64)])])
+    answer = Page(wide.run_dir).get("/api/groups", step=0)
+    assert len(answer.body) < 600_000
+    (group,) = answer.json["groups"]
+    assert group["prompt_cut"]
+    assert all(m["cut"] and len(m["text"]) > 1_000 for m in group["members"])
+    assert len(Page(wide.run_dir).ask("trajectory", id=5)["text"]) == 900 * 12

@@ -42,6 +42,15 @@ export function ticks(low, high, count, whole = false) {
   return found;
 }
 
+/** Numbers of an axis as text, with as many digits as tell them apart. */
+export function labelled(marks) {
+  const step = marks.length > 1 ? Math.abs(marks[1] - marks[0]) : 0;
+  const exact = (count) => Math.abs(step * 10 ** count - Math.round(step * 10 ** count)) < 1e-6;
+  const digits = step ? [0, 1, 2, 3, 4].find(exact) : undefined;
+  const large = Math.max(...marks.map(Math.abs)) >= 1e4;
+  return marks.map((mark) => (digits === undefined || large ? short(mark) : mark.toFixed(digits)));
+}
+
 /** Charts that share a cursor. on: {pick(step), zoom(from, to)}. */
 export class Board {
   constructor(on) {
@@ -118,10 +127,11 @@ class Chart {
   axes() {
     const bottom = HEIGHT - BOTTOM;
     const marks = ticks(this.low, this.high, 4, this.whole);
+    const labels = labelled(marks);
     return [
-      marks.map((value) => [
+      marks.map((value, i) => [
         svg("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: this.y(value), y2: this.y(value) }),
-        svg("text", { class: "tick", x: LEFT - 6, y: this.y(value) + 3.5, "text-anchor": "end" }, short(value)),
+        svg("text", { class: "tick", x: LEFT - 6, y: this.y(value) + 3.5, "text-anchor": "end" }, labels[i]),
       ]),
       ticks(...this.range, Math.max(2, this.width / 90), true).map((step) =>
         svg(

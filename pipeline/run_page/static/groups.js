@@ -143,6 +143,7 @@ function groupCard(group, run, against, other) {
       h("span", { class: "quiet" }, many(group.members.length, "response")),
     ),
     text(group.prompt, { class: "prompt" }),
+    group.prompt_cut ? h("p", { class: "small quiet" }, "The whole prompt is on the page of a trajectory.") : null,
     h(
       "div",
       { class: "siblings", tabindex: "0", role: "group", "aria-label": `responses of group ${group.group}` },

@@ -14,7 +14,7 @@ const SPANS = [
 
 export async function stepsView(run) {
   const data = run.num_steps ? await ask("steps") : empty();
-  const notes = h("div");
+  const notes = h("ul", { class: "notes" });
   const figures = h("div", { class: "figures" });
   const board = new Board({
     pick: (step) => data.step.includes(step) && go(to(`/step/${step}`)),
@@ -30,7 +30,7 @@ export async function stepsView(run) {
     return [Math.max(data.step[0] ?? 0, from), Math.max(1, Math.min(last, until))];
   };
   const draw = () => {
-    notes.replaceChildren(...run.notes.map((note) => h("p", { class: "note" }, visible(note))));
+    notes.replaceChildren(...run.notes.map((note) => h("li", {}, visible(note))));
     figures.replaceChildren(...tiles(run, data));
     const [first, last] = range();
     board.update(data, [first, last], Number(value("smooth")) || automatic(last - first + 1));
@@ -58,8 +58,8 @@ export async function stepsView(run) {
   return {
     title: "Steps",
     nodes: [
-      notes,
       figures,
+      notes,
       tools,
       h("div", { class: "board" }, cards),
       data.step.length
