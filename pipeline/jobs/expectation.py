@@ -51,6 +51,8 @@ def as_recorded(run_dir: Path, profile: Profile) -> tuple[str, ...]:
     found = ["workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}"]
     found += [f"rollout.cost.{name}={value!r}" for name, value in asdict(profile.fit.model).items()]
     found += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
+    if "straggler_share" not in profile.latencies:  # as slow as they were, all of them
+        found.append("simulation.straggler_share=0.0")
     if "train_s" in profile.latencies:  # the mean step, of mean tokens
         found.append("simulation.train_s_per_token=0.0")
     return tuple(found)

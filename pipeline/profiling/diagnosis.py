@@ -11,7 +11,6 @@ sampling comes from another instance or from a larger bound; which is worth more
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,7 +19,7 @@ from typing import Any
 from pipeline.config.deciding import cost_model
 from pipeline.config.schema import RunConfig
 from pipeline.profiling.fit import Fit
-from pipeline.profiling.loads import Seconds, StepLoad, total
+from pipeline.profiling.loads import Seconds, StepLoad, slow_instances, total
 from tasks.engines.cost_model import CostModel
 
 LITTLE = 0.1
@@ -29,10 +28,6 @@ MOSTLY = 0.5
 """Share of the waiting time from which on something is what the trainer waits for."""
 LATEST = 5
 """Fewest latest steps that are judged together while a run lasts."""
-SLOW = 1.5
-"""Factor by which an instance must be slower than the others to be called slow; equal ones differ by a few percent."""
-ENOUGH = 4
-"""Least number of responses of an instance that its speed is judged by."""
 FIXED_ETA = {"synchronous": 0, "one_step": 1}
 """Versions that work may lie behind under the rules that do not ask for eta."""
 RESERVE = 1.5
@@ -131,15 +126,6 @@ def recent(loads: Sequence[StepLoad], eta: int) -> StepLoad:
     return total(loads[max(1, len(loads) - max(eta + 1, LATEST)) :] or loads)
 
 
-def slowest(load: StepLoad) -> tuple[str, float]:
-    """(name of the slowest instance, how many times as long as the others' median its tokens take)."""
-    ratios = {name: s.ratio for name, s in load.speeds.items() if s.responses >= ENOUGH and s.ratio > 0}
-    if len(ratios) < 2:
-        return "", 1.0
-    worst = max(ratios, key=lambda name: ratios[name])
-    return str(worst), ratios[worst] / statistics.median(r for name, r in ratios.items() if name != worst)
-
-
 def _trainer_waits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
     waiting, waits = load.waiting, f"the trainer waits {share:.0%} of the time"
     if waiting.share(waiting.scoring_s) >= MOSTLY:
@@ -150,15 +136,19 @@ def _trainer_waits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
             advice="make the reward function faster, or raise reward.workers",
             halved=("simulation.reward_s",),
         )
-    name, factor = slowest(load)
-    if factor >= SLOW:
+    slow, factor = slow_instances(load.speeds)
+    if slow:
+        names = f"{slow[0]} takes" if len(slow) == 1 else f"{', '.join(slow)} take"
         return Diagnosis(
             cause=Cause.SLOW_INSTANCE,
             share=share,
-            what=f"{waits}, and {name} takes {factor:.1f} times as long for a token as the others",
-            advice="see what else runs on its machine, or do without it",
+            what=f"{waits}, and {names} {factor:.1f} times as long for a token as the others",
+            advice="see what else runs on that machine, or do without it",
             change=(("simulation.straggler_share", 0.0),),
-            planted=(("simulation.straggler_share", 1 / sizes.instances), ("simulation.straggler_factor", factor)),
+            planted=(
+                ("simulation.straggler_share", len(slow) / sizes.instances),
+                ("simulation.straggler_factor", factor),
+            ),
         )
     if waiting.share(waiting.pull_s) >= MOSTLY:
         return Diagnosis(

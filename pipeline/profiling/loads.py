@@ -8,7 +8,8 @@ the coordinator's: those of the cost model in a simulated or emulated run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
@@ -38,6 +39,10 @@ from tasks.engines.cost_model import CostModel
 MEMORY_FULL = 0.85
 """Share of the KV cache above which an instance's next trajectory, of mean size, would not fit once it has grown:
 routing leaves that much free."""
+SLOW = 1.5
+"""Factor by which an instance must be slower than the others to be called slow; equal ones differ by a few percent."""
+ENOUGH = 4
+"""Least number of responses of an instance that its speed is judged by."""
 SAMPLES_KEPT = 4096
 """Sampled responses kept for the fit; of more, every second, fourth, ... is kept."""
 LEVELS, PARTS, LENGTHS = 32, 2, 4
@@ -137,6 +142,19 @@ def total(loads: Iterable[StepLoad]) -> StepLoad:
     return whole
 
 
+def slow_instances(speeds: Mapping[InstanceId, Speed]) -> tuple[list[InstanceId], float]:
+    """(the instances that are slow, how many times as long as the others' median their tokens take)."""
+    ratios = {name: s.ratio for name, s in speeds.items() if s.responses >= ENOUGH and s.ratio > 0}
+    if len(ratios) < 2:
+        return [], 1.0
+    limit = SLOW * statistics.median_low(ratios.values())
+    slow = sorted(name for name, ratio in ratios.items() if ratio >= limit)
+    if not slow:
+        return [], 1.0
+    usual = statistics.median(ratio for name, ratio in ratios.items() if name not in slow)
+    return slow, statistics.mean(ratios[name] for name in slow) / usual
+
+
 def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
     """(the step at whose end it begins, its last step) of a run without the first eta + 2 steps and the last eta + 1,
     in which no new work starts. It is cut to a multiple of eta + 1 steps, the period in which waits for the longest
@@ -162,6 +180,7 @@ class Sample(NamedTuple):
     seconds: float
     tokens: int
     prefilled: float
+    instance: InstanceId
 
 
 @dataclass(slots=True)
@@ -298,11 +317,12 @@ class LoadWatch:
 
     def fit(self) -> Fit | None:
         """The cost model and delay that fit the sampled responses, so that all of them together take as long as they
-        did; None if there are too few."""
+        did; None if there are too few. Those of slow instances are left out."""
+        slow, _ = self.slow
         samples = self._samples if len(self._samples) >= WARM_ENOUGH else [*self._early, *self._samples]
-        if len(samples) < FEWEST:
+        rows = np.asarray([sample[:-1] for sample in samples if sample.instance not in slow], np.float64)
+        if len(rows) < FEWEST:
             return None
-        rows = np.asarray(samples, np.float64)
         fit = fit_steps(_averaged(rows))
         # While messages travel an instance runs fewer than the coordinator has there.
         rows[:, :2] *= 1 - min(0.9, fit.delay_s * len(rows) / rows[:, 2].sum())
@@ -313,6 +333,16 @@ class LoadWatch:
         foretold_s = fit.model.steps_s(running, kv_tokens) * tokens + fit.model.prefill * prefilled + fit.delay_s
         factor = float(seconds.sum() / foretold_s.sum())
         return replace(fit, model=fit.model.times(factor), delay_s=fit.delay_s * factor)
+
+    @property
+    def num_instances(self) -> int:
+        """Instances that have sampled something in the run so far."""
+        return len(total(self.loads).speeds)
+
+    @property
+    def slow(self) -> tuple[list[InstanceId], float]:
+        """The slow instances of the run so far; see `slow_instances`."""
+        return slow_instances(total(self.loads).speeds)
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -456,7 +486,7 @@ class LoadWatch:
         if not self._skip:
             self._skip = self._every
             prefilled = one.prefilled - held.prefilled
-            self._samples.append(Sample(running, kv_tokens, seconds, tokens, prefilled))
+            self._samples.append(Sample(running, kv_tokens, seconds, tokens, prefilled, one.name))
             if len(self._samples) > SAMPLES_KEPT:
                 self._samples = self._samples[::2]
                 self._every *= 2

@@ -154,7 +154,7 @@ def profile_engine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Contents of the file that `profile = FILE` in a job reads. latencies: seconds by setting of [simulation], only
+    """Contents of the file that `profile = FILE` in a job reads. latencies: values by setting of [simulation], only
     from a run. points: the measured steps, only from an engine."""
 
     source: str
@@ -205,9 +205,12 @@ def profile_run(run_dir: Path) -> Profile:
 
 
 def measured_latencies(watch: LoadWatch, fit: Fit) -> dict[str, float]:
-    """Seconds by setting of [simulation]. A response's delay is that of two messages; those of a pull are counted so,
-    not in pull_s."""
+    """Seconds by setting of [simulation], and its slow instances. A response's delay is that of two messages; those of
+    a pull are counted so, not in pull_s."""
     found = watch.latencies.means
+    slow, factor = watch.slow
+    if slow:
+        found |= {"straggler_share": len(slow) / watch.num_instances, "straggler_factor": factor}
     if fit.delay_s:
         found["command_s"] = fit.delay_s / 2
         if "pull_s" in found:

@@ -29,8 +29,9 @@ def rate(config: loading.RunConfig) -> float:
         ("steps=10", "rollout.on_pull=interrupt", "simulation.command_s=0.05"),
         ("steps=4", "batch.groups_per_step=4", "rollout.instances=1", "rollout.engine.max_running=16"),
         ("steps=10", "rollout.instances=1", "workload.sigma=0.3", "simulation.pull_s=2.0"),
+        ("steps=16", "simulation.straggler_share=0.25", "simulation.straggler_factor=4"),
     ],
-    ids=["plain", "delays", "short", "full"],
+    ids=["plain", "delays", "short", "full", "slow"],
 )
 def test_a_run_foretells_its_own_rate(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = stored_simulation(tmp_path, *overrides)
