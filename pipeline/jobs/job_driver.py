@@ -87,7 +87,8 @@ async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive
                 raise  # this process is ending, not the job: Dask restarts the task elsewhere
             if not isinstance(error, StaleflowError):
                 logging.getLogger(__name__).exception("job %s failed", submission.id)
-            state, why = "failed", f"{type(error).__name__}: {error}"
+            told = isinstance(error, StaleflowError)
+            state, why = "failed", str(error) if told else f"{type(error).__name__}: {error}"
         await reporter.report_state(client, submission.id, state, why)
         await board.ask(client, "end", id=submission.id)
         return state

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -59,6 +60,23 @@ def prepare(threads: int, modules: Sequence[str]) -> None:
     named = {"STALEFLOW_PRELOAD": ",".join((*WORKER, *modules)), "PYTHONSAFEPATH": "1"}
     with _environment({**worker_environment(threads), **named}), _deaf_to_ctrl_c():
         forkserver.ensure_running()
+    if (server := _server()) is not None:
+        atexit.unregister(_end)  # of an earlier server
+        atexit.register(_end, os.getpid(), server)
+
+
+def _server() -> int | None:
+    """Process id of the server; None if there is none."""
+    found: int | None = getattr(forkserver, "_forkserver")._forkserver_pid  # noqa: B009  mypy does not know it
+    return found
+
+
+def _end(starter: int, server: int) -> None:
+    """End the server with the process that started it. By itself it would first import everything, and meanwhile keep
+    open the pipes that its caller's output goes to."""
+    if os.getpid() == starter and _server() == server:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
 
 
 def forked(threads: int, modules: Sequence[str]) -> dict[str, object]:

@@ -573,7 +573,7 @@ DISKS = (
     Case(name="disk: full output of JSON", command="store show runs/finished --json", redirect=">/dev/full",
          says=("No space left",), code=1, alone=True),
     Case(name="disk: full output of a table", command="simulate job.toml", redirect=">/dev/full",
-         says=("No space left",), code=1, alone=True),
+         says=("No space left",), code=1, alone=True, lines=2),
     Case(name="disk: a closed pipe", command="config explain job.toml --no-check", redirect="| head -1", says=("name",),
          code=0, alone=True),
     Case(name="disk: closed output", command="store ls", redirect=">&-", says=(), code=0, alone=True),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,26 @@ def test_a_module_of_the_users_own_that_is_in_the_way_is_named(tmp_path: Path, n
         f"staleflow: {other} is imported in place of our own `{other.stem}`; rename it, or take its folder off "
         "PYTHONPATH\n"
     )
+
+
+def test_a_run_that_is_refused_leaves_no_process(tmp_path: Path) -> None:
+    """The one that workers are forked from has begun to import torch by then."""
+    (tmp_path / "job.toml").write_text('[model]\npath = "runs/none"\n')
+    words = [sys.executable, "-m", "cli.main", "run", str(tmp_path / "job.toml")]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        assert process.wait(timeout=60) == 2
+    deadline = time.monotonic() + 60.0  # for a kill to be carried out
+    while (left := of_session(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def of_session(leader: int) -> list[str]:
+    """The processes of a session that have not ended, by their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append((path / "cmdline").read_text().replace("\0", " "))
+    return found
