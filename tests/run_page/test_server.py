@@ -154,7 +154,7 @@ def test_excerpts_are_of_the_trajectories_asked_for(page: Page) -> None:
         ("lanes", {"from": "nan"}, "from = 'nan' is not a number"),
         ("steps", {"branch": "better"}, "no branch 'better'"),
         ("compare", {"first": "main", "second": "other"}, "no branch 'other'"),
-        ("story", {"id": 0}, "no recorded events here"),
+        ("story", {"id": 0}, "no recorded events"),
     ],
 )
 def test_what_cannot_be_asked_is_answered_in_one_line(
