@@ -120,8 +120,8 @@ class Answers:
     def _groups(self, stored: Stored, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
         matching = listing.selected(stored.columns, where)
         placed = listing.members(stored.columns, ids)
-        wanted = np.concatenate([*placed.values(), np.zeros(0, np.int64)])
-        rows = dict(zip(wanted.tolist(), stored.store.picked(wanted.tolist()), strict=True))
+        wanted = sorted(np.concatenate([*placed.values(), np.zeros(0, np.int64)]).tolist())
+        rows = dict(zip(wanted, stored.store.picked(wanted), strict=True))
         limit = min(TEXT_SHOWN, max(EXCERPT, TEXTS_SHOWN // max(1, len(wanted))))
         groups = []
         for id, positions in placed.items():
@@ -175,7 +175,9 @@ class Answers:
     def excerpts(self, branch: str, ids: list[int]) -> dict[str, Any]:
         """The beginnings of some trajectories' prompts and responses, by id."""
         stored = self._need(branch)
-        positions = [stored.position(id) for id in ids[: listing.ROWS_PER_PAGE]]
+        positions = sorted(
+            stored.position(id) for id in ids[: listing.ROWS_PER_PAGE]
+        )  # adjacent ones are read together
         texts = {}
         for row in stored.store.picked(positions):
             if isinstance(row, Damaged):

@@ -48,6 +48,13 @@ def test_nothing_is_loaded_from_elsewhere_and_no_inline_script_runs(page: Page) 
         assert "eval(" not in body
 
 
+def test_every_script_is_preloaded_so_that_none_waits_for_another(page: Page) -> None:
+    scripts = {p.name for p in Path("pipeline/run_page/static").glob("*.js")}
+    index = page.get("/").body.decode()
+    assert {name for name in scripts if f'href="/static/{name}"' in index} == scripts - {"main.js"}
+    assert all(page.get(f"/static/{name}").headers["content-type"].startswith("text/javascript") for name in scripts)
+
+
 def test_only_this_machines_names_are_answered(page: Page) -> None:
     for host in ("127.0.0.1:1", "localhost:8799", "LOCALHOST", "[::1]:80", "box", "192.168.1.4:9"):
         assert page.get("/api/run", host=host).status == 200, host
@@ -154,7 +161,7 @@ def test_excerpts_are_of_the_trajectories_asked_for(page: Page) -> None:
         ("lanes", {"from": "nan"}, "from = 'nan' is not a number"),
         ("steps", {"branch": "better"}, "no branch 'better'"),
         ("compare", {"first": "main", "second": "other"}, "no branch 'other'"),
-        ("story", {"id": 0}, "no recorded events here"),
+        ("story", {"id": 0}, "no recorded events"),
     ],
 )
 def test_what_cannot_be_asked_is_answered_in_one_line(
