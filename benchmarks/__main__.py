@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ablation": (("--out", "{folder}/ablation.md"),),
     "reality": (("emulated",), ("overhead",), ("transformers",)),
     "reprocess": ((),),
+    "run_page": ((),),
     "learning": (("--set", "runs_dir={folder}"),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }

@@ -110,7 +110,7 @@ def actor(engine: str, model: str, count: int, running: int) -> float:
     import dask
     from distributed import Client, LocalCluster
 
-    from pipeline.runtime.workers import worker_environment
+    from pipeline.runtime.local_cluster import worker_environment
     from tasks.actors.rollout_instance import RolloutInstance, RouteItem
 
     async def sample(instance: Any, server: Any, first: int, wanted: int) -> float:

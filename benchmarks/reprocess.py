@@ -38,7 +38,7 @@ from stores.trajectory import (
     TrajectoryId,
 )
 from stores.versioned import VersionedStore
-from tasks.environments import extract_answer, make_reward, make_source
+from tasks.environments import extract_answer, make_reward
 
 TOKENS = 500
 
@@ -71,9 +71,8 @@ def plain_loop(config: RunConfig, function: str) -> tuple[float, float]:
     """Seconds to read, decode and score everything on one core: all in all, and without importing what that needs."""
     imported = time.perf_counter()
     scoring = dataclasses.replace(actor_settings.scoring_settings(config), function=function)
-    source = make_source(scoring.source, scoring.options, scoring.seed)
-    reward = make_reward(scoring.function, source)
-    prompts = actor_settings.prompt_settings(config, held_out=config.task.eval_prompts).build()
+    reward = make_reward(scoring.function, scoring.source.build())
+    prompts = actor_settings.prompt_settings(config, held_out=config.task.eval_prompts, longest=None).build()
     begin = time.perf_counter()
     for row in VersionedStore.open(config.run_dir / "store").ended():
         text = prompts.text(row.trajectory.response_tokens.tolist())

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
+
+from cli.job import check as check_inputs
+
+if TYPE_CHECKING:
+    from pipeline.config.fields import Explained
 
 
 @click.group("config")
@@ -17,11 +24,22 @@ def command() -> None:
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def explain(config_path: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Print every value with its meaning and limits, and the derived numbers."""
-    from pipeline.config import loading, schema
+@click.option("--check/--no-check", default=True, help="Also check the files, model, data and reward it names.")
+def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, check: bool) -> None:
+    """Print every value with its meaning and limits, and the derived numbers; then check what the job names, as `run`
+    does before it starts anything."""
+    from pipeline.config import checks, loading, user_files
+    from pipeline.config.schema import explain as explained
 
-    rows = schema.explain(loading.load(config_path, overrides))
+    config = loading.load(config_path, overrides)
+    print_values(explained(config), as_json=as_json)
+    if check:
+        checks.check_names(config)
+        check_inputs(user_files.located(config))
+
+
+def print_values(rows: Sequence[Explained], *, as_json: bool) -> None:
+    """Print explained values as a table, or as JSON."""
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(r) for r in rows], indent=2))
         return

@@ -171,9 +171,14 @@ class Display:
                 highlight=False,
                 soft_wrap=True,
             )
-        if end.stopped:
-            console.print(f"stopped: {end.stopped}; all {summary['steps']} finished steps are stored", highlight=False)
         run_dir = os.path.relpath(end.run_dir)
+        if end.stopped:
+            console.print(
+                f"stopped: {end.stopped}; all {summary['steps']} finished steps are stored; go on: "
+                f"staleflow resume {run_dir}",
+                highlight=False,
+                soft_wrap=True,
+            )
         console.print(
             f"see: {run_dir}/summary.png, staleflow store show {run_dir} --worst 3, staleflow store audit {run_dir}; "
             f"retrain: staleflow train-offline {run_dir}",

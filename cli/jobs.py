@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from cli.job import check, load_new
+
 if TYPE_CHECKING:
-    from pipeline.config.schema import RunConfig
     from pipeline.scheduler.connection import Where
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -50,46 +51,55 @@ def cluster_options(function: Command) -> Command:
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
 @click.option("--name", default="", help="Name of the run; the same as --set name=NAME.")
+@click.option("--json", "as_json", is_flag=True, help="Print the job as JSON.")
 @cluster_options
-def submit(config_path: str, overrides: tuple[str, ...], name: str, where: Where) -> None:
+def submit(config_path: str, overrides: tuple[str, ...], name: str, as_json: bool, where: Where) -> None:
     """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
-    from pipeline.config import loading, user_files
-    from pipeline.jobs import submission
-    from pipeline.runtime.run_folder import refuse_taken
-
     if name:
         overrides = (*overrides, f"name={name}")
-    config = user_files.located(loading.load(config_path, overrides))
-    refuse_taken(config.run_dir)
-    print_submitted(config, asyncio.run(submission.submit(config, where)))
+    config = load_new(config_path, overrides)
+    check(config, here=False)
+    from pipeline.jobs import submission
+
+    print_submitted(asyncio.run(submission.submit(config, where)), as_json=as_json)
 
 
-def print_submitted(config: RunConfig, id: str) -> None:
+def print_submitted(job: dict[str, Any], *, as_json: bool) -> None:
     """Print a submitted job's id to stdout, and the next commands to stderr."""
+    if as_json:
+        click.echo(json.dumps(job, indent=2))
+        return
+    id = job["id"]
     click.echo(id)
-    click.echo(f"folder: {config.run_dir}; staleflow status {id}, staleflow logs {id} -f", err=True)
+    click.echo(f"folder: {job['run_dir']}; staleflow status {id}, staleflow logs {id} -f", err=True)
+    if job["state"] == "waiting" and job["why"]:
+        click.echo(f"waiting: {job['why']}", err=True)
 
 
 @click.command("jobs")
+@click.option("--all", "show_all", is_flag=True, help="Also list jobs that ended more than a day ago.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_options
-def list_jobs(as_json: bool, where: Where) -> None:
-    """List the jobs of a cluster."""
-    from pipeline.scheduler import board
+def list_jobs(show_all: bool, as_json: bool, where: Where) -> None:
+    """List the jobs of a cluster: those that wait or run, and those that ended within the last day."""
+    from pipeline.scheduler import board, job_list
 
     async def ask() -> list[dict[str, Any]]:
         async with where.connected() as client:
             jobs: list[dict[str, Any]] = await board.ask(client, "jobs")
             return jobs
 
-    jobs = asyncio.run(ask())
+    found = asyncio.run(ask())
+    jobs = found if show_all else job_list.recent(found, time.time())
     if as_json:
         click.echo(json.dumps(jobs, indent=2))
         return
-    if not jobs:
+    if not found:
         click.echo("no jobs; `staleflow submit CONFIG` submits one")
     for job in jobs:
         click.echo(_row(job))
+    if len(jobs) < len(found):
+        click.echo(f"{len(found) - len(jobs)} ended more than a day ago; --all lists them too", err=True)
 
 
 @click.command("status")
@@ -98,13 +108,16 @@ def list_jobs(as_json: bool, where: Where) -> None:
 @cluster_options
 def status(id: str, as_json: bool, where: Where) -> None:
     """Show a job's progress: step, reward, staleness, throughput, instances, and what it waits for."""
-    from pipeline.scheduler import job_list
+    from pipeline.scheduler import board, job_list
 
-    async def ask() -> dict[str, Any]:
+    async def ask() -> job_list.Match:
         async with where.connected() as client:
-            return await job_list.find(client, id)
+            return job_list.matching(await board.ask(client, "jobs"), id)
 
-    job = asyncio.run(ask())
+    found = asyncio.run(ask())
+    job = found.job
+    if found.note:
+        click.echo(found.note, err=True)
     if as_json:
         click.echo(json.dumps(job, indent=2))
         return
@@ -116,17 +129,23 @@ def status(id: str, as_json: bool, where: Where) -> None:
 @click.command("logs")
 @click.argument("id")
 @click.option("-f", "--follow", is_flag=True, help="Keep printing until the job has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print each line as a JSON object with time and text.")
 @cluster_options
-def logs(id: str, follow: bool, where: Where) -> None:
-    """Print a job's log."""
-    from pipeline.scheduler import job_list
+def logs(id: str, follow: bool, as_json: bool, where: Where) -> None:
+    """Print a job's log. Of several with that name it is that of the one that has not ended, or of the newest. Exit
+    code 1 if a followed job fails."""
+    from pipeline.scheduler import board, job_list
 
     async def show() -> str:
         async with where.connected() as client:
-            job = await job_list.find(client, id)
-            async for line in job_list.follow(client, job["id"], forever=follow):
-                click.echo(line)
-            return str((await job_list.find(client, job["id"]))["state"])
+            found = job_list.matching(await board.ask(client, "jobs"), id)
+            if found.note:
+                click.echo(found.note, err=True)
+            job = found.job["id"]
+            async for line in job_list.follow(client, job, forever=follow):
+                clock, _, text = line.partition("  ")
+                click.echo(json.dumps({"id": job, "time": clock, "text": text}) if as_json else line)
+            return str((await job_list.find(client, job))["state"])
 
     if asyncio.run(show()) == "failed" and follow:
         sys.exit(1)
@@ -134,19 +153,26 @@ def logs(id: str, follow: bool, where: Where) -> None:
 
 @click.command("cancel")
 @click.argument("id")
+@click.option("--json", "as_json", is_flag=True, help="Print the job as JSON, with its state before.")
 @cluster_options
-def cancel(id: str, where: Where) -> None:
-    """Stop a job at its next step. What it has done is stored; `staleflow resume` continues from there."""
+def cancel(id: str, as_json: bool, where: Where) -> None:
+    """Stop a job at its next step, or at once if it waits. What it has done is stored; `staleflow resume` continues
+    from there."""
     from pipeline.scheduler import board, job_list
 
     async def ask() -> tuple[dict[str, Any], str]:
         async with where.connected() as client:
-            job = await job_list.find(client, id)
-            return job, await board.ask(client, "stop", id=job["id"], why="cancelled")
+            job = job_list.the_one(await board.ask(client, "jobs"), id)
+            state = await board.ask(client, "stop", id=job["id"], why="cancelled")
+            return await job_list.find(client, job["id"]), state
 
     job, state = asyncio.run(ask())
-    if state in board.ENDED:
+    if as_json:
+        click.echo(json.dumps(job | {"state_before": state}, indent=2))
+    elif state in board.ENDED:
         click.echo(f"{job['id']} has ended already: {state}")
+    elif job["state"] in board.ENDED:
+        click.echo(f"{job['id']} waited and is cancelled; it held no workers")
     else:
         click.echo(f"{job['id']} stops at its next step; `staleflow resume {job['run_dir']}` continues it")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
@@ -26,6 +27,22 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute or "command")
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that `args` name. Raises UsageError, with the nearest name, if there is none."""
+        if args[0].startswith("-") or args[0] in self._commands_at or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        near = difflib.get_close_matches(args[0], self._commands_at, n=2)
+        below = [name for name in self._commands_at if self._has_below(ctx, name, args[0])]
+        meant = " or ".join([*near, *(f"{name} {args[0]}" for name in below)])
+        raise click.UsageError(f"no such command {args[0]!r}{f'; did you mean {meant}?' if meant else ''}", ctx)
+
+    def _has_below(self, ctx: click.Context, group: str, name: str) -> bool:
+        """Whether a group in this one has a command of that name."""
+        found = self.get_command(ctx, group)
+        return isinstance(found, click.Group) and name in found.list_commands(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
+import io
+import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -20,13 +25,18 @@ COMMANDS = {
     "simulate": ("cli.simulate", "run a job in virtual time: how long it would take, and why"),
     "profile": ("cli.profile", "measure an engine's decode steps and fit the cost model"),
     "config": ("cli.config", "explain a job file, or print the schema"),
+    "view": ("cli.view", "show a run in the browser, live or finished"),
     "store": ("cli.store", "inspect, audit and process stored runs"),
     "replay": ("cli.replay", "replay a run's recorded events and compare the commands"),
     "doctor": ("cli.doctor", "check what works on this machine"),
 }
+PACKAGES = ("pipeline", "tasks", "stores")
+"""Our other top-level packages, which modules of the same name on PYTHONPATH would replace."""
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Errors of an output that takes no more."""
 
 
-@click.group(cls=LazyGroup, commands_at=COMMANDS)
+@click.group(cls=LazyGroup, commands_at=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="staleflow", message="%(prog)s %(version)s")
 def cli() -> None:
     """Asynchronous RL post-training of language models on Dask, under a proved staleness bound."""
@@ -34,16 +44,69 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point. Errors are one line; exit code 2 for wrong input, 1 for failures."""
-    from stores.errors import ConfigError, StaleflowError
+    from cli.interrupts import ctrl_c
 
+    if other := module_in_the_way():
+        fail(other, 2)
+    from stores.errors import StaleflowError
+
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for what a terminal's encoding lacks
     try:
-        cli()
-    except ConfigError as error:
-        click.echo(f"staleflow: {error}", err=True)
+        with ctrl_c():
+            code = cli(prog_name="staleflow", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
         sys.exit(2)
-    except StaleflowError as error:
-        click.echo(f"staleflow: {type(error).__name__}: {error}", err=True)
-        sys.exit(1)
+    except click.Abort:
+        fail("interrupted", 130)
+    except (click.UsageError, StaleflowError) as error:
+        fail(*told(error))
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        discard_output()
+        fail(f"the output cannot be written: {error.strerror}", 1)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def told(error: Exception) -> tuple[str, int, str]:
+    """How an error is told: its line, the exit code, and the command it names as its origin."""
+    from stores.errors import ConfigError, ProtocolViolation
+
+    if isinstance(error, click.UsageError):
+        where = error.ctx.command_path if error.ctx else "staleflow"
+        return f"{' '.join(error.format_message().split()).rstrip('.')}; see {where} -h", 2, where
+    bug = "a bug in staleflow, please report it: " if isinstance(error, ProtocolViolation) else ""
+    return f"{bug}{error}", 2 if isinstance(error, ConfigError) else 1, "staleflow"
+
+
+def fail(message: str, code: int, where: str = "staleflow") -> None:
+    """Print one line to standard error, and exit."""
+    click.echo(f"{where}: {message}", err=True)
+    sys.exit(code)
+
+
+def discard_output() -> None:
+    """Let nothing more be written to a standard output that failed: Python would try again when it exits."""
+    if sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def module_in_the_way() -> str:
+    """One line on a module that would be imported in place of one of our packages; empty if there is none."""
+    home = Path(__file__).resolve().parents[1]
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        found = Path(spec.origin) if spec is not None and spec.origin else None
+        if found is not None and found.resolve().parent != home / name:
+            other = found.parent if found.name == "__init__.py" else found
+            return f"{other} is imported in place of our own `{name}`; rename it, or take its folder off PYTHONPATH"
+    return ""
 
 
 if __name__ == "__main__":

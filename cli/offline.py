@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cli.jobs import cluster_options
+from cli.output import claim_folder
 from cli.stored import open_store, print_errors, progress_bar, quiet_libraries
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
+    from stores.versioned import VersionedStore
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -38,6 +40,13 @@ def worker_options(function: Command) -> Command:
     return function
 
 
+def refuse_branch(store: VersionedStore, branch: str) -> None:
+    """Raise ConfigError if a store cannot have a new branch of that name."""
+    from stores import branches
+
+    branches.refuse(store.path, branch)
+
+
 @click.command("reprocess")
 @click.argument("run", type=click.Path())
 @click.option("--reward", required=True, help="task, math_verify, path/to/file.py:name, or module:name.")
@@ -46,11 +55,12 @@ def worker_options(function: Command) -> Command:
 def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, where: Where) -> None:
     """Score the stored responses again and store the rewards on a branch. Exit code 1 if some could not be scored."""
     quiet_libraries()
+    refuse_branch(open_store(Path(run)), branch)  # before imports that take seconds
     from pipeline.offline import reprocessing
     from pipeline.offline.pool import pool_at
     from pipeline.runtime.run_folder import only_here
 
-    open_store(Path(run))
+    reprocessing.refuse(Path(run), reward, branch)
     with only_here(Path(run)), pool_at(where, workers) as pool, progress_bar("scored", quiet=as_json) as progress:
         result = reprocessing.reprocess(Path(run), reward, branch, pool, progress)
     if as_json:
@@ -73,9 +83,9 @@ def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, w
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(run: str, first: str, second: str, as_json: bool) -> None:
     """Compare the rewards of the same trajectories on two branches."""
+    open_store(Path(run))
     from pipeline.offline.differences import difference
 
-    open_store(Path(run))
     result = difference(Path(run), first, second)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
@@ -115,14 +125,17 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
     """Compute logprobs of the stored responses under a checkpoint, and its distance from the sampling policy."""
     quiet_libraries()
+    store = open_store(Path(run))
+    if branch:
+        refuse_branch(store, branch)
     from pipeline.offline import rescoring
     from pipeline.offline.pool import pool_at
     from pipeline.runtime.run_folder import only_here
 
-    open_store(Path(run))
+    rescoring.refuse(Path(run), model, branch, selection)
     # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
     alone = only_here(Path(run)) if branch else contextlib.nullcontext()
-    with alone, pool_at(where, workers) as pool, progress_bar("read", quiet=as_json) as progress:
+    with alone, pool_at(where, workers, model=True) as pool, progress_bar("read", quiet=as_json) as progress:
         result = rescoring.rescore(Path(run), model, pool, branch=branch, where=selection, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
@@ -168,11 +181,13 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
 def export(run: str, to: str, out: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
     """Export trajectories, as texts and tokens, for other tools."""
     quiet_libraries()
+    open_store(Path(run), branch=branch)
     from pipeline.offline import exporting
     from pipeline.offline.pool import pool_at
 
-    open_store(Path(run), branch=branch)
     path = Path(out or f"{Path(run).resolve().name}.{to}")
+    exporting.refuse(Path(run), to, path, branch, selection)
+    claim_folder(path.parent, "--out")
     with pool_at(where, workers) as pool, progress_bar("written", quiet=as_json) as progress:
         result = exporting.export(Path(run), to, path, pool, branch=branch, where=selection, progress=progress)
     if as_json:

@@ -33,8 +33,10 @@ def command(
     """
     from pipeline.config import loading
     from pipeline.profiling import measure as profiling
+    from pipeline.runtime.run_folder import require_run
 
     if Path(source).is_dir():
+        require_run(Path(source))
         profile = profiling.profile_run(Path(source))
         path = output_path(out, Path(source).resolve().name)
     else:

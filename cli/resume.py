@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cli.job import check, execute_job, warm_up
 from cli.jobs import cluster_options, print_submitted
-from cli.run import execute_job
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
@@ -27,10 +27,15 @@ def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, w
     from pipeline.runtime import resumption
 
     config = resumption.load(Path(run), overrides)
+    resumption.reached(config)
+    if not where.named:
+        warm_up(config, verbose)
+    check(config, here=not where.named)
     if not where.named:
         execute_job(config, as_json=as_json, verbose=verbose, resume=True)
         return
+    from pipeline.config import user_files
     from pipeline.jobs import submission
 
-    resumption.reached(config)
-    print_submitted(config, asyncio.run(submission.submit(config, where, resume=True)))
+    job = asyncio.run(submission.submit(user_files.located(config), where, resume=True))
+    print_submitted(job, as_json=as_json)

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import sys
-from typing import TYPE_CHECKING
-
 import click
 
-if TYPE_CHECKING:
-    from pipeline.config.schema import RunConfig
+from cli.dry import try_job
+from cli.job import check, execute_job, load_new, warm_up
 
 
 @click.command("run")
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
+@click.option("--dry", is_flag=True, help="Try the job: three small steps on random responses; nothing is kept.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, and no progress.")
 @click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
-def command(config_path: str, overrides: tuple[str, ...], as_json: bool, verbose: int) -> None:
-    """Run a job from start to end. Ctrl-C stops it cleanly and keeps what is stored."""
-    from pipeline.config import loading
+def command(config_path: str, overrides: tuple[str, ...], dry: bool, as_json: bool, verbose: int) -> None:
+    """Run a job from start to end. Ctrl-C stops it cleanly and keeps what is stored.
 
-    execute_job(loading.load(config_path, overrides), as_json=as_json, verbose=verbose, resume=False)
-
-
-def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
-    """Run or resume a job with a live view; exits with 130 if it was stopped. verbose: see cli/verbosity.py."""
-    # Before torch is loaded anywhere below: its thread pools spin on shared cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Dask's routine messages would be written across the live view. It reads this variable when it is imported, here
-    # and in workers.
-    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info" if verbose > 1 else "critical")
-
-    from cli.display import Display
-    from cli.verbosity import logging_to
-    from pipeline.jobs.execution import execute
-
-    display = Display(config, quiet=as_json, verbosity=verbose)
-    with display, logging_to(display.console, verbose):
-        end = asyncio.run(execute(config, display.progress, display.announce, resume=resume))
-    if as_json:
-        click.echo(json.dumps(end.summary, indent=2))
-    else:
-        display.summarize(end)
-    if end.stopped:
-        sys.exit(130)
+    With --dry, prompts, reward, coordination and store are the job's, and no model samples or is trained.
+    """
+    if dry:
+        try_job(config_path, overrides, as_json=as_json, verbose=verbose)
+        return
+    config = load_new(config_path, overrides)
+    warm_up(config, verbose)
+    check(config)
+    execute_job(config, as_json=as_json, verbose=verbose, resume=False)

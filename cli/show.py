@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli.output import claim_folder
 from cli.stored import open_store, quiet_libraries
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def command(
     if at_step is not None and branch != "main":
         raise ConfigError("--at-step shows only what the run stored; leave out --branch")
     store = open_store(Path(run), at_step, branch)
+    if html is not None:
+        claim_folder(Path(html).parent, "--html")
     if orders or trajectory is not None:
         chosen = [] if trajectory is None else [TrajectoryId(trajectory)]
         for order, count in orders.items():
@@ -123,6 +126,7 @@ def _plain(one: TrajectoryView) -> dict[str, Any]:
 def show_steps(store: VersionedStore, as_json: bool) -> None:
     """Print one line per commit."""
     from stores.base import CODEC
+    from stores.metrics import REWARD_PART
 
     records = store.steps()
     if as_json:
@@ -139,9 +143,12 @@ def show_steps(store: VersionedStore, as_json: bool) -> None:
         ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in record.ledger.num_ended.items())
         figures = ""
         if record.kind == "step":
+            parts = "".join(
+                f"{name.removeprefix(REWARD_PART)} {m[name]:.3f}  " for name in m if name.startswith(REWARD_PART)
+            )
             figures = (
-                f"reward {m['reward']:.3f}  length {m['response_mean']:.1f}  staleness {m['staleness_mean']:.2f}  "
-                f"loss {m['loss']:+.4f}  "
+                f"reward {m['reward']:.3f}  {parts}length {m['response_mean']:.1f}  "
+                f"staleness {m['staleness_mean']:.2f}  loss {m['loss']:+.4f}  "
             )
         click.echo(f"{record.kind:<4} {record.step:>4}  {figures}{ended}, {record.ledger.num_live} in flight")
 

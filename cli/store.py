@@ -38,8 +38,11 @@ def command() -> None:
 def ls(runs_dir: str, as_json: bool) -> None:
     """List the runs in a folder."""
     from pipeline.runtime.run_folder import list_runs
-    from stores.errors import StaleflowError
+    from stores.errors import ConfigError, StaleflowError
 
+    if not Path(runs_dir).is_dir() and (runs_dir != "runs" or Path(runs_dir).exists()):
+        why = "a file, not a folder" if Path(runs_dir).exists() else "no such folder"
+        raise ConfigError(f"{runs_dir}: {why}; name the folder that holds runs, by default runs")
     rows = []
     for run in list_runs(Path(runs_dir)):
         row: dict[str, Any] = {"run": str(run), "steps": 0, "trajectories": 0, "reward": None, "state": "no store"}
@@ -72,9 +75,11 @@ def ls(runs_dir: str, as_json: bool) -> None:
 
 @click.command("audit")
 @click.argument("run", type=click.Path())
+@click.option("--full", is_flag=True, help="Also verify what earlier steps (--at-step) and other branches read.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def audit(run: str, as_json: bool) -> None:
+def audit(run: str, full: bool, as_json: bool) -> None:
     """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails."""
+    from stores import history
     from stores.audit import audit as audit_store
     from stores.bias import bias_report
 
@@ -82,9 +87,16 @@ def audit(run: str, as_json: bool) -> None:
     result = audit_store(store)
     readable = all(finding.check != "arrays" for finding in result.findings)
     bias = bias_report(store) if readable else None
+    if full:
+        earlier = history.audit_history(store.path)
+        result = dataclasses.replace(
+            result, checks=(*result.checks, history.CHECK), findings=(*result.findings, *earlier)
+        )
     if as_json:
         told = {"clean": result.clean, "bias": None if bias is None else bias.as_dict()}
         click.echo(json.dumps({**dataclasses.asdict(result), **told}, indent=2))
+    elif result.clean and not result.num_steps:
+        click.echo(f"{run}: no steps stored yet, nothing to verify")
     else:
         click.echo(
             f"{run}: {result.num_steps} steps, {result.num_trajectories} trajectories, largest staleness "

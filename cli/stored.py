@@ -18,11 +18,10 @@ ERRORS_SHOWN = 10
 
 def open_store(run: Path, at_step: int | None = None, branch: str = "main") -> VersionedStore:
     """The store of a run folder. Raises ConfigError, StoreError."""
-    from stores.errors import ConfigError
+    from pipeline.runtime.run_folder import require_run
     from stores.versioned import VersionedStore
 
-    if not (run / "config.toml").is_file():
-        raise ConfigError(f"{run}: no such run; `staleflow store ls` lists runs")
+    require_run(run)
     return VersionedStore.open(run / "store", at_step, branch)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.jobs import cluster_options
+from cli.output import claim_folder
 from cli.stored import open_store, print_errors, quiet_libraries
 
 if TYPE_CHECKING:
@@ -52,13 +53,14 @@ def command(
     to resume it.
     """
     quiet_libraries()
+    open_store(Path(run), branch=branch)  # before imports that take seconds
     from pipeline.offline.pool import pool_at
     from pipeline.offline.training import planned, train_offline
 
-    open_store(Path(run), branch=branch)
     folder = Path(out or f"{Path(run).resolve()}-offline")
+    claim_folder(folder.parent, "--out")
     planned(Path(run), folder, overrides, branch, selection, epochs)  # reports wrong input before any worker starts
-    with pool_at(where, 1) as pool, progress(quiet=as_json) as report:
+    with pool_at(where, 1, model=True) as pool, progress(quiet=as_json) as report:
         result = train_offline(
             Path(run), folder, pool, overrides=overrides, branch=branch, where=selection, epochs=epochs, report=report
         )

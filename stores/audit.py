@@ -13,7 +13,7 @@ import numpy as np
 
 from stores.base import RunHeader, StepRecord, batch_fingerprint
 from stores.errors import StoreError
-from stores.trajectory import Ended, Fate
+from stores.trajectory import Ended, Fate, ended_as
 from stores.versioned import VersionedStore
 
 
@@ -187,7 +187,7 @@ def _conservation(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
         where = f"{record.kind} {record.step}"
         for row in rows[at : at + record.num_rows]:
             ended.add(row.trajectory.id)
-            counts[f"{row.fate.value}:{row.reason.value}"] += 1
+            counts[ended_as(row.fate, row.reason)] += 1
         at += record.num_rows
         live = {i for a, b in record.ledger.live for i in range(a, b)}
         started = set(range(record.ledger.num_started))

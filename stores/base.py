@@ -25,6 +25,8 @@ class RunHeader:
     held_out: int | None = None
     """Number of held-out prompts, never drawn for training: needed to tell a group's prompt from its id. None in stores
     of earlier versions, which did not exclude them."""
+    longest_prompt: int | None = None
+    """Tokens of the longest prompt that was drawn; longer ones were replaced by others. None: none was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ made, its lineage. It is created atomically: until it is complete it has a tempo
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -37,8 +38,18 @@ class Rewards:
     errors: Mapping[int, str]
 
 
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
+MAX_NAME = 200
+"""Most characters of a branch's name: it becomes that of a file."""
+
+
 def refuse(path: Path, name: str) -> None:
     """Raise ConfigError if a branch of that name cannot be made."""
+    if name and not (NAME.fullmatch(name) and len(name) <= MAX_NAME):
+        raise ConfigError(
+            f"a branch cannot be called {name[:60]!r}: use letters, digits and . _ + @ - and spaces, beginning with a "
+            f"letter or digit, at most {MAX_NAME} in all"
+        )
     branches = branch_names(repository_at(path))
     if name in branches or name == MAIN or not name or name.startswith(("undone-", INCOMPLETE)):
         taken = ", ".join(sorted(branches))

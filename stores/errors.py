@@ -18,6 +18,10 @@ class ActorLost(StaleflowError, ConnectionError):
     """An actor is gone: replace it, requeue its work."""
 
 
+class ActorFailed(StaleflowError, RuntimeError):
+    """An actor is there and failed by an error of its own, which the message names."""
+
+
 class StoreError(StaleflowError, OSError):
     """The store cannot be read or written: nothing half-written is kept."""
 

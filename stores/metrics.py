@@ -107,6 +107,8 @@ METRICS = (
            exported="trajectories_started"),
 )  # fmt: skip
 
+REWARD_PART = "reward/"
+"""Beginning of the names of metrics that a job's own reward brings: the mean of each part, by the part's name."""
 STEP = {m.name: m for m in METRICS if m.kind is Kind.STEP}
 """Metrics of a training step, by name."""
 GAUGES = {m.name: m for m in METRICS if m.kind is Kind.GAUGE}
@@ -147,7 +149,8 @@ def _rate(tokens: float, seconds: float) -> float:
 HEADINGS = {Kind.STEP: "Per step", Kind.RUN: "Per run", Kind.GAUGE: "Gauges", Kind.COUNTER: "Counters"}
 SECTIONS = {
     Kind.STEP: "Values of a training step: in TensorBoard under these names, in Prometheus for the last step, and in\n"
-    f"its record in the store (`staleflow store show RUN --json`), except {' and '.join(sorted(DERIVED))}.",
+    f"its record in the store (`staleflow store show RUN --json`), except {' and '.join(sorted(DERIVED))}. A reward\n"
+    f"with parts adds `{REWARD_PART}NAME`, the mean of part NAME over the batch's responses that could be scored.",
     Kind.RUN: "Values over all steps of a run.",
     Kind.GAUGE: "Current values: `staleflow status --json`, the dashboard, Prometheus.",
     Kind.COUNTER: "Values that only grow.",

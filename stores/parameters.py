@@ -3,6 +3,8 @@
 A version is published by rename, so a reader sees all of it or nothing. Its fingerprint is computed from the names,
 shapes and bytes of the tensors, on the publisher's model and again on what an instance has loaded: equal fingerprints
 mean equal weights, however they were transferred.
+
+torch is loaded only where there are tensors: who hands a version's file on needs none.
 """
 
 from __future__ import annotations
@@ -15,22 +17,25 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 
 from stores.errors import StoreError
 from stores.files import replace_file, replace_folder
 from stores.trajectory import PolicyVersion
 
-Tensors = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def fingerprint(tensors: Tensors) -> str:
     """Hash of the tensors' names, shapes, dtypes and bytes in name order: 32 hex digits."""
+    import torch
+
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous().cpu()
@@ -41,6 +46,8 @@ def fingerprint(tensors: Tensors) -> str:
 
 def read(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a published file. Raises StoreError."""
+    from safetensors.torch import load_file
+
     try:
         return dict(load_file(path))
     except (OSError, ValueError, SafetensorError) as error:
@@ -111,6 +118,8 @@ class ParameterFolder:
 
     def publish(self, version: PolicyVersion, tensors: Tensors) -> Path:
         """Write a version and make it visible atomically. Raises StoreError."""
+        from safetensors.torch import save_file
+
         held = {n: t.detach().contiguous().cpu() for n, t in tensors.items()}
         return self._publish(version, lambda part: save_file(held, part))
 

@@ -20,6 +20,8 @@ import numpy.typing as npt
 from stores.errors import ConfigError
 
 Column = npt.NDArray[Any]
+SHOWN = 200
+"""Characters of an expression that messages repeat."""
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
@@ -54,8 +56,15 @@ class Selection:
             tree = ast.parse(self.text.strip(), mode="eval").body
         except (SyntaxError, ValueError) as error:
             raise self._wrong("cannot be read") from error
-        with np.errstate(divide="ignore", invalid="ignore"):
-            result = self._value(tree, columns)
+        except (RecursionError, MemoryError) as error:
+            raise self._wrong("is nested too deeply; split it into several") from error
+        try:
+            with np.errstate(all="ignore"):
+                result = self._value(tree, columns)
+        except ArithmeticError as error:
+            raise self._wrong(f"cannot be computed: {error}") from error
+        except RecursionError as error:
+            raise self._wrong("is nested too deeply; split it into several") from error
         if not isinstance(result, np.ndarray) or result.dtype != np.bool_:
             raise self._wrong("is not a condition on trajectories, such as reward > 0")
         return result
@@ -85,7 +94,10 @@ class Selection:
             case ast.Constant(value=bool() | int() | float() | str()):
                 return node.value
             case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
-                return [self._value(e, columns) for e in elements]
+                values = [self._value(e, columns) for e in elements]
+                if any(isinstance(value, (list, np.ndarray)) for value in values):
+                    raise self._wrong(f"{ast.unparse(node)!r} may hold only numbers or only texts")
+                return values
             case _:
                 raise self._wrong(
                     f"{ast.unparse(node)!r} is not supported; use comparisons, and, or, not, in, + - * / %"
@@ -117,7 +129,8 @@ class Selection:
         return value
 
     def _wrong(self, what: str) -> ConfigError:
-        return ConfigError(f"--where {self.text!r}: {what}")
+        text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}..."
+        return ConfigError(f"--where {text!r}: {what}")
 
 
 def _is_text(value: Any) -> bool:

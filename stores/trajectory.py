@@ -59,6 +59,15 @@ class AbortReason(Enum):
     """The last step that could have trained on it began without it."""
 
 
+def ended_as(fate: Fate, reason: AbortReason) -> str:
+    """How a trajectory ended, as stored ledgers and counts name it.
+
+    >>> ended_as(Fate.ABORTED, AbortReason.RUN_ENDED)
+    'aborted:run_ended'
+    """
+    return f"{fate.value}:{reason.value}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Tokens sampled without interruption under one policy version on one instance."""

@@ -23,7 +23,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,14 +131,25 @@ class VersionedStore:
     def open(cls, path: Path, at_step: int | None = None, branch: str = MAIN) -> VersionedStore:
         """Open a store as it is now; read-only, as it was when training step `at_step` was committed, or another
         branch of it."""
+        return cls._opened(
+            path, branch, lambda repository: None if at_step is None else _snapshot_of(repository, at_step, path)
+        )
+
+    @classmethod
+    def pinned(cls, path: Path, branch: str = MAIN) -> VersionedStore:
+        """Open a branch read-only at its present snapshot, where it stays. Quicker than `open` on a large store, whose
+        ids it does not read."""
+        return cls._opened(path, branch, lambda repository: str(repository.lookup_branch(branch)))
+
+    @classmethod
+    def _opened(cls, path: Path, branch: str, snapshot: Callable[[Any], str | None]) -> VersionedStore:
         if not path.is_dir():
             raise ConfigError(f"{path}: no store here; `staleflow store ls` lists the runs there are")
         try:
             repository = icechunk.Repository.open(_storage(path), config=_config())
             if branch not in (branches := branch_names(repository)):
                 raise ConfigError(f"{path}: no branch {branch!r}; there are {', '.join(sorted(branches))}")
-            snapshot = None if at_step is None else _snapshot_of(repository, at_step, path)
-            return cls(repository, at_snapshot=snapshot, where=str(path), branch=branch)
+            return cls(repository, at_snapshot=snapshot(repository), where=str(path), branch=branch)
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -153,18 +164,23 @@ class VersionedStore:
     def rewind(cls, path: Path, num_steps: int) -> int:
         """Reset the store to its first `num_steps` training steps; returns the number of steps undone. They stay
         readable on a branch named after their last commit."""
-        repository = icechunk.Repository.open(_storage(path), config=_config())
         undone = 0
-        with _locked(path):
-            for snapshot in repository.ancestry(branch="main"):
-                kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
-                if kind == "created" or (kind == "step" and step == num_steps - 1):
-                    break
-                undone += kind == "step"
-            if undone:
-                head = repository.lookup_branch("main")
-                repository.create_branch(f"undone-{head}", head)
-                repository.reset_branch("main", snapshot.id)
+        try:
+            repository = icechunk.Repository.open(_storage(path), config=_config())
+            with _locked(path):
+                for snapshot in repository.ancestry(branch="main"):
+                    kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
+                    if kind == "created" or (kind == "step" and step == num_steps - 1):
+                        break
+                    undone += kind == "step"
+                if undone:
+                    head = repository.lookup_branch("main")
+                    repository.create_branch(f"undone-{head}", head)
+                    repository.reset_branch("main", snapshot.id)
+        except (icechunk.IcechunkError, OSError) as error:
+            raise StoreError(
+                f"{path}: cannot be set back to its first {num_steps} steps: {_first_line(error)}"
+            ) from error
         return undone
 
     # -- writing -------------------------------------------------------------------------------------------------
@@ -241,13 +257,18 @@ class VersionedStore:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def steps(self) -> list[StepRecord]:
+    def steps(self, first: int = 0) -> list[StepRecord]:
+        """All commits, oldest first, but for the `first` ones; these are not read."""
         root = self._read_root()
-        text = self._column(root, "text").tobytes()
+        places = self._slice(root, "steps", first, root["steps"].shape[0]).tolist()
+        if not places:
+            return []
+        begin = places[0][1]
+        text = self._slice(root, "text", begin, root["text"].shape[0]).tobytes()
         records = []
-        for step, offset, size in self._column(root, "steps").tolist():
+        for step, offset, size in places:
             try:
-                records.append(CODEC.decode(json.loads(text[offset : offset + size]), StepRecord))
+                records.append(CODEC.decode(json.loads(text[offset - begin : offset - begin + size]), StepRecord))
             except ValueError as error:
                 raise StoreError(f"{self._where}: the record of step {step} is corrupt: {error}") from error
         return records
@@ -277,7 +298,20 @@ class VersionedStore:
 
     def readable(self, first: int, last: int) -> Iterator[Ended | Damaged]:
         """As `rows`, but yields Damaged for rows in a corrupt chunk instead of raising."""
+        return self._readable(self._read_root(), first, last)
+
+    def picked(self, positions: Iterable[int]) -> Iterator[Ended | Damaged]:
+        """The rows at these positions, in this order; Damaged for those that cannot be read. Adjacent ones are read
+        together."""
         root = self._read_root()
+        wanted = list(positions)
+        first = 0
+        for i in range(1, len(wanted) + 1):
+            if i == len(wanted) or wanted[i] != wanted[i - 1] + 1:
+                yield from self._readable(root, wanted[first], wanted[i - 1] + 1)
+                first = i
+
+    def _readable(self, root: Any, first: int, last: int) -> Iterator[Ended | Damaged]:
         ints, floats = self._slice(root, "rows/int", first, last), self._slice(root, "rows/float", first, last)
         try:
             yield from list(self._block(root, ints, floats))
@@ -314,6 +348,10 @@ class VersionedStore:
     def snapshot(self) -> str:
         """The snapshot id this store reads from."""
         return self._at_snapshot or str(self._repository.lookup_branch(self._branch))
+
+    def follows(self, snapshot: str) -> bool:
+        """Whether what this store reads was committed after `snapshot`, or is that."""
+        return any(str(one.id) == snapshot for one in self._repository.ancestry(snapshot_id=self.snapshot))
 
     def get(self, trajectory: TrajectoryId) -> Ended | None:
         root = self._read_root()
@@ -458,10 +496,14 @@ def _array(root: Any, name: str, shape: tuple[int, ...], chunks: tuple[int, ...]
 
 
 def _snapshot_of(repository: Any, step: int, path: Path) -> str:
+    steps = []
     for snapshot in repository.ancestry(branch="main"):
-        if snapshot.metadata.get("kind") == "step" and snapshot.metadata.get("step") == step:
-            return str(snapshot.id)
-    raise ConfigError(f"{path}: no commit of step {step}")
+        if snapshot.metadata.get("kind") == "step":
+            steps.append(snapshot.metadata.get("step"))
+            if steps[-1] == step:
+                return str(snapshot.id)
+    there = f"steps {steps[-1]} to {steps[0]} are stored" if steps else "none is stored yet"
+    raise ConfigError(f"{path}: no commit of step {step}; {there}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,28 +1,26 @@
-"""Prompts, and the verifiers of their answers.
-
-A `TaskSource` is deterministic and has no state: prompt `i` is always the same, so a run's position in its data is one
-number, the next group's id. Training and held-out prompts come from disjoint index ranges; since two indices may give
-the same text, a run draws from `source.apart(n)`, where they also differ as prompts.
-"""
+"""Sources of prompts, and the verifiers of their answers."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import json
 import re
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 from stores.errors import ConfigError
 from tasks import user_code
+from tasks.columns import Columns
 from tasks.names import REWARD_TOKEN
+from tasks.reward_part import RewardPart
+from tasks.rewards import WeightedSum
+from tasks.rows import DatasetRows, JsonLines, ParquetRows, Rows, RowSource, Use
+from tasks.task_source import Prompt, Record, Reward, Task, TaskSource, prompt_of, set_apart
 
-HELD_OUT_SHARE = 0.1
-"""Maximum share of a file's rows, at its end, that is held out for evaluation (but at least one row)."""
 REDRAWS = 10_000
 """Draws for one training prompt before the whole source counts as held out. If only one prompt in a hundred is not held
 out, all draws fail with probability 10**-43."""
@@ -30,44 +28,6 @@ out, all draws fail with probability 10**-43."""
 _drawing = threading.RLock()
 """Held while a dataset or a user's code draws a prompt. Some datasets seed and use numpy's global generator, others
 keep their own: two threads drawing at once would both get wrong prompts. Reentrant, as a dataset may use another."""
-
-Record = Mapping[str, Any]
-Reward = Callable[[str, Record], float | tuple[float, dict[str, float]]]
-"""(answer text, record) -> reward, or (reward, its parts by name). The record holds prompt, answer and metadata."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One prompt, and the record for its verifier."""
-
-    prompt: str
-    record: Record
-
-
-class TaskSource(Protocol):
-    def task(self, index: int, *, held_out: bool = False) -> Task:
-        """Training or held-out prompt `index`. Pure: the same index gives the same task, also with concurrent draws."""
-        ...
-
-    def apart(self, num_held_out: int) -> TaskSource:
-        """The same source without its first `num_held_out` held-out prompts among the training prompts. Depends only on
-        the source and that number. Generated prompts keep their indices; a file's later rows move up."""
-        ...
-
-    @property
-    def num_held_out(self) -> int | None:
-        """Number of held-out prompts, duplicates included; None if unlimited."""
-        ...
-
-    @property
-    def held_out_notice(self) -> str:
-        """One line on training prompts found to be held out so far; empty if there were none."""
-        ...
-
-    @property
-    def score(self) -> Reward:
-        """The source's own verifier."""
-        ...
 
 
 class ReasoningGym:
@@ -80,28 +40,28 @@ class ReasoningGym:
 
     num_held_out = None
 
-    def __init__(self, dataset: str, options: Mapping[str, Any], seed: int) -> None:
+    def __init__(self, dataset: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
+        """key: of the job file that names it, for messages."""
         import reasoning_gym
 
         self._name = dataset
         self._num_apart = 0
-        self._apart: frozenset[str] | None = None
+        self._apart: frozenset[Prompt] = frozenset()
         self._num_drawn = self._num_redrawn = 0
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, size=2 * 10**12, seed=seed * 10**7, **options)
         except ValueError as error:
-            raise ConfigError(f"task.source = reasoning_gym:{dataset}: {error}") from error
+            raise ConfigError(f"{key} = reasoning_gym:{dataset}: {error}") from error
         except (TypeError, AssertionError) as error:
-            raise ConfigError(f"task.options for reasoning_gym:{dataset}: {error}") from error
+            options_key = key.replace("source", "options")
+            raise ConfigError(f"{options_key} for reasoning_gym:{dataset}: {error}") from error
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         if held_out:
             return self._at(index + self.HELD_OUT_OFFSET)
         task = self._at(index)
-        if not self._num_apart:
+        if not self._apart:
             return task
-        if self._apart is None:
-            self._apart = frozenset(t.prompt for t in distinct_held_out(self, self._num_apart))
         self._num_drawn += 1
         if task.prompt in self._apart:
             self._num_redrawn += 1
@@ -116,9 +76,9 @@ class ReasoningGym:
             task = found
         return task
 
-    def apart(self, num_held_out: int) -> ReasoningGym:
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> ReasoningGym:
         other = copy.copy(self)
-        other._num_apart, other._apart = num_held_out, None
+        other._num_apart, other._apart = num_held_out, set_apart(evaluation or self, num_held_out)
         other._num_drawn = other._num_redrawn = 0
         return other
 
@@ -137,70 +97,10 @@ class ReasoningGym:
         return float(self._dataset.score_answer(answer, dict(record)))
 
 
-class JsonLines:
-    """Rows of a file with `prompt` and `answer`, trained on in order and repeated at the end."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            lines = path.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"task.source = jsonl:{path}: cannot be read: {error}") from error
-        self._rows: list[dict[str, Any]] = []
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
-            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or "answer" not in row:
-                raise ConfigError(f"{path}, line {number}: must be an object with a string `prompt` and an `answer`")
-            self._rows.append(row)
-        if len(self._rows) < 2:
-            raise ConfigError(
-                f"{path}: {len(self._rows)} rows; at least 2 are needed, one to train on and one to hold out"
-            )
-        self._path = path
-        self._num_rows = len(self._rows)
-        self.num_held_out = max(1, int(len(self._rows) * HELD_OUT_SHARE))
-
-    def task(self, index: int, *, held_out: bool = False) -> Task:
-        num_train = len(self._rows) - self.num_held_out
-        row = self._rows[num_train + index % self.num_held_out] if held_out else self._rows[index % num_train]
-        return Task(prompt=row["prompt"], record=row)
-
-    def apart(self, num_held_out: int) -> JsonLines:
-        """See TaskSource. Excludes the prompts of every held-out row, however many are evaluated."""
-        train, held = self._rows[: -self.num_held_out], self._rows[-self.num_held_out :]
-        apart = {row["prompt"] for row in held}
-        left = [row for row in train if row["prompt"] not in apart]
-        if not left:
-            raise ConfigError(
-                f"{self._path}: each of the {len(train)} training rows has the prompt of a held-out row (the last "
-                f"{self.num_held_out} rows); add rows with other prompts"
-            )
-        other = copy.copy(self)
-        other._rows = [*left, *held]
-        return other
-
-    @property
-    def held_out_notice(self) -> str:
-        if len(self._rows) == self._num_rows:
-            return ""
-        return (
-            f"{self._num_rows - len(self._rows)} of {self._num_rows} rows of {self._path} are neither trained on nor "
-            f"evaluated: they repeat prompts of the {self.num_held_out} held-out rows"
-        )
-
-    def score(self, answer: str, record: Record) -> float:
-        """1 if the texts are equal up to white space, else 0."""
-        return float(" ".join(answer.split()) == " ".join(str(record["answer"]).split()))
-
-
 class UserEnvironment:
     """A user's environment. NAME(options, seed) returns an object with two methods:
 
-    record(index: int, held_out: bool) -> dict      # `prompt`, and anything else its verifier needs; pure
+    record(index: int, held_out: bool) -> dict      # `prompt`, a text or messages, and what its verifier needs; pure
     score(answer: str, record: dict) -> float       # or (reward, its parts by name)
 
     The user defines what an index means, so a held-out prompt returned for training is counted, not replaced.
@@ -208,12 +108,12 @@ class UserEnvironment:
 
     num_held_out = None
 
-    def __init__(self, named: str, options: Mapping[str, Any], seed: int) -> None:
-        self._where = f"task.source = {named!r}"
-        self._num_apart = 0
-        self._apart: frozenset[str] | None = None
+    def __init__(self, named: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
+        """key: of the job file that names it, for messages."""
+        self._where = f"{key} = {named!r}"
+        self._apart: frozenset[Prompt] = frozenset()
         self._num_drawn = self._num_both = 0
-        make = user_code.load(named, "task.source")
+        make = user_code.load(named, key)
         try:
             self._environment = make(dict(options), seed)
             self.score = self._environment.score
@@ -227,19 +127,20 @@ class UserEnvironment:
                 record = self._environment.record(index, held_out)
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(f"{self._where}: record {index}: {type(error).__name__}: {error}") from error
-        if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
-            raise ConfigError(f"{self._where}: record {index} must be a dict with a string `prompt`, not {record!r}")
-        task = Task(prompt=record["prompt"], record=record)
-        if self._num_apart and not held_out:
-            if self._apart is None:
-                self._apart = frozenset(t.prompt for t in distinct_held_out(self, self._num_apart))
+        if not isinstance(record, Mapping) or "prompt" not in record:
+            raise ConfigError(f"{self._where}: record {index} must be a dict with a `prompt`, not {record!r}")
+        try:
+            task = Task(prompt=prompt_of(record["prompt"]), record=record)
+        except ValueError as error:
+            raise ConfigError(f"{self._where}: the prompt of record {index} {error}") from error
+        if self._apart and not held_out:
             self._num_drawn += 1
             self._num_both += task.prompt in self._apart
         return task
 
-    def apart(self, num_held_out: int) -> UserEnvironment:
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> UserEnvironment:
         other = copy.copy(self)
-        other._num_apart, other._apart = num_held_out, None
+        other._apart = set_apart(evaluation or self, num_held_out)
         other._num_drawn = other._num_both = 0
         return other
 
@@ -259,7 +160,7 @@ class Emulated:
     num_held_out = None
     held_out_notice = ""
 
-    def apart(self, num_held_out: int) -> Emulated:
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> Emulated:
         return self
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
@@ -269,29 +170,81 @@ class Emulated:
         return float(answer.split(" ", 1)[0] == str(REWARD_TOKEN + 1))
 
 
-def distinct_held_out(source: TaskSource, count: int) -> list[Task]:
-    """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
-    at_most = count if source.num_held_out is None else min(count, source.num_held_out)
-    found: dict[str, Task] = {}
-    for index in range(at_most):
-        task = source.task(index, held_out=True)
-        found.setdefault(task.prompt, task)
-    return list(found.values())
+class EvaluationRecord(dict[str, Any]):
+    """A record of a separate source of evaluation prompts, which has its own verifier."""
 
 
-def make_source(source: str, options: Mapping[str, Any], seed: int) -> TaskSource:
-    """Create the task source named `kind:name`. Raises ConfigError."""
+class WithEvaluation:
+    """Training prompts of one source, and held-out prompts of another."""
+
+    def __init__(self, training: TaskSource, evaluation: TaskSource) -> None:
+        self._training, self._evaluation = training, evaluation
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        if not held_out:
+            return self._training.task(index)
+        task = self._evaluation.task(index, held_out=True)
+        return Task(prompt=task.prompt, record=EvaluationRecord(task.record))
+
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> WithEvaluation:
+        of = evaluation or self._evaluation
+        return WithEvaluation(self._training.apart(num_held_out, of), self._evaluation)
+
+    @property
+    def num_held_out(self) -> int | None:
+        return self._evaluation.num_held_out
+
+    @property
+    def held_out_notice(self) -> str:
+        return self._training.held_out_notice
+
+    def score(self, answer: str, record: Record) -> float | tuple[float, dict[str, float]]:
+        of = self._evaluation if isinstance(record, EvaluationRecord) else self._training
+        return of.score(answer, record)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """Settings of a task source; see TaskConfig. evaluation: source of the held-out prompts; empty: this one's own."""
+
+    source: str
+    options: Mapping[str, Any]
+    seed: int
+    columns: Columns = Columns()
+    evaluation: str = ""
+    evaluation_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> TaskSource:
+        """Create the source. Raises ConfigError."""
+        if not self.evaluation:
+            return make_source(self.source, self.options, self.seed, self.columns)
+        training = make_source(self.source, self.options, self.seed, self.columns, Use.TRAINING)
+        options = self.evaluation_options
+        return WithEvaluation(training, make_source(self.evaluation, options, self.seed, self.columns, Use.EVALUATION))
+
+
+def make_source(
+    source: str, options: Mapping[str, Any], seed: int, columns: Columns | None = None, use: Use = Use.BOTH
+) -> TaskSource:
+    """Create the task source named `kind:name`. columns, use: of a data set's rows. Raises ConfigError."""
+    key = "task.eval_source" if use is Use.EVALUATION else "task.source"
+    where = f"{key} = {source!r}"
     kind, _, name = source.partition(":")
     if kind == "reasoning_gym" and name:
-        return ReasoningGym(name, options, seed)
-    if kind == "jsonl" and name:
-        return JsonLines(Path(name))
+        return ReasoningGym(name, options, seed, key)
+    if kind in ("jsonl", "parquet", "datasets") and name:
+        rows: Rows
+        if kind == "datasets":
+            rows = DatasetRows(name, options, where)
+        else:
+            rows = JsonLines(Path(name), where) if kind == "jsonl" else ParquetRows(Path(name), where)
+        return RowSource(rows, columns or Columns(), where, use)
     if source == "emulated":
         return Emulated()
     if name:
-        return UserEnvironment(source, options, seed)
+        return UserEnvironment(source, options, seed, key)
     raise ConfigError(
-        f"task.source = {source!r}: expected reasoning_gym:DATASET, jsonl:FILE, file.py:NAME or module:NAME"
+        f"{where}: expected reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:NAME, file.py:NAME or module:NAME"
     )
 
 
@@ -303,23 +256,31 @@ def math_verify_reward(answer: str, record: Record) -> float:
     return float(verify(parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$"), parse(answer)))
 
 
-def make_reward(function: str, source: TaskSource) -> Reward:
-    """Load the reward named `function`: task, math_verify, path/to/file.py:name, or module:name. Raises ConfigError."""
+def make_reward(function: str, source: TaskSource, parts: Mapping[str, RewardPart] = MappingProxyType({})) -> Reward:
+    """The reward named `function`, or the weighted sum of `parts`. Raises ConfigError."""
+    if not parts:
+        return _load_reward(function, source, "reward.function")
+    if function != "task":
+        raise ConfigError(f"reward.function = {function!r}: there are reward.parts too; make it one of them")
+    loaded = {n: _load_reward(part.function, source, f"reward.parts.{n}.function") for n, part in parts.items()}
+    return WeightedSum(loaded, {name: part.weight for name, part in parts.items()})
+
+
+def _load_reward(function: str, source: TaskSource, key: str) -> Reward:
+    """Load task, math_verify, path/to/file.py:name, or module:name. key: of the job file, for messages."""
     if function == "task":
         return source.score
     if function == "math_verify":
         return math_verify_reward
     if ":" not in function:
-        raise ConfigError(f"reward.function = {function!r}: expected task, math_verify, file.py:name or module:name")
-    reward: Reward = user_code.load(function, "reward.function")
+        raise ConfigError(f"{key} = {function!r}: expected task, math_verify, file.py:name or module:name")
+    reward: Reward = user_code.load(function, key)
     num_required = sum(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in inspect.signature(reward).parameters.values()
     )
     if num_required > 2:
-        raise ConfigError(
-            f"reward.function = {function!r}: must take (answer, record), but requires {num_required} arguments"
-        )
+        raise ConfigError(f"{key} = {function!r}: must take (answer, record), but requires {num_required} arguments")
     return reward
 
 

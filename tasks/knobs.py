@@ -13,16 +13,23 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 from stores.errors import ConfigError
 
+NAME = r"^[A-Za-z][A-Za-z0-9_-]*$"
+"""What the names of a table of tables look like; keys are joined by dots."""
 METADATA = "knob"
 """The key of a field's metadata that holds its Knob."""
+LARGEST = 2**63 - 1
+"""The largest whole number of a TOML file, and of what stores and seeds keep."""
+SHOWN = 60
+"""Most characters of a value that a message repeats."""
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
@@ -56,8 +63,11 @@ class Knob:
         if self.choices and value not in self.choices and not (self.own and names_user_code(value)):
             near = difflib.get_close_matches(str(value), self.choices, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            return f"must be one of {', '.join(self.choices)}, not {value!r}{hint}"
+            own = ", or your own, file.py:NAME" if self.own else ""
+            return f"must be one of {', '.join(self.choices)}{own}, not {shown(value)}{hint}"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if isinstance(value, int) and abs(value) > LARGEST:
+                return f"= {shown(value)} is out of range; it must be at most {LARGEST}, in 64 bits"
             if not math.isfinite(value):
                 return f"= {value!r} must be finite"
             below = self.low is not None and value < self.low
@@ -65,6 +75,15 @@ class Knob:
             if below or beyond or (self.above is not None and value <= self.above):
                 return f"= {value!r} is out of range; it must be {self.limits}"
         return ""
+
+
+def shown(value: object) -> str:
+    """A value as a message repeats it: on one line, and not too long."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        text = hex(value) if isinstance(value, int) else type(value).__name__
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
 def names_user_code(value: object) -> bool:
@@ -134,13 +153,14 @@ def build(cls: type[T], tree: object, where: str, prefix: str = "") -> T:
     return cls(**read(cls, tree, where, prefix))
 
 
-def read(cls: type[Any], tree: object, where: str, prefix: str = "") -> dict[str, Any]:
+def read(cls: type[Any], tree: object, where: str, prefix: str = "", root: type[Any] | None = None) -> dict[str, Any]:
     """Nested plain values, checked against the knobs of `cls` and its nested dataclasses; unset keys are left out.
 
-    where: the source, for messages. A key in its class's REFUSED is rejected with the reason given there. Raises
-    ConfigError."""
+    where: the source, for messages. root: the class of the whole tree, where the right place of a wrong key is looked
+    for. A key in its class's REFUSED is rejected with the reason given there. Raises ConfigError."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where}: {prefix.rstrip('.')} must be a table, not {tree!r}")
+        raise ConfigError(f"{where}: {prefix.rstrip('.')} must be a table, not {shown(tree)}")
+    root = root or cls
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     known = {f.name: f for f in fields if spec_of(f) or dataclasses.is_dataclass(hints[f.name])}
@@ -150,30 +170,84 @@ def read(cls: type[Any], tree: object, where: str, prefix: str = "") -> dict[str
         if why := getattr(cls, "REFUSED", {}).get(name):
             raise ConfigError(f"{where}: {key} is not supported: {why}")
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known) or 'none'}"
-            raise ConfigError(f"{where}: unknown key {key}; {hint}")
+            raise ConfigError(f"{where}: unknown key {shown(key)[1:-1]}; {_nearest(str(name), known, prefix, root)}")
         spec = spec_of(known[name])
-        if spec is None:
-            read_values[name] = build(hints[name], value, where, f"{key}.")
+        if entries := entry_type(hints[name]):
+            named = _entries(value, f"{where}: {key}")
+            read_values[name] = {
+                entry: entries(**read(entries, v, where, f"{key}.{entry}.", root)) for entry, v in named.items()
+            }
+        elif spec is None:
+            read_values[name] = hints[name](**read(hints[name], value, where, f"{key}.", root))
         else:
             read_values[name] = _checked(value, hints[name], spec, f"{where}: {key}")
     return read_values
 
 
+def _nearest(name: str, known: Mapping[str, Any], prefix: str, root: type[Any]) -> str:
+    """What may have been meant by an unknown key: a similar one of the same table, or its own name in another."""
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {prefix}{near[0]}?"
+    if elsewhere := [key for key in _keys(root, "") if key.rpartition(".")[2] == name]:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"known here: {', '.join(known) or 'none'}"
+
+
+def _keys(cls: type[Any], prefix: str) -> Iterator[str]:
+    """The keys of a tree of dataclasses, dotted."""
+    hints = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+    for declared in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        if spec_of(declared) is not None:
+            yield f"{prefix}{declared.name}"
+        elif dataclasses.is_dataclass(hints[declared.name]):
+            yield from _keys(hints[declared.name], f"{prefix}{declared.name}.")
+
+
+def entry_type(hint: Any) -> type[Any] | None:
+    """The dataclass of a table of named tables, dict[str, X]; None for any other type."""
+    found = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
+    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+
+
+def _entries(tree: object, where: str) -> Mapping[str, Any]:
+    """The entries of a table of named tables. Raises ConfigError."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where} must be a table of named tables, not {shown(tree)}")
+    for name in tree:
+        if not re.search(NAME, name):
+            raise ConfigError(f"{where}: {name!r} is no name; use letters, digits, - and _, a letter first")
+    return tree
+
+
 def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:
     kind = typing.get_origin(hint) or hint
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
         value = float(value)
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        raise ConfigError(f"{where} {spec.fault(value)}")
+    if isinstance(value, Mapping) and kind is dict:
+        _refuse_large(value, where)
     if (
         isinstance(kind, types.UnionType)
         or not isinstance(value, kind)
         or (isinstance(value, bool) and kind is not bool)
     ):
-        raise ConfigError(f"{where} must be {_article(kind.__name__)}, not {value!r}")
+        raise ConfigError(f"{where} must be {_article(kind.__name__)}, not {shown(value)}")
     if fault := spec.fault(value):
         raise ConfigError(f"{where} {fault}")
     return value
+
+
+def _refuse_large(value: object, where: str) -> None:
+    """Raise ConfigError for a whole number in a free-form table that TOML and stores cannot hold."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            _refuse_large(below, f"{where}.{key}")
+    elif isinstance(value, list):
+        for below in value:
+            _refuse_large(below, where)
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        raise ConfigError(f"{where} = {shown(value)} is out of range; it must be at most {LARGEST}, in 64 bits")
 
 
 def _article(kind: str) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from stores.errors import ConfigError
+from tasks.drawn_texts import DrawnTexts
 from tasks.engines.emulated import words
-from tasks.environments import Record, Task, TaskSource, distinct_held_out, make_source
-from tasks.texts import NumberTexts, tokenizer_texts
+from tasks.environments import SourceSettings
+from tasks.fitting import FittingSource
+from tasks.task_source import Message, Record, Task, TaskSource, distinct_held_out, shown_prompt
+from tasks.texts import NumberTexts, TokenizerTexts, tokenizer_texts
 from tasks.workload import Workload
 
 
@@ -27,20 +30,26 @@ class PromptSettings:
     context: tokens the model can attend to. kv_tokens: tokens an engine's cache can hold."""
 
     tokenizer: str
-    source: str
-    options: dict[str, Any]
-    seed: int
+    source: SourceSettings
     template: str
     chat: bool
+    system: str
     max_new_tokens: int
     context: int
     kv_tokens: int
     held_out: int | None
     """Number of held-out prompts excluded from training; None for a store of an earlier version: none excluded."""
+    longest: int | None = None
+    """Tokens beyond which a prompt is replaced by another; None: it is refused. For an existing store it must be the
+    value in its header."""
     workload: Workload | None = None
     """Source of prompt lengths in an emulated run, which has no tokenizer; else None."""
+    drawn_responses: bool = False
+    """Whether responses are an emulated engine's, which stand for random texts."""
 
     def build(self) -> Prompts:
+        if self.drawn_responses:
+            return TokenizedPrompts(self, DrawnTexts(self.tokenizer))
         return TokenizedPrompts(self) if self.workload is None else EmulatedPrompts(self.workload)
 
 
@@ -86,26 +95,58 @@ class TokenizedPrompts:
     """Prompts of a task source, encoded by the model's tokenizer. Threads may share one. Which prompt a group's id
     stands for depends on `held_out`: for an existing store it must be the value in its header."""
 
-    def __init__(self, settings: PromptSettings) -> None:
+    def __init__(self, settings: PromptSettings, texts: TokenizerTexts | None = None) -> None:
+        """texts: the model's tokenizer, if it is loaded already."""
+        if settings.system and not settings.chat:
+            raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
-        source = make_source(settings.source, settings.options, settings.seed)
+        source = settings.source.build()
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
-        self._texts = tokenizer_texts(settings.tokenizer)
+        if settings.longest is not None:
+            self._source = FittingSource(self._source, self._fits)
+        self._texts = texts or tokenizer_texts(settings.tokenizer)
 
     def encode(self, task: Task) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
-        text = self._settings.template.format(prompt=task.prompt)
-        ids = self._texts.ids(text, chat=self._settings.chat)
-        settings = self._settings
-        room = min(settings.context, settings.kv_tokens) - settings.max_new_tokens
+        ids = self._ids(task)
+        settings, room = self._settings, self._room
         if not 0 < len(ids) <= room:
             smaller = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
             raise ConfigError(
                 f"a prompt has {len(ids)} tokens; it must have 1 to {room}, {smaller} of "
                 f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
-                f"{task.prompt[:60]!r}..."
+                f"{shown_prompt(task.prompt)}{'; task.skip_long = true skips such prompts' if ids else ''}"
             )
         return ids
+
+    def _ids(self, task: Task) -> tuple[int, ...]:
+        prompt, template = task.prompt, self._settings.template
+        if self._settings.chat:
+            *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+            messages = [*before, last._replace(content=template.format(prompt=last.content))]
+            if self._settings.system and messages[0].role != "system":
+                messages.insert(0, Message("system", self._settings.system))
+            return self._texts.chat_ids(messages)
+        if not isinstance(prompt, str):
+            raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
+        return self._texts.ids(template.format(prompt=prompt))
+
+    def _fits(self, task: Task) -> bool:
+        """Whether a prompt is no longer than `longest`."""
+        longest = self._settings.longest
+        return longest is None or not self.may_be_too_long(task) or len(self._ids(task)) <= longest
+
+    def may_be_too_long(self, task: Task) -> bool:
+        """Whether a prompt could exceed its room, by its length alone: a token has at least one byte."""
+        prompt, room = task.prompt, self._room if self._settings.longest is None else self._settings.longest
+        texts = (prompt,) if isinstance(prompt, str) else tuple(message.content for message in prompt)
+        num_bytes = sum(len(text.encode()) for text in (*texts, self._settings.template))
+        return self._settings.chat or num_bytes > room
+
+    @property
+    def _room(self) -> int:
+        """Most tokens of a prompt."""
+        return min(self._settings.context, self._settings.kv_tokens) - self._settings.max_new_tokens
 
     def task(self, index: int) -> Task:
         """Training prompt `index`."""
@@ -113,7 +154,7 @@ class TokenizedPrompts:
 
     def held_out(self, count: int) -> list[Task]:
         """The first `count` held-out prompts without duplicates; may be fewer."""
-        return distinct_held_out(self._source, count)
+        return [task for task in distinct_held_out(self._source, count) if self._fits(task)]
 
     @property
     def held_out_notice(self) -> str:

@@ -8,7 +8,6 @@ arrive on standard input and answers leave on standard output, as length-prefixe
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import select
@@ -17,12 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from stores.errors import ConfigError
-from tasks.environments import extract_answer, make_reward, make_source
+from tasks.environments import SourceSettings, extract_answer, make_reward
+from tasks.reward_part import RewardPart
+from tasks.rewards import NoNumber, numbers_of
 
 START_S = 60.0
 """Seconds the scoring process may take to import what it needs."""
@@ -37,10 +38,9 @@ HEADER = struct.Struct("<I")
 class ScoringSettings:
     """Settings of the reward that the scoring process builds; see TaskConfig and RewardConfig."""
 
-    source: str
-    options: dict[str, Any]
-    seed: int
+    source: SourceSettings
     function: str
+    parts: Mapping[str, RewardPart] = field(default_factory=dict)
     answer_pattern: str
     timeout_s: float
 
@@ -195,8 +195,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """The main loop of the scoring process: settings first, then pairs until the other side closes."""
     settings: ScoringSettings = _read(requests, None)
     try:
-        source = make_source(settings.source, settings.options, settings.seed)
-        reward_of = make_reward(settings.function, source)
+        reward_of = make_reward(settings.function, settings.source.build(), settings.parts)
     except ConfigError as error:
         _write(answers, str(error))
         return
@@ -207,13 +206,11 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         except EOFError:
             return
         try:
-            result = reward_of(extract_answer(settings.answer_pattern, response), record)
-            reward, parts = result if isinstance(result, tuple) else (result, {})
-            reward = float(reward)
-            # Plain numbers: a user's class could not be loaded in the process that reads the answer.
-            parts = {str(name): float(part) for name, part in dict(parts).items()}
-            problem = "" if math.isfinite(reward) else f"the reward is {reward}; it must be a finite number"
-        except Exception as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded as data
+            reward, parts = numbers_of(reward_of(extract_answer(settings.answer_pattern, response), record))
+            problem = ""
+        except NoNumber as refused:
+            reward, parts, problem = 0.0, {}, str(refused)
+        except (Exception, SystemExit) as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded
             reward, parts, problem = 0.0, {}, f"{type(raised).__name__}: {raised}"
         _write(answers, (number, 0.0 if problem else reward, parts, problem[:500]))
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from stores.errors import ConfigError
+from tasks.task_source import Message
+from tasks.user_code import said
 
 LOOK_BACK = 8
 """Preceding tokens decoded with each token: alone it may lack its leading space, or be an incomplete character."""
@@ -34,13 +38,25 @@ class TokenizerTexts:
         with self._lock:
             return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
 
-    def ids(self, text: str, *, chat: bool = False) -> tuple[int, ...]:
-        """Token ids of a text. chat: encode it as a user's turn in the tokenizer's chat template."""
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text."""
         with self._lock:
-            if chat:
-                turn = [{"role": "user", "content": text}]
-                text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a conversation in the tokenizer's chat template, up to where the assistant's answer begins.
+        Raises ConfigError if the template fails."""
+        with self._lock:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    [message._asdict() for message in messages], tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # a model's template may raise anything
+                roles = ", ".join(message.role for message in messages)
+                raise ConfigError(
+                    f"task.chat = true: the chat template fails on messages of {roles}: {said(error)}"
+                ) from error
+        return self.ids(text)
 
 
 class NumberTexts:
@@ -51,14 +67,44 @@ class NumberTexts:
 
 
 def tokenizer_texts(model: str) -> TokenizerTexts:
+    """A model's tokenizer as texts. Raises ConfigError if it cannot be loaded."""
+    return TokenizerTexts(load_tokenizer(model))
+
+
+def load_tokenizer(model: str) -> Any:
     """Load a model's tokenizer. Raises ConfigError if that fails."""
     from transformers import AutoTokenizer
 
     try:
-        return TokenizerTexts(AutoTokenizer.from_pretrained(model))
+        return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.path = {model!r}: its tokenizer cannot be loaded: {reason}") from error
+
+
+class FileTexts:
+    """Text by a tokenizer file alone, without transformers: loaded in milliseconds, safe for threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
+
+
+def file_texts(folder: Path) -> FileTexts | None:
+    """Load a model folder's tokenizer from its tokenizer.json; None where only transformers decodes as it should:
+    without that file, with tokens that are defined elsewhere, or if spaces are to be cleaned up."""
+    import tokenizers
+
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        added = [int(id) for id in settings.get("added_tokens_decoder", {})]
+        special = settings.get("clean_up_tokenization_spaces") or any(tokenizer.id_to_token(i) is None for i in added)
+    except Exception:  # noqa: BLE001  the library raises plain Exception for a file that it cannot read
+        return None
+    return None if special else FileTexts(tokenizer)
 
 
 def pieces(texts: Texts, tokens: Sequence[int]) -> list[str]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from pipeline.runtime import local_cluster
+from tests.support import browser
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,11 +25,25 @@ settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare the garbage collector what all imports have made: with torch loaded a full collection takes a second, and
-    closing an engine of transformers asks for two."""
+    closing an engine of transformers asks for two. Where some test samples from a model, all tests' local workers are
+    forked from one process that has torch: which tests run first decides nothing."""
     gc.collect()
     gc.freeze()
+    if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
+        local_cluster.prepare(1, local_cluster.modules(emulated=False))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Say in the very last line which tests a machine without a browser has left out."""
+    yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    count = sum(browser.REASON in str(report.longrepr) for report in skipped)
+    if count:
+        reporter.write_line(f"{count} tests of pages were left out: {browser.MISSING} not found on this machine")
 
 
 @pytest.fixture(scope="session")

@@ -173,6 +173,17 @@ def test_our_package_names_clash_with_nothing_installed() -> None:
         assert set(owners.get(name, [])) <= {"staleflow"}
 
 
+def test_deadlines_are_asyncio_timeouts() -> None:
+    """asyncio.wait_for of Python 3.11 swallows a cancellation that comes in the same moment as the result."""
+    used = {
+        name: node.lineno
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
+    }
+    assert used == {}
+
+
 def test_package_inits_hold_a_docstring_only() -> None:
     for path in (p for top in PACKAGES for p in Path(top).rglob("__init__.py")):
         lines = [line for line in path.read_text().splitlines() if line.strip()]

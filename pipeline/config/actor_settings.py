@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,10 @@ from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSe
 
 if TYPE_CHECKING:
     from tasks.actors.trajectory_server import ServerSettings
+    from tasks.environments import SourceSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
-    from tasks.training.policy_trainer import PolicySettings
+    from tasks.training.policy import PolicySettings
 
 
 def run_header(config: RunConfig) -> RunHeader:
@@ -35,52 +37,79 @@ def run_header(config: RunConfig) -> RunHeader:
     )
 
 
+def source_settings(config: RunConfig) -> SourceSettings:
+    """Settings of the source of prompts and of evaluation prompts."""
+    from tasks.environments import SourceSettings
+
+    task = config.task
+    if not config.has_texts:
+        return SourceSettings(source="emulated", options={}, seed=config.seed)
+    return SourceSettings(
+        source=task.source,
+        options=dict(task.options),
+        seed=config.seed,
+        columns=task.columns,
+        evaluation=task.eval_source,
+        evaluation_options=dict(task.eval_options),
+    )
+
+
 def scoring_settings(config: RunConfig) -> ScoringSettings:
     from tasks.scoring import ScoringSettings
 
     return ScoringSettings(
-        source="emulated" if config.emulated else config.task.source,
-        options=dict(config.task.options),
-        seed=config.seed,
+        source=source_settings(config),
         function=config.reward.function,
+        parts=dict(config.reward.parts),
         answer_pattern=config.task.answer_pattern,
         timeout_s=config.reward.timeout_s,
     )
 
 
-def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int | None) -> PromptSettings:
+def prompt_settings(
+    config: RunConfig, context: int = 2**31, *, held_out: int | None, longest: int | None
+) -> PromptSettings:
     """Settings of the prompt stream. context: tokens the model can attend to; unlimited for prompts already stored.
-    held_out: as in the store's RunHeader."""
+    held_out, longest: as in the store's RunHeader."""
     from tasks.prompts import PromptSettings
 
     return PromptSettings(
         tokenizer=config.model.path,
-        source=config.task.source,
-        options=dict(config.task.options),
-        seed=config.seed,
+        source=source_settings(config),
         template=config.task.template,
         chat=config.task.chat,
+        system=config.task.system,
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,
         held_out=held_out,
-        workload=make_workload(config) if config.emulated else None,
+        longest=longest,
+        workload=None if config.has_texts else make_workload(config),
+        drawn_responses=config.emulated and config.has_texts,
     )
+
+
+def longest_prompt(config: RunConfig, context: int) -> int | None:
+    """Tokens beyond which this job replaces prompts; None if it does not. context: of the model, tokens."""
+    if not config.has_texts or not config.task.skip_long:
+        return None
+    return min(context, config.rollout.engine.kv_tokens) - config.rollout.max_new_tokens
 
 
 def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bool = False) -> ServerSettings:
     """Settings of the trajectory server. context: tokens the model can attend to. resumed: append to the store."""
     from tasks.actors.trajectory_server import ServerSettings
 
+    longest = longest_prompt(config, context)
     return ServerSettings(
-        prompts=prompt_settings(config, context, held_out=config.task.eval_prompts),
-        reward=config.reward.function,
+        prompts=prompt_settings(config, context, held_out=config.task.eval_prompts, longest=longest),
+        reward=config.reward.named,
         group_size=config.batch.group_size,
         members_started=config.members_started,
         advantage=config.training.advantage,
         max_error_share=config.reward.max_error_share,
         store=str(store),
-        header=run_header(config),
+        header=dataclasses.replace(run_header(config), longest_prompt=longest),
         resumed=resumed,
     )
 
@@ -94,7 +123,7 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
             s_per_token=config.simulation.train_s_per_token,
             time_scale=config.rollout.engine.time_scale,
         )
-    from tasks.training.policy_trainer import TrainerSettings
+    from tasks.training.policy import TrainerSettings
 
     return TrainerSettings(
         model=config.model.path,
@@ -135,7 +164,7 @@ def make_workload(config: RunConfig) -> Workload:
     """Responses of this job's simulated or emulated instances. A recorded workload is read from its store."""
     if config.workload.kind == "recorded":
         return _recorded_workload(Path(config.workload.run))
-    fields = {name: value for name, value in values(config.workload).items() if name != "run"}
+    fields = {name: value for name, value in values(config.workload).items() if name not in ("run", "prompts")}
     return DrawnWorkload(
         WorkloadSettings(
             **fields, members=config.members_started, max_tokens=config.rollout.max_new_tokens, seed=config.seed

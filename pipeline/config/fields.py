@@ -6,13 +6,13 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time
 from typing import Any
 
 from stores.errors import ConfigError
-from tasks.knobs import Knob, default_of, spec_of
+from tasks.knobs import Knob, default_of, spec_of, values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,8 @@ def _toml(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape
+    if dataclasses.is_dataclass(value):
+        value = values(value)  # an entry of a table of named tables
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
     if isinstance(value, (list, tuple)):
@@ -78,6 +80,10 @@ def _toml(value: Any) -> str:
     if isinstance(value, (date, time)):  # a datetime is a date
         return value.isoformat()
     return repr(value)
+
+
+def _below(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else [value]
 
 
 def _toml_key(key: str) -> str:
@@ -89,6 +95,9 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any
         value, spec = getattr(node, declared.name), spec_of(declared)
         if dataclasses.is_dataclass(value):
             yield from _leaves(value, f"{prefix}{declared.name}.")
+        elif value and all(dataclasses.is_dataclass(entry) for entry in _below(value)):
+            for name, entry in value.items():
+                yield from _leaves(entry, f"{prefix}{declared.name}.{name}.")
         elif spec is not None and (spec.shown or value != default_of(declared)):
             yield f"{prefix}{declared.name}", declared, spec, value
 
@@ -100,10 +109,12 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override}: expected key=value, such as training.learning_rate=1e-4")
     try:
         value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # also a number of too many digits; the key's type is checked later
         value = text
     node: Any = tree
     *parents, leaf = key.split(".")
+    if not all((*parents, leaf)):
+        raise ConfigError(f"--set {override}: the key has an empty part; expected key=value, such as task.chat=true")
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):

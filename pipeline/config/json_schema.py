@@ -7,7 +7,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from tasks.knobs import Knob, default_of, spec_of
+from tasks.knobs import NAME, Knob, default_of, entry_type, spec_of
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
@@ -33,6 +33,8 @@ def _table(cls: type[Any]) -> dict[str, Any]:
 
 def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
     schema: dict[str, Any] = {"description": spec.doc, "default": default}
+    if entries := entry_type(hint):
+        return schema | {"type": "object", "propertyNames": {"pattern": NAME}, "additionalProperties": _table(entries)}
     kind = TYPES[typing.get_origin(hint) or hint]
     if spec.choices and spec.own:
         user_code = {"type": kind, "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}

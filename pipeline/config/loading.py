@@ -24,12 +24,18 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     """A job file as nested plain values, unchecked. Raises ConfigError if it is not valid TOML."""
     path = Path(path)
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text("utf-8-sig"))  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such job file; start from examples/demo.toml") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a folder, not a job file; name the file in it") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid TOML: nested too deep") from None
+    except ValueError as error:  # TOMLDecodeError, or a number of too many digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
 

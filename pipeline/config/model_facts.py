@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 
+from pipeline.config.model_files import find_model, read_context
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 
@@ -20,24 +20,26 @@ class ModelFacts:
     nonce: str
 
 
-def inspect_model(config: RunConfig) -> ModelFacts:
-    """Read the model's configuration and tokenizer, not its weights. Raises ConfigError."""
+def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
+    """Read the model's configuration and tokenizer, not its weights. key: what names the model, for messages. Raises
+    ConfigError."""
     if config.emulated:
         if config.workload.kind == "agentic":
             raise ConfigError('workload.kind = "agentic": only `staleflow simulate` has tool calls; choose another')
-        return ModelFacts(context=2**31, eos=(), nonce=secrets.token_hex(4))
+        if not config.has_texts:
+            return ModelFacts(context=2**31, eos=(), nonce=secrets.token_hex(4))
+    folder = find_model(config.model.path, key)
+    if config.emulated and folder is not None:
+        return ModelFacts(context=read_context(folder, config.model.path), eos=(), nonce=secrets.token_hex(4))
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    path = config.model.path
-    looks_local = path.startswith((".", "/", "~")) or Path(path).parts[0] in ("runs", "models") or path.count("/") > 1
-    if looks_local and not Path(path).is_dir():
-        raise ConfigError(f"model.path = {path!r}: no such folder; for the demo, `make demo` creates it")
+    path = str(folder or config.model.path)
     try:
         architecture = AutoConfig.from_pretrained(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path = {path!r}: cannot be loaded: {reason}") from error
+        raise ConfigError(f"{key} = {config.model.path!r}: cannot be loaded: {reason}") from error
     ends: set[int] = set()
     try:
         declared = GenerationConfig.from_pretrained(path).eos_token_id

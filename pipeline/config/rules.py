@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import string
 from typing import Any
 
 from pipeline.config.schema import RunConfig
@@ -9,17 +11,19 @@ from pipeline.strategies.admission import ADMISSION
 from pipeline.strategies.routing import ROUTING
 from stores.errors import ConfigError
 from tasks.engines.settings import ENGINES
-from tasks.knobs import knobs, values
+from tasks.knobs import knobs, shown, values
 from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP
 from tasks.training.loss import LOSSES
+
+SHOWN_TEMPLATE = 200
+"""Most characters of a corrected template that a message shows."""
 
 
 def check_across(config: RunConfig, where: str) -> None:
     """Raise ConfigError for the first rule that is broken. where: the source, for messages."""
-    if not config.model.path and not config.emulated:
+    if not config.model.path and config.has_texts:
         raise ConfigError(f"{where}: model.path is missing; name a folder or a hub model")
-    if "{prompt}" not in config.task.template:
-        raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {config.task.template!r}")
+    _check_texts(config, where)
     if not config.name or "/" in config.name or config.name.startswith("."):
         raise ConfigError(f"{where}: name = {config.name!r} must be a plain folder name")
     advantage = config.training.advantage
@@ -42,6 +46,29 @@ def check_across(config: RunConfig, where: str) -> None:
             raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
     _check_engine(config, where)
     _check_virtual(config, where)
+
+
+def _check_texts(config: RunConfig, where: str) -> None:
+    """Check that the template can be filled, and that the pattern finds an answer."""
+    template, pattern = config.task.template, config.task.answer_pattern
+    if "{prompt}" not in template:
+        raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {shown(template)}")
+    doubled = "{prompt}".join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{prompt}"))
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError:
+        names = ["{"]
+    if set(names) != {"prompt"}:
+        raise ConfigError(
+            f"{where}: task.template: only {{prompt}} is replaced; write any other brace twice: "
+            f"{doubled if len(doubled) <= SHOWN_TEMPLATE else shown(doubled)}"
+        )
+    try:
+        groups = re.compile(pattern).groups
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ConfigError(f"{where}: task.answer_pattern = {shown(pattern)} does not compile: {error}") from error
+    if pattern and not groups:
+        raise ConfigError(f"{where}: task.answer_pattern = {shown(pattern)} has no group; put the answer's part in ( )")
 
 
 def _check_engine(config: RunConfig, where: str) -> None:

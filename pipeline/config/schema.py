@@ -17,10 +17,12 @@ from pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
+from tasks.columns import Columns
 from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
 from tasks.knobs import knob
 from tasks.names import WORKLOAD_NAMES
 from tasks.registry import choice, composed
+from tasks.reward_part import RewardPart
 from tasks.training.settings import TrainingConfig
 
 
@@ -39,15 +41,29 @@ class TaskConfig:
 
     source: str = knob(
         "reasoning_gym:chain_sum",
-        "reasoning_gym:DATASET, jsonl:FILE with fields prompt and answer, or your own class, path/to/file.py:NAME",
+        "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, or your own class, "
+        "path/to/file.py:NAME",
     )
-    options: dict[str, Any] = knob({}, "arguments of the source, such as min_terms of a reasoning-gym dataset")
-    template: str = knob("{prompt}", "text around each prompt; must contain {prompt}")
-    chat: bool = knob(False, "wrap the prompt in the tokenizer's chat template, as a user turn")
+    options: dict[str, Any] = knob(
+        {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"
+    )
+    columns: Columns = Columns()
+    template: str = knob("{prompt}", "text around each prompt, or around its last message; must contain {prompt}")
+    chat: bool = knob(
+        False, "render prompts by the tokenizer's chat template: a text as a user's message, or a list of messages"
+    )
+    system: str = knob("", "system message of prompts that have none of their own; needs chat")
     answer_pattern: str = knob(
         "", "regular expression whose first group is the answer in a response; empty: the whole response"
     )
+    skip_long: bool = knob(
+        False, "replace prompts too long for the model's context or the KV cache by others, counted; else the run stops"
+    )
     eval_prompts: int = knob(200, "held-out prompts of the evaluations before and after training; 0: none", low=0)
+    eval_source: str = knob(
+        "", "where these prompts come from, named as in task.source; empty: held out of task.source, the last tenth"
+    )
+    eval_options: dict[str, Any] = knob({}, "arguments of eval_source, such as split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +73,9 @@ class RewardConfig:
     function: str = knob(
         "task", "task (the verifier of task.source), math_verify, path/to/file.py:name, or module:name"
     )
+    parts: dict[str, RewardPart] = knob(
+        {}, "in place of function: functions by name, each with a weight; the reward is their weighted sum"
+    )
     workers: int = knob(1, "reward worker processes", low=1, high=1024)
     timeout_s: float = knob(
         10.0, "seconds allowed to score one response; after that its process is killed and an error recorded", above=0
@@ -64,6 +83,11 @@ class RewardConfig:
     max_error_share: float = knob(
         0.5, "share of a batch whose scoring may fail; beyond it the run stops", low=0, high=1
     )
+
+    @property
+    def named(self) -> str:
+        """The functions, as the job file names them."""
+        return f"reward.parts = {', '.join(self.parts)}" if self.parts else f"reward.function = {self.function!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +216,7 @@ class DeadlineConfig:
     stuck_s: float = knob(
         300.0, "seconds without progress before the run stops and reports what it was waiting for", above=0
     )
+    wait_s: float = knob(0.0, "seconds a run may wait for workers of a cluster that others use; 0: no limit", low=0)
 
 
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -229,6 +254,11 @@ class WorkloadConfig:
     )
     signal_share: float = knob(1.0, "share of groups whose rewards are not all equal", low=0, high=1)
     run: str = knob("", "recorded: folder of a stored run whose lengths, prompts and rewards are used")
+    prompts: str = knob(
+        "drawn",
+        "prompts and rewards of the emulated engine: drawn like the responses, or those of [task] and [reward]",
+        choices=("drawn", "task"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +329,11 @@ class RunConfig:
     def emulated(self) -> bool:
         """Whether responses are drawn at random and only their time passes; no model is involved."""
         return self.rollout.engine.name == "emulated"
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether prompts are those of task.source, encoded by the model's tokenizer and scored by the reward."""
+        return not self.emulated or self.workload.prompts == "task"
 
     @property
     def time_scale(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tasks.training.loss import LOSSES
 
 CODE = (
     "task.source",
+    "task.eval_source",
     "reward.function",
     "tracking.tracker",
     "rollout.routing",
@@ -27,24 +28,41 @@ CODE = (
 """Keys of a job that may name user code by file."""
 RULES = ("rollout.routing", "training.advantage", "training.loss.name")
 """Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
-SCORING = ("task.source", "reward.function")
+SCORING = ("task.source", "task.eval_source", "reward.function")
 """Keys whose code scores responses."""
+SOURCES = ("task.source", "task.eval_source")
+"""Keys that may name a data set."""
+DATA = ("jsonl:", "parquet:", "datasets:")
+"""How the name of a data set begins."""
+
+
+def code_keys(reward_parts: Iterable[str]) -> tuple[str, ...]:
+    """Keys of a job with these parts of its reward that may name user code by file."""
+    return (*CODE, *(f"reward.parts.{name}.function" for name in reward_parts))
 
 
 def located(config: RunConfig) -> RunConfig:
     """The job with absolute paths, since a cluster's workers have other working directories."""
-    for key in CODE:
+    for key in code_keys(config.reward.parts):
         file, name = _named(config, key)
         if file:
             config = _set(config, key, f"{Path(file).resolve()}:{name}")
     if Path(config.model.path).is_dir():
         config = _set(config, "model.path", str(Path(config.model.path).resolve()))
-    kind, _, data = config.task.source.partition(":")
-    if kind == "jsonl":
-        config = _set(config, "task.source", f"jsonl:{Path(data).resolve()}")
+    for key in SOURCES:
+        kind, path = data_file(_get(config, key))
+        if path is not None:
+            config = _set(config, key, f"{kind}{path.resolve()}")
     if config.workload.run:
         config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
     return _set(config, "runs_dir", str(Path(config.runs_dir).resolve()))
+
+
+def data_file(source: str) -> tuple[str, Path | None]:
+    """(how it begins, path) of a data set; without path if the source names none, such as a data set on the hub."""
+    kind = next((kind for kind in DATA if source.startswith(kind)), "")
+    path = Path(source.removeprefix(kind))
+    return kind, path if kind and (kind != "datasets:" or path.exists()) else None
 
 
 def placed(config: RunConfig, run_dir: Path) -> RunConfig:
@@ -72,26 +90,28 @@ def check_tracker(named: str) -> None:
         )
 
 
-def with_code(config: RunConfig, keys: Sequence[str] = CODE) -> tuple[RunConfig, dict[str, str]]:
-    """The job with the user code of these keys referenced by file name only, and that code by file name. Raises
-    ConfigError for an unreadable file."""
+def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[RunConfig, dict[str, str]]:
+    """The job with the user code of these keys, by default of all, referenced by file name only, and that code by file
+    name. Raises ConfigError for an unreadable file."""
     code: dict[str, str] = {}
-    for key in keys:
+    for key in code_keys(config.reward.parts) if keys is None else keys:
         file, name = _named(config, key)
         if file:
-            prefix = key.split(".")[-2] + "_"
+            prefix = key.split(".")[-2 if key in CODE else 0] + "_"
             sent_as = prefix + Path(file).name.removeprefix(prefix)
             try:
-                code[sent_as] = Path(file).read_text()
+                text = Path(file).read_text()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{key} = {_get(config, key)!r}: cannot be read: {error}") from error
+            while code.setdefault(sent_as, text) != text:  # files of one name, from two folders
+                sent_as = f"{prefix}{sent_as}"
             config = _set(config, key, f"{sent_as}:{name}")
     return config, code
 
 
 def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
     """The job with that code referenced by its path in `folder`."""
-    for key in CODE:
+    for key in code_keys(config.reward.parts):
         file, name = _named(config, key)
         if file in code:
             config = _set(config, key, f"{folder / file}:{name}")
@@ -105,7 +125,7 @@ def _named(config: RunConfig, key: str) -> tuple[str, str]:
 
 
 def _get(config: RunConfig, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)
+    return reduce(_below, key.split("."), config)
 
 
 def _set(config: RunConfig, key: str, value: str) -> RunConfig:
@@ -115,4 +135,9 @@ def _set(config: RunConfig, key: str, value: str) -> RunConfig:
 
 def _replaced(node: Any, path: Sequence[str], value: str) -> Any:
     first, *rest = path
-    return dataclasses.replace(node, **{first: _replaced(getattr(node, first), rest, value) if rest else value})
+    changed = {first: _replaced(_below(node, first), rest, value) if rest else value}
+    return {**node, **changed} if isinstance(node, Mapping) else dataclasses.replace(node, **changed)
+
+
+def _below(node: Any, name: str) -> Any:
+    return node[name] if isinstance(node, Mapping) else getattr(node, name)

@@ -10,7 +10,7 @@ from pipeline.coordination.phases import Phase
 from pipeline.coordination.state import CoordinatorState
 from pipeline.coordination.work_queue import FRESH
 from stores.staleness import BufferView, EntryState
-from stores.trajectory import AbortReason, InstanceId
+from stores.trajectory import AbortReason, InstanceId, ended_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int], forecast: F
         num_started=ledger.num_started,
         num_live=ledger.num_live,
         ended={
-            fate.value if reason is AbortReason.NONE else f"{fate.value}:{reason.value}": n
+            fate.value if reason is AbortReason.NONE else ended_as(fate, reason): n
             for (fate, reason), n in ledger.num_ended.items()
         },
         staleness_in_flight=_mean(ages[EntryState.RESERVED]),

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import user_files
 from pipeline.config.model_facts import ModelFacts, inspect_model
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.snapshot import Snapshot
+from pipeline.jobs.starts import Starts
+from pipeline.jobs.stopping import Signals
 from pipeline.runtime import fingerprints
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.driver import Driver
+from pipeline.runtime.evaluation import read_evaluations
 from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.run_folder import claimed, prepare_run_dir
-from stores.errors import ConfigError, StaleflowError
+from pipeline.scheduler import board
+from pipeline.scheduler.connection import PATIENT_S
+from stores.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.jobs.reporter import Reporter
+    from pipeline.runtime.workers import DaskWorkers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +48,6 @@ class DriverSlot:
     security: Any = None
 
 
-class DriverSlotTaken(StaleflowError):
-    """The driver's worker belongs to another run."""
-
-
 async def execute(
     config: RunConfig,
     progress: Callable[[Snapshot, Outcomes, str], None],
@@ -54,17 +57,18 @@ async def execute(
     held: bool = False,
     slot: DriverSlot | None = None,
     job: str = "",
+    signals: Signals | None = None,
 ) -> RunEnd:
     """Run a job on the cluster it names, or resume it from its folder. `announce` receives lines for the user, such as
     the dashboard's address. held: the caller has locked the run folder. job: id of a submitted job, whose task reports
-    how it ended."""
+    how it ended. signals: by which the run is stopped."""
     if config.simulation.colocated:
         raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
     facts = inspect_model(config)
     config = user_files.located(config)
     user_files.check(config)
     with contextlib.nullcontext() if held else claimed(config.run_dir):
-        return await _execute(config, facts, progress, announce, resume=resume, slot=slot, job=job)
+        return await _execute(config, facts, progress, announce, resume=resume, slot=slot, job=job, signals=signals)
 
 
 async def _execute(
@@ -76,29 +80,18 @@ async def _execute(
     resume: bool,
     slot: DriverSlot | None,
     job: str,
+    signals: Signals | None,
 ) -> RunEnd:
     """`execute` with the run folder locked."""
     from pipeline.jobs.reporter import Reporter
-    from pipeline.jobs.summary import write_report
-    from pipeline.jobs.tracking import Tracking
-    from pipeline.runtime import resumption as resumptions
+    from pipeline.jobs.summary import summarize, write_report
     from pipeline.runtime.workers import connect
-    from pipeline.scheduler import board
 
     run_dir = config.run_dir
     config, found, changed = _folder_ready(config, resume=resume)
-    cluster = await connect(config, None if slot is None else slot.security)
+    cluster = await (connect(config) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, config.kept_bound)
-
-    def say(line: str) -> None:
-        reporter.say(line)
-        announce(line)
-
-    def show(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
-        tracking.steps(outcomes.steps)
-        reporter.progress(snapshot, outcomes, doing)
-        progress(snapshot, outcomes, doing)
-
+    cluster.job = reporter.id
     ended = "failed", ""
     try:
         if cluster.dashboard:
@@ -106,28 +99,70 @@ async def _execute(
         await board.ask(
             cluster.client, "submit", id=reporter.id, name=config.name, run_dir=str(run_dir), steps=config.steps
         )
-        if not await cluster.settle("" if slot is None else slot.address):
-            raise DriverSlotTaken("this worker belongs to another run")
-        with reporter.listening(), contextlib.ExitStack() as stack:
-            resumption = resumptions.prepare(config) if resume else None
-            if resumption is not None:
-                say(f"resuming from version {resumption.version}")
-            tracking = stack.enter_context(
-                contextlib.closing(Tracking(config, run_dir, 0 if resumption is None else len(resumption.steps)))
+        stopped = await cluster.settle(config, announce, "" if slot is None else slot.address)
+        if stopped:
+            ended = "stopped", stopped
+            summary = summarize(config, Outcomes(stopped=stopped), run_dir)  # not written: nothing has changed
+            return RunEnd(run_dir=run_dir, summary=summary, stopped=stopped)
+        actors = Actors(config, cluster, run_dir, facts)
+        with reporter.listening():
+            outcomes = await _train(
+                config, actors, cluster, reporter, (progress, announce), (found, changed), signals, resume=resume
             )
-            actors = Actors(config, cluster, run_dir, facts)
-            driver = Driver(
-                config, actors, run_dir, show, resumption, announce=say, fingerprints=found, changed=changed
-            )
-            outcomes = await _run_driver(driver, reporter.attend(driver, cluster))
-            ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
-            if outcomes.diagnosis is not None:
-                reporter.say(outcomes.diagnosis.line)
+        ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
+    except BaseException as error:
+        ended = ("failed", str(error)) if isinstance(error, Exception) else ("stopped", "interrupted")
+        raise
     finally:
         with contextlib.suppress(Exception):
             await reporter.report(cluster.client, *(("running", "") if job else ended))
         await cluster.close()
     return RunEnd(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
+
+
+async def _train(
+    config: RunConfig,
+    actors: Actors,
+    cluster: DaskWorkers,
+    reporter: Reporter,
+    told: tuple[Callable[[Snapshot, Outcomes, str], None], Callable[[str], None]],
+    prints: tuple[Fingerprints, list[str]],
+    signals: Signals | None,
+    *,
+    resume: bool,
+) -> Outcomes:
+    """Drive the run on its cluster, from its beginning or from where it is resumed, to its end."""
+    from pipeline.jobs.tracking import Tracking
+    from pipeline.runtime import resumption as resumptions
+
+    run_dir, (progress, announce), (found, changed) = config.run_dir, told, prints
+    resumption = resumptions.prepare(config) if resume else None
+
+    def say(line: str) -> None:
+        reporter.say(line)
+        announce(line)
+
+    def show(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+        tracking.steps(outcomes.steps)
+        starts.note(outcomes)
+        reporter.progress(snapshot, outcomes, doing)
+        progress(snapshot, outcomes, doing)
+
+    version, elapsed_s, num_steps = 0, 0.0, 0
+    if resumption is not None:
+        say(f"resuming from version {resumption.version}")
+        version, elapsed_s, num_steps = resumption.version, resumption.elapsed_s, len(resumption.steps)
+    starts = Starts(run_dir, version, elapsed_s)
+    with contextlib.closing(Tracking(config, run_dir, num_steps)) as tracking:
+        driver = Driver(config, actors, run_dir, show, resumption, announce=say, fingerprints=found, changed=changed)
+        with starts.ending(driver.outcomes):
+            outcomes = await _run_driver(driver, reporter.attend(driver, cluster), signals)
+    if resumption is not None and not outcomes.steps:  # stopped before the run was taken up again
+        outcomes.steps += resumption.steps
+        outcomes.evaluations += read_evaluations(run_dir)
+    if outcomes.diagnosis is not None:
+        reporter.say(outcomes.diagnosis.line)
+    return outcomes
 
 
 def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fingerprints, list[str]]:
@@ -146,15 +181,11 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     return config, found, []
 
 
-async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None]) -> Outcomes:
+async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], signals: Signals | None) -> Outcomes:
     """Run the driver until it ends or a signal stops it, then close it. reporting: runs meanwhile."""
-    loop = asyncio.get_running_loop()
     reports = asyncio.ensure_future(reporting)
-    signals = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-    if threading.current_thread() is not threading.main_thread():
-        signals = {}  # signals belong to the worker process that runs this task
-    for number, why in signals.items():
-        loop.add_signal_handler(number, driver.stop, why)
+    if signals is not None:
+        signals.stop = driver.stop
     try:
         return await driver.run()
     except asyncio.CancelledError:
@@ -164,8 +195,12 @@ async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None]) -> O
         task.uncancel()
         return driver.outcomes  # stopped at once: only committed steps count
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+        if signals is not None:
+            signals.stop = _ending
         reports.cancel()
         await asyncio.gather(reports, return_exceptions=True)
         await driver.close()
+
+
+def _ending(_: str) -> None:
+    """Stop a run that is ending anyway."""

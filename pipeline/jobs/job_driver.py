@@ -1,8 +1,10 @@
 """The driver of a submitted job, as a Dask task: when its worker dies it restarts on another one.
 
-It runs in a thread of a worker, which it claims for its run. After a restart, and after the loss of the trainer or the
-trajectory server, it resumes from the run's newest resume point. A job ends as done, stopped on request, or failed
+It runs in a thread of one of the workers that its job was given. After a restart, and after the loss of the trainer or
+the trajectory server, it resumes from the run's newest resume point. A job ends as done, stopped on request, or failed
 with a reason.
+
+Whoever submits a job imports this module too, so torch and the store are loaded only where a driver runs.
 """
 
 from __future__ import annotations
@@ -15,22 +17,24 @@ import tomllib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed import Reschedule, get_worker, secede
 from distributed.core import Status
 
 from pipeline.config import loading
+from pipeline.config.checks import check_job
 from pipeline.config.schema import RunConfig
 from pipeline.config.user_files import with_code_in
-from pipeline.jobs import reporter
-from pipeline.jobs.execution import DriverSlot, DriverSlotTaken, execute
 from pipeline.runtime.run_folder import FolderInUse, claimed, job_id, refuse_taken, write_job_id
+from pipeline.runtime.workers import DriverSlotTaken
 from pipeline.scheduler import board
-from pipeline.scheduler.connection import Where, client_security
+from pipeline.scheduler.connection import PATIENT_S, Where, client_security
 from pipeline.scheduler.job_list import find
 from stores.errors import ActorLost, StaleflowError
-from stores.versioned import VersionedStore
+
+if TYPE_CHECKING:
+    from pipeline.jobs.execution import DriverSlot
 
 MAX_RESUMES = 3
 """Losses in a row, without a new step in between, after which a driver resumes by itself."""
@@ -53,6 +57,8 @@ class Submission:
 def drive(submission: Submission) -> str:
     """The driver's Dask task; returns how the job ended. Dask runs it again when its worker dies, or the worker that
     holds its result."""
+    from pipeline.jobs.execution import DriverSlot
+
     worker = get_worker()
     slot = DriverSlot(address=worker.address, security=client_security(worker.security))
     secede()  # it is long-running and computes little: free the worker's thread
@@ -62,19 +68,19 @@ def drive(submission: Submission) -> str:
 
 
 async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive: Callable[[], bool]) -> str:
+    from pipeline.jobs import reporter
+
     where = Where(address=scheduler, security=slot.security)
-    async with where.connected() as client:
+    async with where.connected(PATIENT_S) as client:
         job = await find(client, submission.id)
         if job["state"] in board.ENDED:
             return str(job["state"])
-        # Taken by another run, or being restarted because an earlier driver left actors on it.
-        if not await board.ask(client, "slot", id=submission.id, address=slot.address):
-            await asyncio.sleep(1.0)
+        # It waits, or has other workers: Dask restarts a task wherever it may.
+        if not await board.ask(client, "begin", id=submission.id, address=slot.address, driver=client.id):
             raise Reschedule
         try:
             state, why = await _run_to_end(submission, slot, client, scheduler)
         except DriverSlotTaken:
-            await asyncio.sleep(1.0)
             raise Reschedule from None
         except Exception as error:
             if not alive():
@@ -83,6 +89,7 @@ async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive
                 logging.getLogger(__name__).exception("job %s failed", submission.id)
             state, why = "failed", f"{type(error).__name__}: {error}"
         await reporter.report_state(client, submission.id, state, why)
+        await board.ask(client, "end", id=submission.id)
         return state
 
 
@@ -90,11 +97,16 @@ async def _run_to_end(submission: Submission, slot: DriverSlot, client: Any, sch
     """Run the job, resuming after recoverable losses. Returns the final state and the reason, if any."""
     config = on_this_cluster(submission, scheduler)
     async with claimed_for_job(config, submission):
+        if not (config.run_dir / "store").is_dir():  # where it was submitted, not all of this could be checked
+            await asyncio.to_thread(check_job, config)
         return await _resume_to_end(config, submission, slot, client)
 
 
 async def _resume_to_end(config: RunConfig, submission: Submission, slot: DriverSlot, client: Any) -> tuple[str, str]:
     """`_run_to_end` with the run folder locked."""
+    from pipeline.jobs import reporter
+    from pipeline.jobs.execution import execute
+
     trained, resumes = -1, 0
     while True:
         exists = (config.run_dir / "store").is_dir()
@@ -147,6 +159,8 @@ async def claimed_for_job(config: RunConfig, submission: Submission) -> AsyncIte
 
 def committed_steps(run_dir: Path) -> tuple[int, bool]:
     """Number of training steps that a run has committed, and whether its end is stored too."""
+    from stores.versioned import VersionedStore
+
     records = VersionedStore.open(run_dir / "store").steps()
     return sum(r.kind == "step" for r in records), bool(records) and records[-1].kind == "end"
 

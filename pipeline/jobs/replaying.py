@@ -11,7 +11,7 @@ from pipeline.coordination import journal
 from pipeline.coordination.events import RunResumed, StopRequested
 from pipeline.coordination.journal import JournalEntry
 from pipeline.runtime.resumption import parts
-from pipeline.runtime.run_folder import load_job
+from pipeline.runtime.run_folder import load_job, require_run
 from stores.base import StepRecord
 from stores.errors import ConfigError
 from stores.trajectory import TrajectoryId
@@ -36,8 +36,9 @@ class RunReplay:
 def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> RunReplay:
     """Replay all events recorded in a run folder. trajectory: whose events to list. Raises ConfigError, also for a
     trajectory that the run never started."""
+    require_run(run_dir)
     if not (run_dir / "events.jsonl").is_file():
-        raise ConfigError(f"{run_dir}: no recorded events here; `staleflow store ls` lists the runs there are")
+        raise ConfigError(f"{run_dir}: no recorded events; the run was killed before its first, or they were removed")
     # Read before the journals: a run in progress records events before it stores their step.
     records = VersionedStore.open(run_dir / "store").steps() if (run_dir / "store").is_dir() else []
     result = journal.Replay(num_events=0, num_commands=0, difference="")

@@ -99,7 +99,7 @@ class Reporter:
             state, why = "running", ""
             if cluster.waiting:
                 what = "; ".join(f"{name} needs {need}" for name, need in sorted(cluster.waiting.items()))
-                state, why = "waiting", f"{what}; gives up {cluster.start_s:g} s after the start"
+                state, why = "waiting", f"{what}; gives up after {cluster.start_s:g} s (deadlines.start_s)"
             more = {"decisions": driver.decisions(DECISIONS), "tokens_sampled": driver.tokens_sampled()}
             stop = await self.report(cluster.client, state, why, more)
             if stop:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from dataclasses import asdict
+from typing import Any
 
 from distributed import fire_and_forget
 
@@ -17,22 +19,35 @@ from pipeline.config.user_files import with_code
 from pipeline.jobs.job_driver import Submission, drive
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import Where
+from pipeline.scheduler.gang import Needs
+from stores.errors import ConfigError
+
+ARRIVED_POLL_S = 0.02
+"""Seconds between two questions whether the scheduler has a submitted job's task."""
 
 
-async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> str:
-    """Submit a job to a cluster; returns its id as soon as the scheduler has it."""
+async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> dict[str, Any]:
+    """Submit a job, with absolute paths, to a cluster; returns what the board on its scheduler knows of it, as soon as
+    the job has its place in the queue."""
     id = f"{config.name}-{secrets.token_hex(3)}"
-    config = user_files.located(config)
     user_files.check(config)
     config, code = with_code(config)
     submission = Submission(id=id, job=fields.to_toml(config), code=code, resume=resume)
+    needs = Needs(instances=config.rollout.instances, rewards=config.reward.workers, driver=True)
     async with where.connected() as client:
         await board.ask(client, "submit", id=id, name=config.name, run_dir=str(config.run_dir), steps=config.steps)
-        workers = (await client.scheduler.identity(n_workers=-1))["workers"]
-        roles = any("driver" in w["resources"] for w in workers.values())
-        key = board.KEY + id
-        future = client.submit(drive, submission, key=key, pure=False, resources={"driver": 1} if roles else None)
+        # On no worker until the board gives the job some.
+        future = client.submit(drive, submission, key=board.KEY + id, pure=False, workers=[board.NOWHERE])
         fire_and_forget(future)
-        while not await board.ask(client, "known", key=key):
-            await asyncio.sleep(0.02)
-    return id
+        limits = {"needs": asdict(needs), "wait_s": config.deadlines.wait_s}
+        while not (job := await board.ask(client, "queue", id=id, **limits))["queued"]:
+            if future.status in ("error", "lost", "cancelled"):
+                raise ConfigError(f"the scheduler at {client.scheduler.address} refuses the job: {await _why(future)}")
+            await asyncio.sleep(ARRIVED_POLL_S)
+        return dict(job)
+
+
+async def _why(future: Any) -> str:
+    """Why a task that has failed did, in one line."""
+    error = await future.exception() if future.status == "error" else future.status
+    return str(error).partition("\n")[0]

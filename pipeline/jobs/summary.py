@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.config.schema import RunConfig
 from pipeline.jobs.expectation import Expectation, expect
+from pipeline.jobs.starts import read, whole
 from pipeline.profiling.diagnosis import Diagnosis
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.outcomes import Outcomes
@@ -31,7 +32,8 @@ LENGTHS = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
 
 def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, object]:
     """Write both files into the run folder; returns the summary."""
-    summary = summarize(config, outcomes, run_dir)
+    summary = summarize(config, whole(outcomes, run_dir), run_dir)
+    summary["starts"] = [{"version": one.version, "end": one.end} for one in read(run_dir)]
     if outcomes.diagnosis is not None:
         summary["diagnosis"] = diagnosed(outcomes.diagnosis, expect(run_dir, outcomes.profile, outcomes.diagnosis))
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)

@@ -34,7 +34,7 @@ from pipeline.config import fields, user_files
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 from stores.files import replace_text
-from stores.metrics import STEP
+from stores.metrics import REWARD_PART, STEP
 from tasks import user_code
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ class TensorBoard:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             about = STEP[name].help if name in STEP else ""
+            if name.startswith(REWARD_PART):
+                about = f"mean of part {name.removeprefix(REWARD_PART)} of the reward"
             self._writer.add_scalar(name, value, step, summary_description=about)
         self._writer.flush()
 

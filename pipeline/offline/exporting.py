@@ -60,17 +60,9 @@ def export(
 ) -> Exported:
     """Export a run's trajectories to `out`, a file for jsonl, a folder for other formats, which appears only when
     complete. Raises ConfigError before anything is written."""
-    if to not in FORMATS:
-        raise ConfigError(f"--to {to}: unknown format; choose one of {', '.join(FORMATS)}")
-    _refuse_taken(out)
-    if to != "jsonl":
-        frames.require("pyarrow.parquet")
+    store, rows = _chosen(run_dir, to, out, branch, where)
     config = load_job(run_dir)
     texts_of(config)
-    store = VersionedStore.open(run_dir / "store", branch=branch)
-    (rows,) = np.nonzero(Selection(where).mask(store.columns()))
-    if not len(rows):
-        raise ConfigError(f"{run_dir}: no trajectory matches --where {where!r}")
     part = out.with_name(f".{out.name}.part")
     try:
         part.mkdir(parents=True, exist_ok=True)
@@ -96,6 +88,25 @@ def export(
         raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
     count = 1 if to == "jsonl" else len(files)
     return Exported(path=str(out), rows=written, files=count, bytes=size, errors=errors)
+
+
+def refuse(run_dir: Path, to: str, out: Path, branch: str, where: str) -> None:
+    """Raise ConfigError for what `export` refuses, before any worker starts."""
+    _chosen(run_dir, to, out, branch, where)
+
+
+def _chosen(run_dir: Path, to: str, out: Path, branch: str, where: str) -> tuple[VersionedStore, npt.NDArray[np.int64]]:
+    """The store to export and the positions of its chosen rows. Raises ConfigError."""
+    if to not in FORMATS:
+        raise ConfigError(f"--to {to}: unknown format; choose one of {', '.join(FORMATS)}")
+    _refuse_taken(out)
+    if to != "jsonl":
+        frames.require("pyarrow.parquet")
+    store = VersionedStore.open(run_dir / "store", branch=branch)
+    (rows,) = np.nonzero(Selection(where).mask(store.columns()))
+    if not len(rows):
+        raise ConfigError(f"{run_dir}: no trajectory matches --where {where!r}")
+    return store, rows
 
 
 def _refuse_taken(out: Path) -> None:

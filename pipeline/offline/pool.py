@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from pipeline.runtime.workers import HEAVY_ROLES
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import Where
+from pipeline.scheduler.gang import HEAVY_ROLES
 from stores.errors import ActorLost, ConfigError, ProtocolViolation
 from stores.versioned import VersionedStore
 
@@ -102,11 +102,11 @@ class Pool:
 
 
 @contextlib.contextmanager
-def pool_at(where: Where, count: int) -> Iterator[Pool]:
-    """A pool of the named cluster's workers or, if none is named, of `count` local processes. Raises ConfigError if no
-    worker is free."""
+def pool_at(where: Where, count: int, *, model: bool = False) -> Iterator[Pool]:
+    """A pool of the named cluster's workers or, if none is named, of `count` local processes. model: whether its tasks
+    load one. Raises ConfigError if no worker is free."""
     if not where.named:
-        with local_pool(count) as pool:
+        with local_pool(count, model=model) as pool:
             yield pool
         return
     with where.blocking() as client:
@@ -116,20 +116,23 @@ def pool_at(where: Where, count: int) -> Iterator[Pool]:
 
 
 @contextlib.contextmanager
-def local_pool(count: int) -> Iterator[Pool]:
-    """A pool of `count` local worker processes."""
+def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
+    """A pool of `count` local worker processes. model: whether its tasks load one."""
     import dask
     from distributed import Client, LocalCluster
 
-    from pipeline.runtime.workers import worker_environment
+    from pipeline.runtime import local_cluster
 
-    environment = {"distributed.nanny.pre-spawn-environ": worker_environment(1)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
         with (
-            dask.config.set(environment),
+            dask.config.set(local_cluster.forked(1, local_cluster.MODELS if model else ())),
             LocalCluster(
-                n_workers=count, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0"
+                n_workers=count,
+                threads_per_worker=1,
+                memory_limit=0,
+                dashboard_address="127.0.0.1:0",
+                silence_logs=local_cluster.log_level(),
             ) as cluster,
             Client(cluster) as client,
         ):

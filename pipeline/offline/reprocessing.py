@@ -69,7 +69,9 @@ def reprocess(
     done = 0
     config, code = with_code(config, SCORING)
     # As the store's header has it: the job might draw other prompts for its groups now.
-    prompts = actor_settings.prompt_settings(config, held_out=store.header.held_out)
+    prompts = actor_settings.prompt_settings(
+        config, held_out=store.header.held_out, longest=store.header.longest_prompt
+    )
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
     calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
     for first, block in pool.run(score_rows, calls):
@@ -102,19 +104,24 @@ def reprocess(
     )
 
 
+def refuse(run_dir: Path, reward: str, branch: str) -> None:
+    """Raise ConfigError for what `reprocess` refuses, before any worker starts."""
+    branches.refuse((run_dir / "store").resolve(), branch)
+    _with_reward(load_job(run_dir), reward)
+
+
 def _with_reward(config: RunConfig, reward: str) -> RunConfig:
     """The stored job with another reward. Raises ConfigError if it cannot be loaded."""
-    from tasks.environments import make_reward, make_source
+    from tasks.environments import make_reward
 
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts to score")
     file, _, name = reward.rpartition(":")
     if file.endswith(".py"):
         reward = f"{Path(file).resolve()}:{name}"
-    config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward))
+    config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward, parts={}))
+    make_reward(reward, actor_settings.source_settings(config).build())
     texts_of(config)
-    settings = actor_settings.scoring_settings(config)
-    make_reward(reward, make_source(settings.source, settings.options, settings.seed))
     return config
 
 
@@ -186,8 +193,10 @@ def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
         def here(named: str) -> str:
             return f"{folder}/{named}" if named.rpartition(":")[0] in code else named
 
-        scoring = dataclasses.replace(scoring, function=here(scoring.function), source=here(scoring.source))
-        prompts = dataclasses.replace(prompts, source=here(prompts.source))
+        source = scoring.source
+        source = dataclasses.replace(source, source=here(source.source), evaluation=here(source.evaluation))
+        scoring = dataclasses.replace(scoring, function=here(scoring.function), source=source)
+        prompts = dataclasses.replace(prompts, source=source)
     return prompts.build(), scoring
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.model_facts import inspect_model
+from pipeline.config.model_files import check_files, find_model, read_architecture
 from pipeline.config.schema import RunConfig
 from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.runtime.run_folder import load_job
@@ -102,16 +103,8 @@ def rescore(
 ) -> Rescored:
     """Compute the logprobs of a run's responses under a model, a folder or hub name. branch: name of a new branch to
     store them on, which requires all responses. Raises ConfigError before anything is computed."""
-    config = load_job(run_dir)
-    if branch and where:
-        raise ConfigError("--branch stores the logprobs of all trajectories; omit --where")
-    settings = logprob_settings(config, model)
-    path = (run_dir / "store").resolve()
-    store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
-    if branch:
-        branches.refuse(path, branch)
-    columns = store.columns()
-    chosen = Selection(where).mask(columns) & (columns["response_tokens"] > 0)
+    settings, store, chosen = _chosen(run_dir, model, branch, where)
+    path, columns = store.path, store.columns()
     count = len(chosen)
     sums = np.zeros((count, len(SUMS)))
     errors: dict[int, str] = {}
@@ -146,11 +139,51 @@ def rescore(
     )
 
 
+def refuse(run_dir: Path, model: str, branch: str, where: str) -> None:
+    """Raise ConfigError for what `rescore` refuses, before any worker starts."""
+    _chosen(run_dir, model, branch, where)
+
+
+def _chosen(
+    run_dir: Path, model: str, branch: str, where: str
+) -> tuple[LogprobSettings, VersionedStore, npt.NDArray[np.bool_]]:
+    """Settings, the store as it is now, and which of its rows are chosen. Raises ConfigError."""
+    config = load_job(run_dir)
+    if branch and where:
+        raise ConfigError("--branch stores the logprobs of all trajectories; omit --where")
+    path = (run_dir / "store").resolve()
+    store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
+    if branch:
+        branches.refuse(path, branch)
+    columns = store.columns()
+    chosen = Selection(where).mask(columns) & (columns["response_tokens"] > 0)
+    if not config.emulated:
+        _refuse_model(model, store)
+    return logprob_settings(config, model), store, chosen
+
+
+def _refuse_model(model: str, store: VersionedStore) -> None:
+    """Raise ConfigError if a model's files are missing or incomplete, or if it lacks tokens of the first responses."""
+    what = f"--model = {model!r}"
+    folder = find_model(model, "--model")
+    if folder is None:
+        return
+    check_files(folder, what)
+    count = read_architecture(folder, what).get("vocab_size")
+    rows = store.rows(0, min(MODEL_ROWS, store.array_lengths()["rows/int"]))
+    largest = max((int(row.trajectory.response_tokens.max(initial=0)) for row in rows), default=0)
+    if isinstance(count, int) and largest >= count:
+        raise ConfigError(
+            f"{what}: its vocabulary has {count} tokens, the run's responses use token {largest}; name a checkpoint of "
+            "the run, or of its base model"
+        )
+
+
 def logprob_settings(config: RunConfig, model: str) -> LogprobSettings:
     """Settings for computing logprobs of a job's responses under a model. Raises ConfigError if it cannot be loaded."""
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts to compute logprobs of")
-    inspect_model(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)))
+    inspect_model(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)), "--model")
     clipping = values(config.training.loss)
     return LogprobSettings(
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,

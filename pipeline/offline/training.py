@@ -247,7 +247,8 @@ class _Training:
     """The trainer and its progress."""
 
     def __init__(self, plan: OfflinePlan, part: Path) -> None:
-        from tasks.training.policy_trainer import PolicyTrainer, TrainerSettings
+        from tasks.training.policy import TrainerSettings
+        from tasks.training.policy_trainer import PolicyTrainer
 
         self._plan, self._part = plan, part
         self._store = store_at(plan.path, plan.snapshot)
@@ -326,11 +327,13 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
     store = store_at(plan.path, plan.snapshot)
     # As the store's header has it: the job might draw other prompts for its groups now.
-    prompts = actor_settings.prompt_settings(plan.run_job, context, held_out=store.header.held_out).build()
+    prompts = actor_settings.prompt_settings(
+        plan.run_job, context, held_out=store.header.held_out, longest=store.header.longest_prompt
+    ).build()
     scorer = Scorer(actor_settings.scoring_settings(plan.run_job))
     tasks = prompts.held_out(count)
     apart = store.header.held_out
-    if not version and (line := fewer_prompts(count, len(tasks), config.task.source)):
+    if not version and (line := fewer_prompts(count, len(tasks), config.task.eval_source or config.task.source)):
         report({"say": line})
     if apart is None or apart < count:
         rows = np.concatenate(list(chosen_rows(store, plan.where).values()))

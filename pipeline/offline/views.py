@@ -13,14 +13,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.offline.rescoring import logprob_settings, response_logprobs
-from pipeline.offline.texts import texts_of
+from pipeline.offline.texts import shown_texts
 from pipeline.runtime.run_folder import load_job
 from stores.errors import ConfigError
 from stores.selection import Selection
-from stores.trajectory import TrajectoryId
+from stores.trajectory import Ended, TrajectoryId
 from stores.versioned import VersionedStore
-from tasks.texts import NumberTexts, Texts, pieces
+from tasks.texts import Texts, pieces
 
 ORDERS = {"worst": ("reward", 1), "best": ("reward", -1), "longest": ("response_tokens", -1)}
 """The column and sort direction of each order."""
@@ -79,11 +78,6 @@ def view(
     one, the logprobs stored on the branch are used, if any. Raises ConfigError for an unknown id, StoreError for a
     damaged one."""
     config = load_job(run_dir)
-    texts: Texts
-    try:
-        texts = texts_of(config)
-    except ConfigError:
-        texts = NumberTexts()  # the tokens can be shown even without the tokenizer
     rows = []
     for id in trajectories:
         row = store.get(id)
@@ -92,45 +86,51 @@ def view(
         rows.append(row)
     read: list[npt.NDArray[np.float32] | None]
     if model:
+        from pipeline.offline.rescoring import logprob_settings, response_logprobs
+
         read = [*response_logprobs(logprob_settings(config, model), rows)]
     else:
         read = [store.rescored(row.trajectory.id) for row in rows]
-    views = []
-    for row, new in zip(rows, read, strict=True):
-        t = row.trajectory
-        ids, logprobs = t.response_tokens.tolist(), t.logprobs
-        ratios = [None] * len(ids) if new is None else np.exp(np.asarray(new, np.float64) - logprobs).tolist()
-        instances = [str(s.instance) for s in t.segments for _ in s.tokens]
-        tokens = tuple(
-            TokenView(id=i, text=text, version=int(v), instance=where, logprob=float(p), ratio=r)
-            for i, text, v, where, p, r in zip(
-                ids, pieces(texts, ids), t.versions, instances, logprobs, ratios, strict=True
-            )
+    texts = shown_texts(config)
+    return [trajectory_view(row, texts, new) for row, new in zip(rows, read, strict=True)]
+
+
+def trajectory_view(row: Ended, texts: Texts, rescored: npt.NDArray[np.float32] | None = None) -> TrajectoryView:
+    """The view of a stored row. rescored: [T] logprobs of its response under another model, nats, for the ratios."""
+    t = row.trajectory
+    ids, logprobs = t.response_tokens.tolist(), t.logprobs
+    ratios = [None] * len(ids) if rescored is None else np.exp(np.asarray(rescored, np.float64) - logprobs).tolist()
+    instances = [str(s.instance) for s in t.segments for _ in s.tokens]
+    tokens = tuple(
+        TokenView(id=i, text=text, version=int(v), instance=where, logprob=float(p), ratio=r)
+        for i, text, v, where, p, r in zip(
+            ids, pieces(texts, ids), t.versions, instances, logprobs, ratios, strict=True
         )
-        facts: dict[str, object] = {
-            "trajectory": int(t.id),
-            "group": int(t.group),
-            "fate": row.fate.value,
-            "reason": row.reason.value,
-            "step": row.step,
-            "v_traj": int(t.v_traj),
-            "staleness": row.staleness,
-            "finish": t.finish.value,
-            "reward": t.reward,
-            "advantage": row.advantage,
-        }
-        views.append(
-            TrajectoryView(
-                id=int(t.id),
-                facts=facts,
-                prompt=texts.text(t.prompt_tokens.tolist(), special=True),
-                response=texts.text(ids, special=True),
-                tokens=tokens,
-                error=t.error,
-                reward_parts=t.reward_parts,
-                timings={
-                    name: getattr(t.timings, name) for name in ("arrived_s", "routed_s", "sampled_s", "rewarded_s")
-                },
-            )
-        )
-    return views
+    )
+    return TrajectoryView(
+        id=int(t.id),
+        facts=facts(row),
+        prompt=texts.text(t.prompt_tokens.tolist(), special=True),
+        response=texts.text(ids, special=True),
+        tokens=tokens,
+        error=t.error,
+        reward_parts=t.reward_parts,
+        timings={name: getattr(t.timings, name) for name in ("arrived_s", "routed_s", "sampled_s", "rewarded_s")},
+    )
+
+
+def facts(row: Ended) -> dict[str, object]:
+    """What is shown of a stored row besides its tokens, by name, in display order."""
+    t = row.trajectory
+    return {
+        "trajectory": int(t.id),
+        "group": int(t.group),
+        "fate": row.fate.value,
+        "reason": row.reason.value,
+        "step": row.step,
+        "v_traj": int(t.v_traj),
+        "staleness": row.staleness,
+        "finish": t.finish.value,
+        "reward": t.reward,
+        "advantage": row.advantage,
+    }

@@ -184,7 +184,7 @@ def profile_run(run_dir: Path) -> Profile:
     try:
         refit = json.loads((run_dir / "summary.json").read_text())["cost_model"]["refit"]
     except OSError as error:
-        raise ConfigError(f"{run_dir}: no finished run: {error}") from error
+        raise ConfigError(f"{run_dir}: no finished run: summary.json cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{run_dir}: summary.json is of another version: {error!r}; profile a run of this version"

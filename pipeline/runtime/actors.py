@@ -4,7 +4,7 @@ Invariants:
 - Every call has a deadline. A lost actor shows as ActorLost, which names the deadline where one was missed.
 - Only rollout instances and reward workers are replaced: what they held is known elsewhere. The trainer and the
   trajectory server hold state of their own; their loss ends the run with what was committed.
-- None is replaced more than REPLACEMENTS times. An instance's replacement has its own name: late answers
+- None is replaced more than REPLACEMENTS times an hour. An instance's replacement has its own name: late answers
   of the old one are not taken for the new one's.
 - An instance counts as serving a version only after it has proved to hold the weights that were published under it.
 """
@@ -26,7 +26,7 @@ from pipeline.coordination.commands import Command
 from pipeline.runtime.base import Placed, Workers
 from pipeline.runtime.clock import now_s
 from pipeline.runtime.resumption import Resumption
-from stores.errors import ActorLost, ProtocolViolation, StoreError
+from stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError
 from stores.parameters import FOLDER_PREFIX
 from stores.trajectory import InstanceId, PolicyVersion
 from tasks.actors.calls import call
@@ -39,8 +39,9 @@ from tasks.engines.base import Loaded
 
 logger = logging.getLogger(__name__)
 
-REPLACEMENTS = 3
-"""How often one instance or reward worker is replaced before the run stops: more losses are no accident."""
+REPLACEMENTS, WITHIN_S = 3, 3600.0
+"""How often one instance or reward worker is replaced within so many seconds before the run stops: more losses are no
+accident. Those of longer ago do not count, since a run of weeks meets four sooner or later."""
 NAMED = 4
 """Most actors that are named in a line on the start."""
 PROBE_PROMPTS, PROBE_TOKENS = 8, 64
@@ -62,6 +63,8 @@ class InstanceHandle:
     outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     version: PolicyVersion = PolicyVersion(0)
+    fetching: PolicyVersion | None = None
+    """The version it is about to serve, while it pulls."""
     fingerprint: str = ""
     """Fingerprint of the weights it holds; empty until its first pull."""
     drift: float = 0.0
@@ -87,7 +90,7 @@ class Actors:
         self._run_dir = run_dir
         self._facts = facts
         self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
-        self._num_lost: dict[str, int] = {}
+        self._lost_at: dict[str, list[float]] = {}
         self._earlier_starts = 0
         self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
@@ -179,7 +182,7 @@ class Actors:
     async def place_instance(self, index: int) -> InstanceHandle:
         """Place instance `index`; under a new name if it replaces one, so that late answers of the old do not match."""
         config = self._config
-        attempt = self._num_lost.get(f"rollout-{index}", 0)
+        attempt = len(self._lost_at.get(f"rollout-{index}", ()))
         name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
         placed = await self._workers.place(
             name,
@@ -221,6 +224,13 @@ class Actors:
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         """Load a version on an instance, and check that it then holds what was published. Raises ProtocolViolation if
         it holds something else."""
+        instance.fetching = version
+        try:
+            await self._pull(instance, version)
+        finally:
+            instance.fetching = None
+
+    async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         begin = now_s()
         await self._place_parameters(instance.placed)  # the host's own may be gone with another instance's process
         source = self.actor(f"parameters-{self._workers.placed['trainer'].host}")
@@ -253,11 +263,16 @@ class Actors:
                 await self.pull(instance, version)
 
     async def prune(self, wanted: set[PolicyVersion]) -> None:
-        """Remove the versions that no instance uses and that are not `wanted`."""
+        """Remove the versions that no instance uses or fetches and that are not `wanted`. A host where that fails keeps
+        them until the next time: whether its instances are there is for others to find out."""
         used = wanted | {i.version for i in self.instances.values()}
+        used |= {i.fetching for i in self.instances.values() if i.fetching is not None}
         for name, placed in list(self._workers.placed.items()):
             if placed.role == "parameters":
-                await self.ask(name, "prune", tuple(used))
+                try:
+                    await self.ask(name, "prune", tuple(used))
+                except (ActorLost, ActorFailed) as error:
+                    logger.info("old versions are kept on %s for now: %s", placed.host, error)
 
     async def checkpoint(self, name: str) -> None:
         """Save the trainer's present weights in the run's folder."""
@@ -268,16 +283,18 @@ class Actors:
 
     # -- losing --------------------------------------------------------------------------------------------------
 
-    def lose(self, name: str, lost: ActorLost, now: float) -> None:
-        """Record the loss of an actor and free its place. Raises ActorLost once it was lost too often."""
+    def lose(self, name: str, lost: ActorLost | ActorFailed, now: float) -> None:
+        """Record the loss of an actor at second `now` of the run, and free its place. Raises ActorLost once it was lost
+        too often."""
         role = name.partition(".")[0]
-        self._num_lost[role] = self._num_lost.get(role, 0) + 1
+        self._lost_at.setdefault(role, []).append(now)
+        recent = [at for at in self._lost_at[role] if now - at < WITHIN_S]
         self.losses.append(f"{now:.1f} s: {lost}")
         logger.warning("%s; replacing it", lost)
         self.instances.pop(InstanceId(name), None)
         self._workers.lose(name)
-        if self._num_lost[role] > REPLACEMENTS:
-            raise ActorLost(f"{role} was lost {self._num_lost[role]} times, last: {lost}") from lost
+        if len(recent) > REPLACEMENTS:
+            raise ActorLost(f"{role} was lost {len(recent)} times within an hour, last: {lost}") from lost
 
     async def close(self) -> None:
         """Close all actors, the engines first: they may still use what the others hold. Never raises."""

@@ -59,7 +59,7 @@ from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
 from stores.metrics import with_rate
 from stores.resume_points import ResumePoints
-from stores.trajectory import PolicyVersion, TrajectoryId
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, ended_as
 from tasks.actors.trainer import StepResult
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,9 @@ class Driver:
         self._stepping = False
         self._task: asyncio.Task[Any] | None = None
         self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
-        self._drift_said = False
+        self._drift_said = self._reward_failure_said = False
+        self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
+        """Each instance's latest report: tokens of the responses it samples."""
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = Outcomes(losses=actors.losses, alarms=actors.alarms)  # their lists: shown while the run lasts
 
@@ -191,19 +193,23 @@ class Driver:
 
     async def close(self) -> None:
         """Stop all tasks, close all actors; never raises."""
-        tasks = [*self._background, *(t for i in self._actors.instances.values() for t in i.tasks)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := [t for t in self._tasks() if not t.done()]:  # an ending one may have spawned another
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._actors.close()
         self._journal.close()
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [*self._background, *(t for i in self._actors.instances.values() for t in i.tasks)]
 
     async def _main_loop(self) -> None:
         """Events in, commands out, until all steps are trained or a stop is asked for."""
         last_progress = now_s()
         while not self._coordinator.finished:
             try:
-                item = await asyncio.wait_for(self._inbox.get(), 1.0)
+                async with asyncio.timeout(1.0):
+                    item = await self._inbox.get()
             except TimeoutError:
                 item = Tick()
             if isinstance(item, BaseException):
@@ -212,7 +218,7 @@ class Driver:
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
                     self._give_up_rest()
-            if not isinstance(item, (Tick, InstanceReported)):
+            if self._is_progress(item):
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
@@ -221,6 +227,17 @@ class Driver:
         self._give_up_rest()
         step = self._coordinator.ledger.next_step
         self._commits.put_nowait(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+
+    def _is_progress(self, event: Event) -> bool:
+        """Whether an event shows that work goes on. A report does if some response has grown since the last one."""
+        match event:
+            case Tick():
+                return False
+            case InstanceReported(instance=instance, progress=progress):
+                before, self._reported[instance] = self._reported.get(instance, ()), progress
+                return progress != before
+            case _:
+                return True
 
     def _give_up_rest(self) -> None:
         """Have the coordinator give up what is in flight; redundancy may leave something even after the last step."""
@@ -346,15 +363,19 @@ class Driver:
                 scored = await self._actors.ask(
                     name, "score", server, tuple(batch), deadline="call_s", within_s=allowed_s
                 )
-            except errors.ActorLost as lost:
+            except (errors.ActorLost, errors.ActorFailed) as lost:
                 self._actors.lose(name, lost, self._measurements.elapsed_s)
                 await self._actors.place_reward(name)
                 for trajectory in batch:
                     self._scores.put_nowait(trajectory)
                 continue
             for trajectory, reward, error in scored:
-                if error:
-                    logger.warning("trajectory %d: reward failed: %s", trajectory, error)
+                if error:  # the first in full: they are many and alike, and each is stored with its trajectory
+                    level = logging.DEBUG if self._reward_failure_said else logging.WARNING
+                    logger.log(
+                        level, "trajectory %d: reward failed: %s; further ones: steps count them", trajectory, error
+                    )
+                    self._reward_failure_said = True
                 self._inbox.put_nowait(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))
 
     async def _tick(self) -> None:
@@ -397,7 +418,7 @@ class Driver:
         try:
             try:
                 await work
-            except errors.ActorLost as lost:
+            except (errors.ActorLost, errors.ActorFailed) as lost:
                 if instance.id in self._actors.instances:  # else another of its tasks saw it first
                     for task in instance.tasks:
                         if task is not asyncio.current_task():
@@ -420,7 +441,7 @@ class Driver:
                 task.cancel()  # they would take the evaluation's answers for the run's
         evaluation = await evaluate(self._actors, self._config, version, self._prints, self._changed)
         asked = self._config.task
-        self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.source))
+        self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.eval_source or asked.source))
         self.outcomes.evaluations.append(evaluation)
         write_evaluations(self._run_dir, self.outcomes.evaluations)
         self._say("")
@@ -433,7 +454,7 @@ class Driver:
         ledger = self._coordinator.ledger
         return LedgerState(
             num_started=ledger.num_started,
-            num_ended={f"{fate.value}:{reason.value}": n for (fate, reason), n in ledger.num_ended.items()},
+            num_ended={ended_as(fate, reason): n for (fate, reason), n in ledger.num_ended.items()},
             live=(),
             next_step=ledger.next_step,
             version=ledger.version,
@@ -461,13 +482,12 @@ class Driver:
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Run in the background; a failure reaches the main loop."""
 
-        async def guarded() -> None:
-            try:
-                await work
-            except Exception as error:
-                logger.debug("%s failed", what, exc_info=True)
+        def ended(task: asyncio.Task[None]) -> None:
+            self._background.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.debug("%s failed", what, exc_info=error)
                 self._inbox.put_nowait(error)
 
-        task = asyncio.ensure_future(guarded())
+        task = asyncio.ensure_future(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(ended)

@@ -14,13 +14,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.schema import RunConfig
-from pipeline.runtime.actors import Actors
 from stores.errors import StoreError
 from stores.files import replace_text
 from tasks.scoring import ScoredResponse
+
+if TYPE_CHECKING:  # else whoever only reads evaluations would load torch
+    from pipeline.runtime.actors import Actors
 
 NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
 

@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from pipeline.config.schema import RunConfig, TaskConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.user_files import DATA, data_file
 from stores.errors import StoreError
 from stores.files import replace_text
+from tasks.columns import Columns
 
 FILE = "fingerprints.json"
 DIGITS = 12
@@ -42,19 +45,22 @@ class Fingerprints:
 def taken(config: RunConfig) -> Fingerprints:
     """Fingerprints of a job's files and packages as they are now. An unreadable file counts as empty: the code that
     needs it reports the error."""
-    if config.emulated:
+    if not config.has_texts:
         return Fingerprints(reward={}, data={}, template={})
     task = config.task
-    source, function = _source(task, config.seed), config.reward.function
-    verifier = {"reward.function": function}
-    if function == "task":
-        verifier |= {k: v for k, v in source.items() if k not in ("file", "task.options", "seed")}
-        verifier |= {"package staleflow": _version("staleflow")} if task.source.startswith("jsonl:") else {}
-    elif function == "math_verify":
-        verifier["package math-verify"] = _version("math-verify")
-    else:
-        verifier = {"reward.function": _name(function), "code": _code(function)}
+    source = _source(task.source, task.options, config.seed)
+    verifier: Facts = {} if config.reward.parts else _function(config.reward.function, task.source, source)
+    for name, part in config.reward.parts.items():
+        facts = _function(part.function, task.source, source) | {"reward.weight": f"{part.weight:g}"}
+        verifier |= {f"{name}'s {key.removeprefix('reward.')}": value for key, value in facts.items()}
+    if task.columns != Columns():
+        source["task.columns"] = f"{task.columns.prompt}, {task.columns.answer}"
+    if task.eval_source:
+        theirs = _source(task.eval_source, task.eval_options, config.seed)
+        source |= {f"evaluation's {key.removeprefix('task.')}": value for key, value in theirs.items()}
     template = {"task.template": task.template, "task.chat": str(task.chat)}
+    if task.system:
+        template["task.system"] = task.system
     if task.chat:
         template["chat template"] = _chat_template(config.model.path)
     return Fingerprints(reward={**verifier, "task.answer_pattern": task.answer_pattern}, data=source, template=template)
@@ -91,14 +97,29 @@ def changes(then: Fingerprints | None, now: Fingerprints) -> list[str]:
     return lines
 
 
-def _source(task: TaskConfig, seed: int) -> Facts:
-    kind, _, name = task.source.partition(":")
-    if kind == "jsonl":
-        return {"task.source": "jsonl", "file": _hash_of(Path(name))}
-    drawn = {"task.options": json.dumps(task.options, sort_keys=True, default=repr), "seed": str(seed)}
-    if kind == "reasoning_gym":
-        return {"task.source": task.source, **drawn, "package reasoning-gym": _version("reasoning-gym")}
-    return {"task.source": _name(task.source), **drawn, "code": _code(task.source)}
+def _source(source: str, options: Mapping[str, Any], seed: int) -> Facts:
+    kind, path = data_file(source)
+    if kind in ("jsonl:", "parquet:") and path is not None:
+        return {"task.source": kind.removesuffix(":"), "file": _hash_of(path)}
+    given = {"task.options": json.dumps(options, sort_keys=True, default=repr)}
+    if kind:
+        known = source if path is None else "datasets"
+        return {"task.source": known, **given} | ({} if path is None else {"file": _hash_of(path)})
+    drawn = {**given, "seed": str(seed)}
+    if source.startswith("reasoning_gym:"):
+        return {"task.source": source, **drawn, "package reasoning-gym": _version("reasoning-gym")}
+    return {"task.source": _name(source), **drawn, "code": _code(source)}
+
+
+def _function(function: str, named: str, source: Facts) -> Facts:
+    """Of one reward function. named: the source of prompts, and source: its facts."""
+    if function == "task":
+        verifier = {k: v for k, v in source.items() if k not in ("file", "task.options", "seed")}
+        package = {"package staleflow": _version("staleflow")} if named.startswith(DATA) else {}
+        return {"reward.function": function} | verifier | package
+    if function == "math_verify":
+        return {"reward.function": function, "package math-verify": _version("math-verify")}
+    return {"reward.function": _name(function), "code": _code(function)}
 
 
 def _name(named: str) -> str:
@@ -133,10 +154,13 @@ def _version(package: str) -> str:
 
 
 def _hash_of(path: Path) -> str:
-    """Hash of a file's bytes; empty if it cannot be read."""
+    """Hash of a file's bytes, or of those of a folder's files; empty if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
+        if not path.is_dir():
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
+        files = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("cache-"))
+        return _hash("\n".join(f"{one.relative_to(path)} {_hash_of(one)}" for one in files).encode())
     except OSError:
         return ""
 

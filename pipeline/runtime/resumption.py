@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.config import actor_settings
 from pipeline.config.schema import RunConfig
-from pipeline.runtime.run_folder import load_job, write_job
+from pipeline.runtime.run_folder import load_job, require_run, write_job
 from stores.base import RunHeader
 from stores.errors import ConfigError, StoreError
 from stores.files import replace_text
@@ -46,8 +46,7 @@ class Resumption:
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Load the job of a run to resume; overrides may change only keys in MAY_CHANGE. Raises ConfigError."""
-    if not (run_dir / "config.toml").is_file():
-        raise ConfigError(f"{run_dir}: no run here; `staleflow store ls` lists the runs")
+    require_run(run_dir)
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith(MAY_CHANGE):

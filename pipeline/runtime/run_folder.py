@@ -28,8 +28,8 @@ from stores.files import replace_text
 LOCK = ".running"
 """The lock file in a run's folder; it contains the holder's name."""
 ELSEWHERE = "free space or set runs_dir to another folder"
-PATHS = ("model.path", "workload.run", *user_files.CODE)
-"""Keys of a job that may name a file in the run's folder."""
+PATHS = ("model.path", "workload.run")
+"""Keys of a job that may name a file in the run's folder, besides those of user code."""
 
 
 class FolderInUse(ConfigError):
@@ -43,6 +43,20 @@ def refuse_taken(run_dir: Path) -> None:
     kept = any((run_dir / name).exists() for name in ("store", "checkpoints", "resume"))
     if kept or (events.is_file() and events.stat().st_size):
         raise ConfigError(f"{run_dir} already holds a run; choose another with --set name=..., or remove it")
+
+
+def refuse_used(run_dir: Path) -> None:
+    """Raise ConfigError if another process is using the folder, or as `refuse_taken`. For commands that have no lock on
+    the folder yet."""
+    if (run_dir / LOCK).is_file():
+        _locked(run_dir).close()
+    refuse_taken(run_dir)
+
+
+def require_run(run_dir: Path) -> None:
+    """Raise ConfigError unless the folder holds a run."""
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"{run_dir}: no such run; `staleflow store ls` lists runs")
 
 
 def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) -> Path:
@@ -65,7 +79,8 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     another for the job of an earlier start. Raises ConfigError."""
     tree = loading.read_tree(run_dir / file)
     here, place = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
-    for path in PATHS if all(isinstance(part, str) for part in place) else ():  # else it is no job, as is said below
+    known = all(isinstance(part, str) for part in place)  # else it is no job, as is said below
+    for path in (*PATHS, *user_files.code_keys(_reward_parts(tree))) if known else ():
         *tables, key = path.split(".")
         section: Any = tree
         for table in tables:
@@ -76,6 +91,13 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     return user_files.placed(config, here)
 
 
+def _reward_parts(tree: Mapping[str, Any]) -> list[str]:
+    """Names of the parts of an unchecked job's reward."""
+    reward = tree.get("reward")
+    parts = reward.get("parts") if isinstance(reward, dict) else None
+    return list(parts) if isinstance(parts, dict) else []
+
+
 def _moved(value: str, before: str, here: str) -> str:
     """A job's value, with a path inside the folder `before` moved to the folder `here`.
 
@@ -84,7 +106,7 @@ def _moved(value: str, before: str, here: str) -> str:
     >>> _moved("jsonl:/runs/one-more/p.jsonl", "/runs/one", "/runs/two")
     'jsonl:/runs/one-more/p.jsonl'
     """
-    kind = "jsonl:" if value.startswith("jsonl:") else ""
+    kind = next((kind for kind in user_files.DATA if value.startswith(kind)), "")
     file = value.removeprefix(kind)
     return f"{kind}{here}{file[len(before) :]}" if file == before or file.startswith(f"{before}/") else value
 
@@ -139,7 +161,7 @@ def _make(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{run_dir}: cannot be written: {error}; set runs_dir to another folder") from error
+        raise ConfigError(f"{run_dir}: cannot be written: {error.strerror}; set runs_dir to another folder") from error
 
 
 def job_id(run_dir: Path) -> str:

@@ -3,9 +3,9 @@
 Dask's resources only filter placement and are released when a constructor returns, so exclusivity is kept here, in a
 slot table: a rollout instance or a trainer has its worker process to itself, because all plain work in a process
 shares one interpreter. Light actors (server, reward) share one with each other where workers are scarce: when the
-heavy ones need the free ones that are left, or when other runs may want them and no worker declares roles; parameter
-servers always run beside another actor. On a cluster that other runs use too, a worker belongs to one run at a time;
-the board on the scheduler (pipeline/scheduler/board.py) records which.
+heavy ones need the free ones that are left, or when other runs may want them; parameter servers always run beside
+another actor. On a cluster that other runs use too, a worker belongs to one run at a time: the board on the scheduler
+(pipeline/scheduler/board.py) gives a run all the workers it needs at once, and records which.
 """
 
 from __future__ import annotations
@@ -13,24 +13,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from pipeline.config.schema import RunConfig
+from pipeline.runtime import local_cluster
 from pipeline.runtime.base import Placed
 from pipeline.runtime.clock import now_s
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import CONNECT_S, Where
+from pipeline.scheduler.gang import HEAVY_ROLES, ROLES, Needs
 from pipeline.scheduler.plugin import ensure
 from stores.errors import ActorLost, ConfigError, StaleflowError
 
 logger = logging.getLogger(__name__)
 
-HEAVY_ROLES = ("rollout", "trainer")
-ROLES = ("server", "reward", *HEAVY_ROLES)
+ADMITTED_POLL_S = 0.5
+"""Seconds between two questions of a run that waits whether it has its workers."""
+FILE_S = 10.0
+"""Seconds a scheduler file may take to appear: a run may be started together with its cluster."""
+
+
+class DriverSlotTaken(StaleflowError):
+    """The driver's worker is not, or no longer, its run's."""
 
 
 @dataclass(slots=True)
@@ -49,8 +57,8 @@ class DaskWorkers:
     """Addresses of workers that lost an actor. A hung worker is still listed by the scheduler; it is not chosen again.
     """
     restarts: set[asyncio.Future[None]] = field(default_factory=set)
-    folder: str = ""
-    """The run's folder: the name under which its workers are claimed."""
+    job: str = ""
+    """Id under which the board on the scheduler knows the run."""
     own_worker: str = ""
     """Address of the worker that this process is, if the driver runs as a task of the cluster."""
     num_heavy: int = 0
@@ -94,6 +102,24 @@ class DaskWorkers:
     async def _create(
         self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
     ) -> Placed:
+        """Create an actor in the slot reserved for it. The slot is free again if that fails; a worker on which it took
+        too long may hang, and is not used again."""
+        worker, address, _ = where
+        try:
+            return await self._created(where, name, role, cls, args, within_s)
+        except TimeoutError:
+            self.slots[worker].remove(role)
+            self.lost.add(address)
+            raise ActorLost(
+                f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}"
+            ) from None
+        except BaseException:
+            self.slots[worker].remove(role)
+            raise
+
+    async def _created(
+        self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
+    ) -> Placed:
         worker, address, host = where
         self.generation += 1  # in the key: one cannot be used again while anyone holds the old future
         future = self.client.submit(
@@ -106,12 +132,9 @@ class DaskWorkers:
             pure=False,
         )
         try:
-            actor = await asyncio.wait_for(_result(future), within_s)
-        except TimeoutError:
-            raise ActorLost(
-                f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}"
-            ) from None
-        except StaleflowError:
+            async with asyncio.timeout(within_s):
+                actor = await future
+        except (StaleflowError, TimeoutError):
             raise
         except Exception as error:
             raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}") from error
@@ -157,9 +180,21 @@ class DaskWorkers:
 
     async def _choose(self, role: str) -> tuple[str, str, str] | None:
         workers = await self._workers()
+        held = await board.ask(self.client, "held", id=self.job) if self.shared else {}
+        mine = [(a, w) for a, w in workers.items() if role in held.get(a, ())]
+        if role in HEAVY_ROLES:
+            mine = [(a, w) for a, w in mine if not self.slots.get(str(w["name"]))]
+        free = mine or self._free(role, {a: w for a, w in workers.items() if a not in held or self._in_use(w)})
+        for address, worker in sorted(free, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))):
+            if await self._claim(address, role):
+                return str(worker["name"]), address, str(worker["host"])
+        return None
+
+    def _free(self, role: str, workers: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Workers that may take a role, where the run was given none for it: a local cluster's, or a lost one's."""
         declared = any(set(w["resources"]) & set(ROLES) for w in workers.values())
         able = {a: w for a, w in workers.items() if not declared or w["resources"].get(role, 0) > 0}
-        free = [(a, w) for a, w in able.items() if not self.slots.get(str(w["name"]))]
+        free = [(a, w) for a, w in able.items() if not self._in_use(w)]
         if role not in HEAVY_ROLES:
             # Light roles share a worker where other runs need some too, or the heavy roles need the rest.
             held = [r for roles in self.slots.values() for r in roles if r in HEAVY_ROLES]
@@ -167,51 +202,66 @@ class DaskWorkers:
             if len(free) <= wanted or (self.shared and not declared):
                 roles_of = [(a, w, set(self.slots.get(str(w["name"]), ()))) for a, w in able.items()]
                 free = [(a, w) for a, w, roles in roles_of if roles and not roles & set(HEAVY_ROLES)] or free
-        for address, worker in sorted(free, key=lambda item: str(item[1]["name"])):
-            if await self._claim(address):
-                return str(worker["name"]), address, str(worker["host"])
-        return None
+        return free
 
-    async def _claim(self, address: str) -> bool:
+    def _num_roles(self, worker: Any) -> int:
+        return len(self.slots.get(str(worker["name"]), ()))
+
+    def _in_use(self, worker: Any) -> bool:
+        return self._num_roles(worker) > 0
+
+    async def _claim(self, address: str, role: str) -> bool:
         """Claim a worker for this run. False if another run holds it."""
-        if not self.shared:
-            return True
-        return bool(await board.ask(self.client, "claim", owner=self._id, run=self.folder, address=address))
+        return not self.shared or bool(await board.ask(self.client, "claim", id=self.job, address=address, role=role))
 
-    async def settle(self, own_worker: str = "") -> bool:
-        """Wait until nothing of an earlier driver of this run is left on the cluster. own_worker: address of the worker
-        that this process is; no heavy actor is placed there. False if that worker belongs to another run."""
+    async def settle(self, config: RunConfig, announce: Callable[[str], None], own_worker: str = "") -> str:
+        """Wait until the run has all the workers it needs on a cluster that other runs use too; it holds none until
+        then. Returns why it must stop instead; empty if it need not. announce: is told what it waits for. own_worker:
+        address of the worker that this process is; no heavy actor is placed there. Raises ConfigError if it has waited
+        for longer than allowed, DriverSlotTaken if its driver must leave this process."""
         if not self.shared:
-            return True
-        while await board.ask(self.client, "dirty", run=self.folder):
-            await asyncio.sleep(0.2)
+            return ""
+        self.own_worker = own_worker
+        if not own_worker:
+            needs = Needs(instances=config.rollout.instances, rewards=config.reward.workers, driver=False)
+            await board.ask(
+                self.client,
+                "queue",
+                id=self.job,
+                needs=asdict(needs),
+                wait_s=config.deadlines.wait_s,
+                driver=str(self.client.id),
+            )
+        told = ""
+        while not (job := await board.ask(self.client, "admitted", id=self.job))["admitted"]:
+            if job["state"] in board.ENDED:
+                raise ConfigError(f"cluster: {job['why']}")
+            if job["stop"]:
+                return str(job["stop"])
+            if own_worker and job["place"] != own_worker:
+                raise DriverSlotTaken("this worker no longer belongs to the run")
+            if job["why"] != told:
+                told = job["why"]
+                announce(f"waiting: {told}")
+            await asyncio.sleep(ADMITTED_POLL_S)
         if own_worker:
-            workers = await self._workers()
-            if own_worker not in workers or not await self._claim(own_worker):
-                return False
-            self.slots[str(workers[own_worker]["name"])] = ["driver"]
-            self.own_worker = own_worker
-        return True
+            self.slots[str((await self._workers())[own_worker]["name"])] = ["driver"]
+        return ""
 
     async def _workers(self) -> dict[str, Any]:
         info = await self.client.scheduler.identity(n_workers=-1)
-        others = await board.ask(self.client, "taken", owner=self._id) if self.shared else []
+        others = await board.ask(self.client, "taken", owner=self.job) if self.shared else []
         return {a: w for a, w in info["workers"].items() if a not in self.lost and a not in others}
-
-    @property
-    def _id(self) -> str:
-        return str(self.client.id)
 
     async def close(self) -> None:
         """Release the actors and, for a local cluster, its processes. Call Actors.close first. Never raises."""
         for restart in self.restarts:
             restart.cancel()
-        addresses = list({self.own_worker, *(p.address for p in self.placed.values())} - {""})
         for name in list(self.placed):
             self.forget(name)
-        if self.shared:
+        if self.shared and not self.own_worker:  # else the driver may resume the run on them, and releases them itself
             with contextlib.suppress(Exception):
-                await board.ask(self.client, "release", owner=self._id, addresses=addresses)
+                await board.ask(self.client, "end", id=self.job)
         with contextlib.suppress(Exception):
             await self.client.close()
         if self.local is not None:
@@ -219,42 +269,19 @@ class DaskWorkers:
                 await self.local.close()
 
 
-def worker_environment(threads: int) -> dict[str, str]:
-    """Environment variables of a worker process. Dask has workers return freed memory to the system at once; training
-    and sampling free and take the same buffers all the time, which made a step four times slower (measured on the
-    demo), all of it page faults."""
-    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    kept = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
-
-
-async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
+async def connect(config: RunConfig, security: Any = None, *, within_s: float = CONNECT_S) -> DaskWorkers:
     """Start or join the cluster that the job names. security: Dask's, for a cluster with TLS; by default as Dask is
-    configured. Raises ConfigError, in one line, if the cluster cannot be reached."""
+    configured. within_s: how long its scheduler may take to answer. Raises ConfigError, in one line, if the cluster
+    cannot be reached."""
     cluster = config.cluster
     local: Any = None
     if cluster.kind == "local":
-        import dask
-
-        dask.config.set(
-            {
-                "distributed.nanny.pre-spawn-environ": worker_environment(cluster.threads),
-                # Importing torch in several processes at once starves the event loops for seconds: not worth a warning.
-                "distributed.admin.tick.limit": "60s",
-            }
+        local = await local_cluster.start(
+            2 + config.reward.workers + config.rollout.instances,
+            cluster.threads,
+            local_cluster.modules(emulated=config.emulated),
+            dashboard=cluster.dashboard,
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
-            local = await LocalCluster(
-                n_workers=2 + config.reward.workers + config.rollout.instances,
-                threads_per_worker=1,
-                processes=True,
-                memory_limit=0,
-                dashboard_address="127.0.0.1:8787" if cluster.dashboard else None,
-                asynchronous=True,
-            )
-        if not cluster.dashboard:
-            _serve_nothing(local)
         try:
             client = await Client(local, asynchronous=True, direct_to_workers=True)
             await ensure(client)
@@ -265,23 +292,12 @@ async def connect(config: RunConfig, security: Any = None) -> DaskWorkers:
         named = Where(address=cluster.address, security=security)
         if cluster.kind == "file":
             named = Where(scheduler_file=cluster.scheduler_file, security=security)
-        client = await named.client(direct_to_workers=True, file_within_s=CONNECT_S)
+        client = await named.client(direct_to_workers=True, file_within_s=FILE_S, within_s=within_s)
     return DaskWorkers(
         client=client,
         local=local,
         run=config.name,
         start_s=config.deadlines.start_s,
-        folder=str(config.run_dir),
         shared=local is None,
         num_heavy=config.rollout.instances + 1,
     )
-
-
-def _serve_nothing(local: LocalCluster) -> None:
-    """Close the HTTP server of a local cluster's scheduler: Dask starts one even without a dashboard, on port 8787."""
-    local.scheduler.services.pop("dashboard").stop()
-    local.scheduler_info["services"].pop("dashboard", None)  # what clients make the dashboard's address from
-
-
-async def _result(future: Any) -> Any:
-    return await future

@@ -1,10 +1,11 @@
 """The board on a Dask scheduler: its jobs, and which worker belongs to which job.
 
-A worker process belongs to at most one job. A job keeps the workers it claims until it releases them or until the
-client that claimed them is gone. In that case they may still hold its actors (engines that decode, a server that may
-commit), so they are restarted before any job, including the same one after a restart, gets them again.
+pipeline/scheduler/job_queue.py says who gets workers; this module tells it what happens on the cluster and acts on what
+it says. The driver of a submitted job is a Dask task that is restricted to a worker that does not exist until the job
+is admitted, so a waiting job runs nothing anywhere. It starts on one of the job's workers. If its client is gone, the
+job's workers are restarted, and the job waits again.
 
-All calls run one after another on the scheduler's event loop, so a claim needs no lock. The board lives in the
+All calls run one after another on the scheduler's event loop, so nothing needs a lock. The board lives in the
 scheduler's memory; what must outlive the scheduler is in the run folder.
 """
 
@@ -20,6 +21,9 @@ from typing import Any
 
 from distributed import SchedulerPlugin
 
+from pipeline.scheduler.gang import Gang, Needs
+from pipeline.scheduler.job_queue import RETURN_S, JobQueue, place_of
+
 KEY = "staleflow-job-"
 """Prefix of the keys of the tasks that drive jobs."""
 OPERATION = "staleflow"
@@ -29,8 +33,10 @@ JOBS_KEPT = 200
 LINES_KEPT = 10_000
 """Latest log lines kept per job."""
 ENDED = ("done", "stopped", "failed")
-RESTART_S = 30.0
-"""Seconds a worker may take to restart before the board gives up on it."""
+NOWHERE = "tcp://0.0.0.0:1"
+"""The address that the driver of a waiting job is restricted to: no worker has it."""
+SERVE_S = 1.0
+"""Seconds between two looks whether a waiting job can start, beside those at whatever may allow it."""
 
 Plain = dict[str, Any]
 """Values that msgpack carries: numbers, strings, and lists and dicts of them."""
@@ -54,21 +60,22 @@ class Job:
     history: dict[int, Plain] = field(default_factory=dict)
     """Metrics of each training step."""
     reported_at: float = 0.0
+    client: str = ""
+    """Dask's id of the client whose end is the end of the job's driver; empty while it has none."""
+    place: str = ""
+    """The worker that the driver of a submitted job is to run on; empty while it waits."""
     num_lines: int = 0
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+
+    def say(self, line: str) -> None:
+        """Append a line to the log."""
+        self.lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
+        self.num_lines += 1
 
     def plain(self) -> Plain:
         """The job as plain values, with the metrics of its last step instead of its history."""
         names = ("id", "name", "run_dir", "steps", "submitted_at", "state", "why", "stop", "status", "reported_at")
         return {name: getattr(self, name) for name in names} | {"last": next(reversed(self.history.values()), {})}
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A client's claim to a worker. owner: Dask's id of the client. run: folder of the run whose actors it holds."""
-
-    owner: str
-    run: str
 
 
 class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
@@ -79,21 +86,24 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
-        self.claims: dict[str, Claim] = {}
-        self.dirty: dict[str, Claim] = {}
-        """Workers whose claiming client is gone and that have not been restarted yet."""
+        self.job_queue = JobQueue()
         self._restarts: set[asyncio.Future[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._told: set[str] = set()
+        """Waiting jobs whose log says what they wait for."""
 
     async def start(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         scheduler.handlers[OPERATION] = self.asked
+        for address in scheduler.workers:
+            self.add_worker(scheduler, address)
 
     def asked(self, verb: str, **arguments: Any) -> Any:
         """Dispatch a client's call. Raises ValueError for an unknown verb, which only a newer client sends."""
         verbs: dict[str, Callable[..., Any]] = {
-            "claim": self.claim, "release": self.release, "taken": self.taken, "dirty": self.dirty_of,
-            "slot": self.slot, "submit": self.submit, "report": self.report, "stop": self.ask_to_stop,
-            "jobs": self.all_jobs, "lines": self.lines, "known": self.known,
+            "submit": self.submit, "queue": self.queue, "begin": self.begin, "admitted": self.admitted, "end": self.end,
+            "claim": self.claim, "held": self.held, "taken": self.taken,
+            "report": self.report, "stop": self.ask_to_stop, "jobs": self.all_jobs, "lines": self.lines,
         }  # fmt: skip
         if verb not in verbs:
             raise ValueError(f"the scheduler's staleflow has no call {verb!r}; install the same version everywhere")
@@ -101,58 +111,162 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def claim(self, owner: str, run: str, address: str) -> bool:
-        """Claim a worker. False if another client holds it or it is gone. Idempotent."""
-        held = self.claims.get(address)
-        if held is not None:
-            return held.owner == owner
-        if address in self.dirty or address not in self._scheduler.workers:
-            return False
-        self.claims[address] = Claim(owner, run)
-        return True
+    def claim(self, id: str, address: str, role: str) -> bool:
+        """Give a running job one worker in a lost one's place. False if it is another's, or gone. Idempotent."""
+        return self.job_queue.claim(id, address, role)
 
-    def release(self, owner: str, addresses: Sequence[str]) -> None:
-        """Release workers. The owner must have left no actors on them."""
-        for address in addresses:
-            if address in self.claims and self.claims[address].owner == owner:
-                del self.claims[address]
+    def held(self, id: str) -> Gang:
+        """The workers of a job, and the roles each was given for."""
+        return self.job_queue.held(id)
 
     def taken(self, owner: str) -> list[str]:
-        """Workers that this client cannot claim."""
-        return [a for a, claim in self.claims.items() if claim.owner != owner] + list(self.dirty)
+        """Workers that cannot be used by a job, or by whoever is none (owner: its id, or empty)."""
+        others = [a for a, claim in self.job_queue.claims.items() if claim.job != owner]
+        return others + list(self.job_queue.dirty)
 
-    def dirty_of(self, run: str) -> list[str]:
-        """Workers that may still hold actors of a run whose driver is gone."""
-        return [a for a, claim in self.dirty.items() if claim.run == run]
-
-    def remove_client(self, scheduler: Any, client: str) -> None:
-        """Restart the workers that a departed client had not released."""
-        left = [a for a, claim in self.claims.items() if claim.owner == client]
-        for address in left:
-            self.dirty[address] = self.claims.pop(address)
-        if left:
-            restart = asyncio.ensure_future(self._restart(left))
-            self._restarts.add(restart)
-            restart.add_done_callback(self._restarts.discard)
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        self.job_queue.joined(worker, scheduler.workers[worker].resources)
+        self._serve()
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
-        self.claims.pop(worker, None)
-        self.dirty.pop(worker, None)
-        for id in self.jobs:  # a task restricted to workers that are gone would never run
-            if (task := scheduler.tasks.get(KEY + id)) is not None:
-                task.worker_restrictions = None
+        self.job_queue.left(worker, time.monotonic())
+        for job in self.jobs.values():
+            if (
+                job.place == worker and not job.client and job.state not in ENDED
+            ):  # its driver had not begun: nothing is left on its workers
+                self._wait_again(job)
+        self._serve()
 
-    def slot(self, id: str, address: str) -> bool:
-        """Whether a job's driver may stay on its worker. If not, it goes to a free one when it is rescheduled."""
-        taken = {*self.claims, *self.dirty}
-        if address in taken:
-            free = {a for a in self._scheduler.workers if a not in taken}
-            self._scheduler.tasks[KEY + id].worker_restrictions = free or None
+    def remove_client(self, scheduler: Any, client: str) -> None:
+        """The driver of a job is gone, unless the job has ended: restart the workers it had not released."""
+        for job in [job for job in self.jobs.values() if job.client == client and client]:
+            job.client = ""
+            if job.id not in self.job_queue.entries:
+                continue
+            left = self.job_queue.abandon(job.id, time.monotonic())
+            if left:
+                restart = asyncio.ensure_future(self._restart(left))
+                self._restarts.add(restart)
+                restart.add_done_callback(self._restarts.discard)
+            if job.state in ENDED:
+                self.job_queue.leave(job.id)
+            elif self._task(job) is None:
+                self._end(job, "failed", "the process that ran it is gone")
+            else:
+                self._wait_again(job)
+        self._serve()
+
+    async def _restart(self, addresses: Sequence[str]) -> None:
+        # Workers without a nanny are shut down; only whoever started them can start them again.
+        with contextlib.suppress(Exception):
+            await self._scheduler.restart_workers(
+                list(addresses), timeout=RETURN_S, wait_for_workers=False, on_error="return",
+                stimulus_id="staleflow-restart",
+            )  # fmt: skip
+
+    # -- waiting and starting ------------------------------------------------------------------------------------
+
+    def submit(self, id: str, name: str, run_dir: str, steps: int) -> None:
+        """Add a job. Idempotent; replaces an ended job with the same id."""
+        if id not in self.jobs or self.jobs[id].state in ENDED:
+            self.jobs.pop(id, None)
+            self.jobs[id] = Job(id, name, run_dir, steps, time.time(), why="its submission has not arrived yet")
+            ended = [one.id for one in self.jobs.values() if one.state in ENDED]
+            for old in ended[: max(0, len(self.jobs) - JOBS_KEPT)]:
+                del self.jobs[old]
+
+    def queue(self, id: str, needs: Mapping[str, Any], wait_s: float, driver: str = "") -> Plain:
+        """Let a job wait for workers of this cluster, behind those that wait already. Idempotent. needs: arguments of
+        `Needs`. wait_s: seconds it may wait; 0: no limit. driver: Dask's id of the client that drives it; a job without
+        is driven by its task, and waits once that has arrived."""
+        job = self.jobs[id]
+        if driver or self._task(job) is not None:
+            job.client = driver or job.client
+            self.job_queue.enter(id, job.run_dir, Needs(**needs), wait_s, time.monotonic())
+            self._serve()
+        return job.plain() | {"queued": id in self.job_queue.entries}
+
+    def begin(self, id: str, address: str, driver: str) -> bool:
+        """Whether a job's driver may run on this worker. If not, it goes to the right one, or waits, when it is
+        rescheduled. driver: Dask's id of its client."""
+        job = self.jobs[id]
+        if job.place == address:
+            job.client = driver
+            return True
+        self._restrict(job)
+        return False
+
+    def admitted(self, id: str) -> Plain:
+        """The state of a job, and whether it has all its workers. If its driver runs on one of them (place), it may
+        have lost that one, too, and must be rescheduled."""
+        job = self.jobs[id]
+        self._serve()
+        whole = id in self.job_queue.entries and self.job_queue.whole(id, time.monotonic(), job.place)
+        if job.place and self.job_queue.waits(id):  # it has waited too long for what it lost
+            self._wait_again(job)
+        if not whole and id in self.job_queue.entries:
+            job.state, job.why, job.reported_at = "waiting", self.job_queue.entries[id].why, time.time()
+        return job.plain() | {"admitted": whole, "place": job.place}
+
+    def end(self, id: str) -> None:
+        """Release the workers of a job that has ended. It must have left no actors on them."""
+        self.job_queue.leave(id)
+        self.jobs[id].place = ""
+        self._serve()
+
+    def _serve(self) -> None:
+        """Start the jobs whose turn it is, and tell of the others what they wait for."""
+        admitted, expired = self.job_queue.serve(time.monotonic())
+        for id, gang in admitted.items():
             job = self.jobs[id]
-            job.state, job.reported_at = "waiting", time.time()
-            job.why = f"its driver needs a free worker process; all {len(taken)} belong to runs"
-            return False
-        return True
+            job.place, job.why = place_of(gang), "its driver starts"
+            self._told.discard(id)
+            job.say(f"has its {len(gang)} workers")
+            self._restrict(job)
+        for entry in [e for e in self.job_queue.entries.values() if not e.num_workers]:
+            job = self.jobs[entry.id]
+            if entry.id not in self._told:
+                self._told.add(entry.id)
+                job.say(f"waits: {entry.why}")
+            job.state, job.why, job.reported_at = "waiting", entry.why, time.time()
+            if entry.id in expired:
+                self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.why}")
+        if self._timer is None and any(not e.num_workers for e in self.job_queue.entries.values()):
+            self._timer = asyncio.get_running_loop().call_later(SERVE_S, self._serve_again)
+
+    def _serve_again(self) -> None:
+        self._timer = None
+        self._serve()
+
+    def _wait_again(self, job: Job) -> None:
+        """Let a job wait with nothing held; its driver, if it is a task, starts when the job is admitted."""
+        job.place, job.state, job.client = "", "waiting", ""
+        if self.job_queue.entries[job.id].num_workers:
+            self.job_queue.requeue(job.id, time.monotonic())
+        self._restrict(job)
+
+    def _end(self, job: Job, state: str, why: str) -> None:
+        """End a job whose driver does not run."""
+        job.state, job.why, job.place, job.reported_at = state, why, "", time.time()
+        self._told.discard(job.id)
+        job.say(f"{state}: {why}")
+        self.job_queue.leave(job.id)
+        if self._task(job) is not None:
+            self._scheduler.client_releases_keys(
+                keys=[KEY + job.id], client="fire-and-forget", stimulus_id="staleflow-ended"
+            )
+
+    def _task(self, job: Job) -> Any:
+        """The Dask task that drives a job; None if there is none."""
+        return self._scheduler.tasks.get(KEY + job.id)
+
+    def _restrict(self, job: Job) -> None:
+        """Restrict a job's driver to its worker, or to none, and let it start there if it waits in Dask."""
+        task = self._task(job)
+        if task is not None:
+            task.worker_restrictions = {job.place or NOWHERE}
+            if job.place and task.state == "no-worker":
+                self._scheduler.transitions({task.key: "processing"}, stimulus_id="staleflow-admitted")
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
         """Mark a job as failed if its task failed in Dask: its workers died too often, or it could not be loaded."""
@@ -160,29 +274,11 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             job, task = self.jobs.get(key.removeprefix(KEY)), self._scheduler.tasks.get(key)
             if job is not None and job.state not in ENDED:
                 job.state, job.why = "failed", str(getattr(task, "exception_text", "")) or "its task failed"
-
-    async def _restart(self, addresses: Sequence[str]) -> None:
-        # Workers without a nanny are shut down; only whoever started them can start them again.
-        with contextlib.suppress(Exception):
-            await self._scheduler.restart_workers(
-                list(addresses), timeout=RESTART_S, wait_for_workers=False, on_error="return",
-                stimulus_id="staleflow-restart",
-            )  # fmt: skip
+                job.reported_at = time.time()
+                if not job.client:
+                    self.job_queue.leave(job.id)
 
     # -- jobs ----------------------------------------------------------------------------------------------------
-
-    def submit(self, id: str, name: str, run_dir: str, steps: int) -> None:
-        """Add a job. Idempotent; replaces an ended job with the same id."""
-        if id not in self.jobs or self.jobs[id].state in ENDED:
-            self.jobs.pop(id, None)
-            self.jobs[id] = Job(id, name, run_dir, steps, time.time(), why="no worker has taken its driver yet")
-            ended = [one.id for one in self.jobs.values() if one.state in ENDED]
-            for old in ended[: max(0, len(self.jobs) - JOBS_KEPT)]:
-                del self.jobs[old]
-
-    def known(self, key: str) -> bool:
-        """Whether the scheduler has a task of that key."""
-        return key in self._scheduler.tasks
 
     def report(
         self,
@@ -209,10 +305,14 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return job.stop
 
     def ask_to_stop(self, id: str, why: str) -> str:
-        """Ask a job to stop at its next step; returns its present state."""
+        """Ask a job to stop at its next step; returns its present state. One that waits ends at once."""
         job = self.jobs[id]
-        job.stop = job.stop or why
-        return job.state
+        state, job.stop = job.state, job.stop or why
+        queued = self.job_queue.waits(id) or self._task(job) is not None  # else it is a run on its own local cluster
+        if queued and not job.client and not job.place and state not in ENDED:
+            self._end(job, "stopped", why)
+            self._serve()
+        return state
 
     def all_jobs(self) -> list[Plain]:
         return [job.plain() for job in self.jobs.values()]

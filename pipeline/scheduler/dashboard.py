@@ -11,7 +11,9 @@ import json
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import quote
 
 from bokeh.layouts import column, row
 from bokeh.models import (
@@ -38,6 +40,7 @@ from prometheus_client.registry import Collector
 from tornado import web
 from tornado.ioloop import IOLoop
 
+from pipeline.scheduler import run_pages
 from pipeline.scheduler.board import Board, Job
 from pipeline.scheduler.series import SMOOTH, columns
 from stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind, axis
@@ -94,6 +97,7 @@ def add_to(scheduler: Any, board: Board) -> None:
         r".*",
         [(r"/staleflow/jobs\.json", Jobs, {"board": board}), (r"/staleflow/job/(.+)\.json", OneJob, {"board": board})],
     )
+    run_pages.add_to(scheduler, board)
     export_metrics(board)
 
 
@@ -414,6 +418,8 @@ def headline(job: Job, jobs: list[Job]) -> str:
         parts.append(escaped(job.status["limit"]))
     if job.why:
         parts.append(escaped(job.why))
+    if Path(job.run_dir).is_dir():
+        parts.append(f"<a href='staleflow/run/{quote(job.id)}' target='_blank'>run page</a>")
     line = " &nbsp;·&nbsp; ".join(parts)
     if len(jobs) > 1:
         links = (link(other, chosen=other is job) for other in reversed(jobs))

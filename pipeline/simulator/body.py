@@ -35,7 +35,7 @@ from pipeline.coordination.events import (
 from pipeline.profiling.loads import LoadWatch
 from pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
 from stores.errors import RunStuck
-from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, ended_as
 from tasks.engines.decoding import DecodingInstance
 from tasks.seeds import Stream, generator
 from tasks.workload import Workload
@@ -178,7 +178,7 @@ class SimulatedRun:
                 self._train(command)
             case Retire():
                 for ending in command.endings:
-                    reason = f"{ending.fate.value}:{ending.reason.value}"
+                    reason = ended_as(ending.fate, ending.reason)
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
                     self.trace.wasted_tokens += self._tokens.pop(ending.trajectory, 0)
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion
-from tasks.actors.calls import call
+from tasks.actors.calls import call, fails_by_name
 
 CHUNK_BYTES = 64 * 2**20
 """Chunk size of a transfer: large enough that the network is the limit, small enough to hold twice in memory."""
 
 
+@fails_by_name
 class ParameterServer:
     """The parameter server's Dask actor. `ensure` is idempotent."""
 

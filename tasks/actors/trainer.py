@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
-from tasks.actors.calls import call
+from tasks.actors.calls import call, fails_by_name
 from tasks.training.packing import PackedRows, Row
-from tasks.training.policy_trainer import Policy, PolicySettings
+from tasks.training.policy import Policy, PolicySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +30,7 @@ class StepResult:
     """Logprobs of the probe's tokens under these weights; see Engine.logprobs."""
 
 
+@fails_by_name
 class Trainer:
     """The trainer's Dask actor: fetches batches from the trajectory server, trains in a thread, publishes weights."""
 
@@ -39,6 +38,8 @@ class Trainer:
         self, settings: PolicySettings, folder: str, threads: int, call_s: float, points: str, point_every: int
     ) -> None:
         """points: folder of the run's resume points, one every `point_every` steps, 0 for none."""
+        import torch
+
         torch.set_num_threads(threads)
         self._call_s = call_s
         self._policy: Policy = settings.build()
@@ -62,14 +63,13 @@ class Trainer:
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> StepResult:
         """Run training step `step` on these trajectories and publish version step + 1. versions: the trajectories'
-        v_traj. The resume point is written afterwards, before the next step."""
-        if self._saving is not None and self._saving.done():
-            self._saving.result()
+        v_traj. The resume point is written afterwards, before the next step, which fails if that has failed."""
         begin = time.monotonic()
         packed: PackedRows = await call(
             server, "batch", step, trajectories, versions, within_s=self._call_s, who="trajectory server"
         )
         fetched = time.monotonic()
+        await self._saved()
         result: StepResult = await self._in_thread(self._train, step, packed.rows(), fetched - begin)
         if self._point_every and result.version % self._point_every == 0:
             self._saving = self._executor.submit(self._points.write, result.version, self._policy.save_state)
@@ -77,6 +77,7 @@ class Trainer:
 
     async def save_checkpoint(self, folder: str) -> None:
         """Save the current weights in the format of `from_pretrained`."""
+        await self._saved()
         await self._in_thread(self._policy.save, Path(folder))
 
     async def close(self) -> None:
@@ -101,6 +102,13 @@ class Trainer:
             path=str(path),
             probe=self._policy.probe(self._probe) if self._probe else (),
         )
+
+    async def _saved(self) -> None:
+        """Wait until the latest resume point is written; raises what kept it from being written. Costs nothing: the
+        next work of the trainer's thread would wait too."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await asyncio.wrap_future(saving)
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)

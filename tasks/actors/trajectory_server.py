@@ -18,6 +18,7 @@ import numpy as np
 
 from stores.base import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
 from stores.errors import ConfigError, ProtocolViolation
+from stores.metrics import REWARD_PART
 from stores.rewards import has_signal
 from stores.staleness import Ending
 from stores.trajectory import (
@@ -30,20 +31,22 @@ from stores.trajectory import (
     Timings,
     Trajectory,
     TrajectoryId,
+    ended_as,
 )
 from stores.versioned import VersionedStore
+from tasks.actors.calls import fails_by_name
 from tasks.engines.base import Sampled
-from tasks.environments import Record, Task
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
+from tasks.task_source import Record, Task
 from tasks.training.advantage import advantages
 from tasks.training.packing import PackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder. reward: name of
-    the reward function, for messages. resumed: whether to continue an existing store."""
+    """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder. reward: the
+    reward functions as the job names them, for messages. resumed: whether to continue an existing store."""
 
     prompts: PromptSettings
     reward: str
@@ -73,6 +76,7 @@ class Payload(NamedTuple):
     """UNFINISHED if sampling goes on after `sampled`; else it has ended by itself."""
 
 
+@fails_by_name
 class TrajectoryServer:
     """The trajectory server's Dask actor. Safe to ask twice: draws are numbered, deliveries carry whole segments."""
 
@@ -86,7 +90,7 @@ class TrajectoryServer:
         stored = self.stores.open(path) if settings.resumed else None
         prompts = settings.prompts
         if stored is not None:
-            prompts = replace(prompts, held_out=stored.header.held_out)
+            prompts = replace(prompts, held_out=stored.header.held_out, longest=stored.header.longest_prompt)
         self._settings = settings
         self._prompts: Prompts = prompts.build()
         self._store = self.stores.create(path, settings.header) if stored is None else stored
@@ -114,7 +118,7 @@ class TrajectoryServer:
         if not state.live:
             return state
         lost = [i for first, last in state.live for i in range(first, last)]
-        key = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value}"
+        key = ended_as(Fate.ABORTED, AbortReason.RUN_ENDED)
         num_ended = {**state.num_ended, key: state.num_ended.get(key, 0) + len(lost)}
         state = replace(state, live=(), num_ended=num_ended)
 
@@ -283,7 +287,7 @@ class TrajectoryServer:
         errors = [t for t in batch if t.error]
         if len(errors) > self._settings.max_error_share * len(batch):
             raise ConfigError(
-                f"reward.function = {self._settings.reward!r}: failed on {len(errors)} of {len(batch)} "
+                f"{self._settings.reward}: failed on {len(errors)} of {len(batch)} "
                 f"responses of step {step} (limit: reward.max_error_share = {self._settings.max_error_share:g}); "
                 f"first: {errors[0].error}"
             )
@@ -328,9 +332,14 @@ def _batch_metrics(
 ) -> dict[str, float]:
     lengths = np.asarray([e.trajectory.num_tokens for e in consumed])
     staleness = np.asarray([e.staleness for e in consumed])
+    parts: dict[str, list[float]] = {}
+    for one in consumed:
+        for name, value in one.trajectory.reward_parts.items() if one.loss_mask else ():
+            parts.setdefault(f"{REWARD_PART}{name}", []).append(value)
     sampling_s = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
     return {
         "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
+        **{name: float(np.mean(values)) for name, values in sorted(parts.items())},
         "reward_errors": float((~valid).sum()),
         "groups_with_signal": float(has_signal(rewards, valid).mean()),
         "response_tokens": float(lengths.sum()),

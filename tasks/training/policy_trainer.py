@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,25 +23,7 @@ from tasks.seeds import Stream, generator
 from tasks.training.logprobs import LogprobModel
 from tasks.training.loss import LOSSES, Loss
 from tasks.training.packing import MicroBatch, Row, microbatches, minibatches, token_weights
-from tasks.training.settings import TrainingConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
-    """Settings of the trainer; see ModelConfig. training: the job's table. num_steps: length of the cosine schedule.
-    max_length: for constant_length."""
-
-    model: str
-    dtype: str
-    device: str
-    training: TrainingConfig
-    num_steps: int
-    temperature: float
-    max_length: int
-    seed: int
-
-    def build(self) -> Policy:
-        return PolicyTrainer(self)
+from tasks.training.policy import TrainerSettings
 
 
 @dataclass(slots=True)
@@ -64,28 +46,6 @@ class Mismatch:
     max: float
     kl: float
     num_tokens: int
-
-
-class Policy(Protocol):
-    """The policy that the Trainer actor trains and publishes."""
-
-    def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
-
-    def published(self) -> dict[str, torch.Tensor]: ...
-
-    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]: ...
-
-    def save(self, folder: Path) -> None: ...
-
-    def save_state(self, path: Path) -> None: ...
-
-    def load_state(self, path: Path) -> None: ...
-
-
-class PolicySettings(Protocol):
-    """Settings from which a worker builds its policy. Picklable."""
-
-    def build(self) -> Policy: ...
 
 
 class PolicyTrainer:

@@ -64,6 +64,19 @@ def test_derived_numbers(tmp_path: Path) -> None:
     [
         ("staleness.etta=2", r"unknown key staleness.etta; did you mean staleness.eta\?"),
         ("nonsense=2", "unknown key nonsense; known here: name"),
+        ("eta=2", r"unknown key eta; did you mean staleness.eta\?"),
+        ("rollout.learning_rate=1", r"unknown key rollout.learning_rate; did you mean training.learning_rate\?"),
+        ("steps=" + "9" * 40, "steps = 9+ is out of range; it must be at most 9223372036854775807, in 64 bits"),
+        ("training.learning_rate=" + "9" * 400, "learning_rate = 9+... .400 characters. is out of range"),
+        ("training.learning_rate=" + "9" * 5000, "learning_rate must be a number, not '9+... .5002 characters."),
+        ("task.options={a = [1, {b = 99999999999999999999}]}", "task.options.a.b = 9+ is out of range"),
+        ("task..chat=true", "--set task..chat=true: the key has an empty part"),
+        ("task.answer_pattern='so(-?'", r"answer_pattern = 'so\(-\?' does not compile: missing \)"),
+        ("task.answer_pattern='so.*'", r"answer_pattern = 'so.\*' has no group; put the answer's part in \( \)"),
+        ('task.template={"q": "{prompt}"}', r'any other brace twice: \{\{"q": "\{prompt\}"\}\}$'),
+        ("task.template={prompt} {answer}", r"any other brace twice: \{prompt\} \{\{answer\}\}$"),
+        ("task.template={prompt} {", r"any other brace twice: \{prompt\} \{\{$"),
+        ("task.template={prompt.x}{prompt}", r"only \{prompt\} is replaced"),
         ("staleness.eta=-1", "staleness.eta = -1 is out of range; it must be >= 0, <= 1000"),
         ("staleness.eta=1.5", "staleness.eta must be a whole number, not 1.5"),
         ("staleness.eta=true", "staleness.eta must be a whole number, not True"),
@@ -72,7 +85,8 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("staleness=3", "staleness must be a table, not 3"),
         (
             "rollout.routing=best",
-            "must be one of random, round_robin, least_requests, throughput_optimal, deadline, not 'best'",
+            "must be one of random, round_robin, least_requests, throughput_optimal, deadline, or your own, "
+            "file.py:NAME, not 'best'",
         ),
         ("training.loss.name=ppo_clap", r"did you mean 'ppo_clip'\?"),
         ("steps", "expected key=value"),
@@ -112,6 +126,25 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:
         loading.load(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load(tmp_path, "a = = 1")
+    with pytest.raises(ConfigError, match="nested too deep"):
+        load(tmp_path, "a = " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(ConfigError, match="not valid TOML: Exceeds the limit"):
+        load(tmp_path, "steps = " + "9" * 5000)
+    with pytest.raises(ConfigError, match="a folder, not a job file"):
+        loading.load(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'name = "gr\xf6\xdfe"')
+    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 10\); save it as UTF-8"):
+        loading.load(tmp_path / "latin.toml")
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert loading.load(tmp_path / "job.toml") == load(tmp_path)
+
+
+def test_braces_written_twice_stand_once_in_a_prompt(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD, 'task.template={{"q": "{prompt}"}}')
+    assert config.task.template.format(prompt="1 + 1") == '{"q": "1 + 1"}'
 
 
 def test_every_knob_says_what_it_means(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ STORED = Path("docs/job.schema.json")
 EXAMPLES = sorted(Path("examples").glob("*.toml"))
 KINDS = {"boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict}
 KEYWORDS = {
-    "type", "properties", "additionalProperties", "enum", "anyOf", "pattern", "minimum", "maximum", "exclusiveMinimum",
+    "type", "properties", "additionalProperties", "propertyNames",
+    "enum", "anyOf", "pattern", "minimum", "maximum", "exclusiveMinimum",
 }  # fmt: skip
 SAYS_NOTHING = {"$schema", "title", "description", "default"}
 
@@ -50,6 +51,9 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
     if "properties" in schema:
         known = schema["properties"]
         return all(key in known and accepts(known[key], below) for key, below in value.items())
+    if "propertyNames" in schema:
+        names, below = schema["propertyNames"], schema["additionalProperties"]
+        return all(accepts(names, name) and accepts(below, entry) for name, entry in value.items())
     return True
 
 

@@ -49,9 +49,9 @@ class Cluster:
         found: dict[str, Any] = json.loads(self("status", id, "--json").stdout)
         return found
 
-    def until(self, id: str, *states: str, steps: int = 0) -> dict[str, Any]:
+    def until(self, id: str, *states: str, steps: int = 0, within_s: float = PATIENCE_S) -> dict[str, Any]:
         """Wait until a job is in one of the states and has done so many steps."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + within_s
         while True:
             job = self.job(id)
             done = int(job["last"]["step"]) + 1 if job["last"] else 0
@@ -63,7 +63,7 @@ class Cluster:
 
     def until_it_waits_for(self, id: str, what: str) -> str:
         deadline = time.monotonic() + PATIENCE_S
-        while what not in (job := self.job(id))["why"] or "driver" in job["why"]:
+        while what not in (job := self.job(id))["why"]:
             assert time.monotonic() < deadline, job
             time.sleep(0.5)
         return str(job["why"])
@@ -156,6 +156,9 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     job_end = cluster.until(id, "done")
     assert job_end["why"] == ""
     store = check(far, 20)
+    summary = json.loads((far / "summary.json").read_text())
+    assert [one["end"] for one in summary["starts"]] == ["", "done"]
+    assert summary["commands"]["Train"] >= 20, "those before the driver's death, too"
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 20 * 16
     exported = command(*export)  # there is room now
     assert exported.returncode == 0, exported.stderr
@@ -176,7 +179,7 @@ def test_a_cancelled_job_is_gone_on_with_and_two_jobs_share_no_worker(
     one = cluster("submit", job, *common, "--name", "one").stdout.strip()
     cluster.until(one, "running", steps=1)
     two = cluster("submit", job, *common, "--name", "two").stdout.strip()
-    assert "gives up" in cluster.until_it_waits_for(two, "needs a free worker process")
+    assert "free 2 of 5; next in line" in cluster.until_it_waits_for(two, "needs 3 worker processes")
     cluster.add(1)
     cluster.until(two, "running", steps=2)
 
@@ -202,18 +205,100 @@ def test_a_cancelled_job_is_gone_on_with_and_two_jobs_share_no_worker(
     check(tmp_path / "runs" / "one", trained + 2)
 
 
+DRY = """
+name = "dry"
+runs_dir = "{runs}"
+seed = 2
+
+[batch]
+groups_per_step = 4
+group_size = 4
+
+[rollout]
+max_new_tokens = 200
+
+[rollout.engine]
+name = "emulated"
+
+[workload]
+median = 60
+prompt_tokens = 20
+
+[simulation]
+train_s = 0.2
+pull_s = 0.02
+"""
+
+
+def seconds_and_losses(folder: Path) -> tuple[float, list[str]]:
+    """Wall time of an ended run, and the actors it lost."""
+    summary = json.loads((folder / "summary.json").read_text())
+    return float(summary["seconds"]["wall_s"]), summary["losses"]
+
+
+def waits_while_another_runs(cluster: Cluster, folder: Path, steps: int) -> tuple[float, float]:
+    """Run a job alone, then the same one while another waits, which has to run afterwards. Returns the seconds that
+    each of the first two took."""
+    (folder / "dry.toml").write_text(DRY.format(runs=folder / "runs"))
+    cluster.add(3)
+
+    def submit(name: str, number: int) -> str:
+        done = cluster("submit", folder / "dry.toml", "--name", name, "--set", f"steps={number}")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    cluster.until(submit("alone", steps), "done", within_s=PATIENCE_S + steps)
+    one = submit("one", steps)
+    cluster.until(one, "running", steps=1)
+    two = submit("two", 2)
+    assert "free 0 of 3; next in line" in cluster.until_it_waits_for(two, "needs 3 worker processes")
+    assert "next in line" in cluster("jobs").stdout
+    assert f"staleflow-job-{two}" not in where_is(cluster), "a job that waits runs nothing"
+    cluster.until(one, "done", within_s=PATIENCE_S + steps)
+    cluster.until(two, "done")
+    assert "has its 3 workers" in cluster("logs", two).stdout
+    (alone_s, lost_alone), (beside_s, lost) = (seconds_and_losses(folder / "runs" / name) for name in ("alone", "one"))
+    assert lost_alone == lost == []
+    check(folder / "runs" / "one", steps)
+    check(folder / "runs" / "two", 2)
+    return alone_s, beside_s
+
+
+def test_a_job_that_waits_does_not_disturb_the_one_that_runs(cluster: Cluster, tmp_path: Path) -> None:
+    waits_while_another_runs(cluster, tmp_path, 20)
+
+
+@pytest.mark.slow  # ten minutes twice
+@pytest.mark.timeout(3600)
+def test_a_job_that_waits_for_ten_minutes_costs_the_one_that_runs_no_time(cluster: Cluster, tmp_path: Path) -> None:
+    alone_s, beside_s = waits_while_another_runs(cluster, tmp_path, 300)
+    print(f"{alone_s:.0f} s alone, {beside_s:.0f} s beside a job that waits")
+    assert beside_s < 1.1 * alone_s
+
+
+def test_submitting_loads_neither_torch_nor_the_store() -> None:
+    """They take seconds, and only the driver needs them."""
+    script = "import sys, cli.jobs, pipeline.jobs.submission; print(*{m.partition('.')[0] for m in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "distributed" in loaded
+    assert not {"torch", "transformers", "zarr", "icechunk", "bokeh", "matplotlib"} & set(loaded)
+
+
 def test_wrong_input_to_each_command_is_one_line(job: Path, cluster: Cluster, tmp_path: Path) -> None:
     for verb in ("status", "logs", "cancel"):
         answer = cluster(verb, "no-such-job")
         assert (answer.returncode, answer.stdout) == (2, "")
-        assert answer.stderr == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs` lists them\n"
+        assert (
+            answer.stderr
+            == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs --all` lists them\n"
+        )
     assert "no jobs" in cluster("jobs").stdout
     nowhere = command("submit", job, "--scheduler", "tcp://127.0.0.1:9")
     assert nowhere.returncode == 2
     assert nowhere.stderr.startswith("staleflow: no scheduler at tcp://127.0.0.1:9: ")
     assert nowhere.stderr.count("\n") == 1
     assert "no cluster given" in command("jobs").stderr
-    assert "no such file" in command("jobs", "--scheduler-file", tmp_path / "none.json").stderr
+    assert "No such file" in command("jobs", "--scheduler-file", tmp_path / "none.json").stderr
     assert "with TLS all three" in command("jobs", "--scheduler", "tls://127.0.0.1:9", "--tls-cert", "x").stderr
     missing = cluster("submit", job, "--set", "reward.function=none.py:f")
     assert (missing.returncode, missing.stdout) == (2, "")

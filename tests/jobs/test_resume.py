@@ -48,7 +48,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
         process.wait()
     assert held.returncode == 2
     assert f"in use by process {process.pid}" in held.stderr
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while list(Path("/dev/shm").glob("staleflow-job-*")) and time.monotonic() < deadline:
         time.sleep(0.1)  # the workers' nannies end a moment later
     before = check(folder, len(VersionedStore.open(folder / "store").steps()))
@@ -153,7 +153,7 @@ def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -
         with pytest.raises(ConfigError, match=message) as caught:
             resumption.prepare(resumption.load(end.run_dir, overrides))
         assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="no run here"):
+    with pytest.raises(ConfigError, match="no such run"):
         resumption.load(tmp_path / "nothing")
 
 

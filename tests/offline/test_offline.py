@@ -27,7 +27,8 @@ from stores.errors import ConfigError, ProtocolViolation
 from stores.selection import Selection
 from stores.trajectory import Ended, TrajectoryId
 from stores.versioned import VersionedStore
-from tasks.environments import ReasoningGym, distinct_held_out
+from tasks.environments import ReasoningGym
+from tasks.task_source import distinct_held_out
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, staleflow
 from tests.stores.test_stores import change_a_logprob, corrupt_tokens, edit

@@ -291,8 +291,8 @@ MUTATIONS = (
         name="replaced_for_ever",
         module="actors",
         breaks="no more than REPLACEMENTS",
-        old="        if self._num_lost[role] > REPLACEMENTS:\n",
-        new="        if self._num_lost[role] > REPLACEMENTS + 1:\n",
+        old="        if len(recent) > REPLACEMENTS:\n",
+        new="        if len(recent) > REPLACEMENTS + 1:\n",
         check=check(on_actors.test_the_fourth_loss_of_one_instance_is_too_many_and_others_do_not_count),
     ),
     Mutation(

@@ -202,11 +202,41 @@ def test_the_fourth_loss_of_one_instance_is_too_many_and_others_do_not_count(bod
         for name in ("rollout-0", "rollout-0.1", "rollout-0.2"):
             stage.actors.lose(name, ActorLost(f"{name} is gone"), 0.0)
             await stage.actors.place_instance(0)
-        with pytest.raises(ActorLost, match=r"rollout-0 was lost 4 times, last: rollout-0.3 is gone"):
+        with pytest.raises(ActorLost, match=r"rollout-0 was lost 4 times within an hour, last: rollout-0.3 is gone"):
             stage.actors.lose("rollout-0.3", ActorLost("rollout-0.3 is gone"), 0.0)
         assert len(stage.actors.losses) == 5
 
     body.place(script)
+
+
+def test_losses_of_a_week_ago_do_not_count(body: Body) -> None:
+    """Only the losses of the last hour are too many: a run of weeks meets four sooner or later."""
+
+    async def script(stage: Stage) -> None:
+        for hour in range(8):
+            name = f"rollout-0.{hour}" if hour else "rollout-0"
+            stage.actors.lose(name, ActorLost(f"{name} is gone"), 1300.0 * hour)
+            await stage.actors.place_instance(0)
+        with pytest.raises(ActorLost, match=r"rollout-0 was lost 4 times within an hour, last: rollout-0.8 is gone"):
+            stage.actors.lose("rollout-0.8", ActorLost("rollout-0.8 is gone"), 1300.0 * 7 + 500)
+
+    body.place(script)
+
+
+def test_a_version_that_a_replacement_fetches_is_kept(body: Body) -> None:
+    """Newer ones may be published while it is on its way to a slow host."""
+
+    async def script(stage: Stage) -> None:
+        await publish(stage, V1)
+        _, two = stage.actors.instances.values()
+        fetching = asyncio.ensure_future(stage.actors.pull(two, V1))
+        await asyncio.sleep(0.5)
+        await publish(stage, V2)
+        await stage.actors.prune({V2})
+        await fetching
+        assert two.version == V1
+
+    body.place(script, hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", late_s=1.0)])
 
 
 def test_closing_does_not_raise_whatever_is_gone(body: Body) -> None:

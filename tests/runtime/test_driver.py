@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipeline.runtime.driver import SCORE_BATCH
 from pipeline.runtime.resumption import Resumption
 from stores.errors import ActorLost, ConfigError, RunStuck, StoreError
-from stores.trajectory import AbortReason, Fate, PolicyVersion
+from stores.trajectory import AbortReason, Fate, PolicyVersion, Trajectory
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World
@@ -31,6 +31,10 @@ EVALUATED = ("rollout.engine.name=transformers", "model.path=none", "task.eval_p
 
 def long_ones() -> World:
     return World(length=lambda trajectory: 150 if trajectory % 5 == 3 else 6 + trajectory % 5)
+
+
+def consumed(run: Run) -> list[Trajectory]:
+    return [row.trajectory for row in run.store.ended() if row.fate is Fate.CONSUMED]
 
 
 def evaluations(run: Run) -> list[int]:
@@ -192,7 +196,7 @@ def test_an_instance_that_is_lost_again_and_again_ends_the_run(body: Body) -> No
     run = body.run("rollout.instances=1", "rollout.max_attempts=99", faults=faults)
     error = run.raised()
     assert isinstance(error, ActorLost)
-    assert str(error).startswith("rollout-0 was lost 4 times, last: rollout-0.3 is gone")
+    assert str(error).startswith("rollout-0 was lost 4 times within an hour, last: rollout-0.3 is gone")
     assert len(run.outcomes.losses) == 4
     run.check_kept()
 
@@ -260,7 +264,7 @@ def test_a_reward_worker_that_never_answers_is_replaced(body: Body) -> None:
 
 def test_a_reward_worker_that_is_lost_again_and_again_ends_the_run(body: Body) -> None:
     run = body.run(faults=[Fault(actor="reward-0", method="score", nth=0, dies="before")])
-    assert str(run.raised()).startswith("reward-0 was lost 4 times, last: reward-0 is gone")
+    assert str(run.raised()).startswith("reward-0 was lost 4 times within an hour, last: reward-0 is gone")
     run.check_kept()
 
 
@@ -284,10 +288,14 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(body: Body) ->
     run.check_kept()
 
 
-def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body) -> None:
+def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body, caplog: pytest.LogCaptureFixture) -> None:
+    """The first failure is told in full, the others are counted: they are many, and alike."""
     world = World(reward_error=lambda text: "a third" if len(text) % 3 == 0 else "")
     run = body.run("steps=4", "reward.max_error_share=1", world=world)
     run.check()
+    told = [r.getMessage() for r in caplog.records if "reward failed" in r.getMessage() and r.levelname == "WARNING"]
+    assert len(told) == 1
+    assert told[0].endswith("reward failed: a third; further ones: steps count them")
     rows = list(run.store.ended())
     failed = [r for r in rows if r.trajectory.error]
     assert 0 < len(failed) < len(rows)
@@ -409,6 +417,16 @@ def test_versions_no_instance_needs_are_removed_and_no_other(body: Body) -> None
     assert all(held <= {5, 6} for held in run.world.weights.values())
 
 
+@pytest.mark.parametrize("how", [{"silent": "before"}, {"error": OSError("reset")}], ids=["silent", "reset"])
+def test_a_parameter_server_that_does_not_remove_old_versions_stops_nothing(body: Body, how: dict[str, Any]) -> None:
+    """Its host has more versions than it needs for a while."""
+    faults = [Fault(actor="parameters-two", method="prune", **how)]
+    run = body.run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones(), faults=faults)
+    run.check()
+    assert run.outcomes.losses == []
+    assert all(held <= {5, 6} for held in run.world.weights.values())
+
+
 def test_checkpoints_are_saved_as_often_as_asked(body: Body) -> None:
     run = body.run("steps=5", "training.checkpoint_every=2")
     run.check()
@@ -429,6 +447,13 @@ def test_a_stuck_run_says_what_it_waits_for_and_its_knob(body: Body) -> None:
     ended_s = run.entries[-1].now
     assert 29.5 < ended_s - sampled_s < 31.5
     run.check_kept()
+
+
+def test_responses_that_grow_are_progress_however_long_they_take(body: Body) -> None:
+    """Each takes longer than stuck_s; only reports of its tokens come meanwhile."""
+    run = body.run(world=World(length=lambda trajectory: 95, tokens_per_s=2.0))
+    run.check()
+    assert all(len(t.response_tokens) / 2.0 > run.config.deadlines.stuck_s for t in consumed(run))
 
 
 def test_a_long_training_step_is_no_stuck_run(body: Body) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config import actor_settings, loading
 from pipeline.simulator.body import SimulatedRun
-from tests.runtime.test_run import check, run
+from tests.runtime.test_run import check, run, staleflow
 
 JOB = """
 name = "dry"
@@ -76,3 +76,25 @@ def test_a_dry_run_consumes_what_the_simulator_foretells(dry: Path) -> None:
     assert summary["response_tokens"] == sum(s.tokens for s in trace.steps)
     assert summary["forecast"]["count"] == 5 * 24
     assert summary["seconds"]["decide_s"] > 0
+
+
+def test_a_job_of_ones_own_is_tried_in_small_on_random_responses(job: Path, tmp_path: Path) -> None:
+    """Its prompts and its reward, on any machine, and nothing is left."""
+    (tmp_path / "mine.py").write_text(
+        "def picky(answer, record):\n"
+        "    assert isinstance(answer, str) and record['question']\n"
+        "    if len(answer) % 3 == 1:\n        raise ValueError('not this one')\n"
+        "    return float(len(answer))\n"
+    )
+    before = sorted(tmp_path.iterdir())
+    sizes = ("steps=400", "batch.groups_per_step=500", "rollout.instances=40", "model.device=cuda")
+    overrides = [x for o in (*sizes, f"reward.function={tmp_path}/mine.py:picky") for x in ("--set", o)]
+    answer = staleflow("run", job, "--dry", "--json", *overrides)
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    assert (found["steps"], found["findings"]) == (3, [])
+    assert list(found["reward_errors"]) == ["ValueError: not this one"]
+    assert found["rewards"] + found["reward_errors"]["ValueError: not this one"] >= 3 * 8 * 4
+    assert found["reward"][0] < found["reward"][1]
+    assert 0 < found["prompt_tokens"][0] <= found["prompt_tokens"][1] < 64
+    assert sorted(tmp_path.iterdir()) == before

@@ -75,6 +75,19 @@ def test_packages_and_a_chat_template_count(job: Path, sources: Path, monkeypatc
     assert len(module.reward["code"]) == fingerprints.DIGITS
 
 
+def test_each_part_of_a_reward_counts_with_its_weight(job: Path, sources: Path) -> None:
+    source = f"task.source=jsonl:{sources}/rows.jsonl"
+    parts = (source, f"reward.parts.mine.function={sources}/mine.py:score", "reward.parts.verifier={}")
+    fingerprints.write(sources, fingerprints.taken(loading.load(job, parts)))
+    (sources / "mine.py").write_text("def score(answer, record):\n    return 1.0\n")
+    now = fingerprints.taken(loading.load(job, (*parts, "reward.parts.verifier.weight=2")))
+    lines = fingerprints.changes(fingerprints.read(sources), now)
+    assert [line.split(" was ")[0] for line in lines] == [
+        "reward changed since the run began: mine's code",
+        "reward changed since the run began: verifier's weight",
+    ]
+
+
 def test_a_folder_without_them_says_nothing_and_a_broken_one_says_what_to_do(job: Path, sources: Path) -> None:
     assert told(job, sources) == []
     keep(job, sources)

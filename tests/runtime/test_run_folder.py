@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOLCK, "No locks available")
 
     with (
-        pytest.raises(StoreError, match=r"^/proc/none: cannot be written: .*set runs_dir to another"),
+        pytest.raises(ConfigError, match=r"^/proc/none: cannot be written: .*set runs_dir to another"),
         claimed(Path("/proc/none")),
     ):
         pytest.fail("nobody can write there")

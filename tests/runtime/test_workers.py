@@ -14,14 +14,20 @@ from tests.support import virtual_time
 
 
 class PlayedFuture:
-    """An actor that is made, a little later or never."""
+    """An actor that is made, a little later, never, or not."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, error: Exception | None = None) -> None:
+        self._seconds, self._error = seconds, error
         self.released = False
 
     def __await__(self) -> Any:
-        return asyncio.sleep(self._seconds, result="an actor").__await__()
+        return self._made().__await__()
+
+    async def _made(self) -> str:
+        await asyncio.sleep(self._seconds)
+        if self._error is not None:
+            raise self._error
+        return "an actor"
 
     def release(self) -> None:
         self.released = True
@@ -33,6 +39,7 @@ class PlayedClient:
     def __init__(self, workers: dict[str, dict[str, int]]) -> None:
         self.workers = workers
         self.create_s = 1.0
+        self.error: Exception | None = None
         self.submitted: list[dict[str, Any]] = []
         self.restarted: list[str] = []
         self.scheduler = self
@@ -47,7 +54,7 @@ class PlayedClient:
 
     def submit(self, cls: type[Any], *args: Any, **options: Any) -> PlayedFuture:
         self.submitted.append(options)
-        return PlayedFuture(self.create_s)
+        return PlayedFuture(self.create_s, self.error)
 
     async def restart_workers(self, addresses: list[str], timeout: float, raise_for_error: bool) -> None:
         self.restarted += addresses
@@ -139,6 +146,36 @@ def test_an_actor_that_does_not_come_up_is_lost_at_start_s() -> None:
         assert asyncio.get_running_loop().time() == pytest.approx(50.0)
 
     on(script, ["a"], num_heavy=1)
+
+
+def test_the_slot_of_an_actor_that_could_not_be_made_is_free_again() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        client.error = ConfigError("rollout: no such thing")
+        with pytest.raises(ConfigError, match="no such thing"):
+            await place(placing, "rollout")
+        client.error = ValueError("no")
+        with pytest.raises(ActorLost, match=r"rollout-0 could not start on tcp://a: ValueError: no"):
+            await place(placing, "rollout")
+        client.error = None
+        beside = await placing.place("rollout-0", "rollout", object)
+        assert beside.worker == "a"
+        client.error = ValueError("no")
+        with pytest.raises(ActorLost):
+            await placing.place_beside(beside, "parameters-host", "parameters", object)
+        assert placing.slots == {"a": ["rollout"]}
+
+    on(script, ["a"], num_heavy=1)
+
+
+def test_a_process_in_which_an_actor_did_not_come_up_is_not_chosen_again() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        client.create_s = 1e6
+        with pytest.raises(ActorLost):
+            await place(placing, "rollout")
+        client.create_s = 1.0
+        assert await place(placing, "rollout") == ["b"]
+
+    on(script, ["a", "b"], num_heavy=1)
 
 
 def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -> None:

@@ -1,14 +1,21 @@
-"""The board: its answers to drivers and commands."""
+"""The board: its answers to drivers and commands, and the drivers it starts on a real scheduler."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from distributed import Client, LocalCluster, Reschedule, fire_and_forget, get_worker
 
+from pipeline.scheduler import board
 from pipeline.scheduler.board import Board
+from pipeline.scheduler.connection import Where
+from pipeline.scheduler.plugin import ensure
 
 
 def asked() -> set[str]:
@@ -26,6 +33,162 @@ def test_the_board_knows_what_it_is_asked(verb: str) -> None:
 
 
 def test_a_verb_it_does_not_know_is_a_newer_clients() -> None:
-    assert asked() >= {"slot", "submit", "claim"}
+    assert asked() >= {"queue", "submit", "claim"}
     with pytest.raises(ValueError, match="has no call 'dance'; install the same version everywhere"):
         Board().asked("dance")
+
+
+NEEDS = {"instances": 1, "rewards": 1, "driver": True}
+
+
+async def drive(id: str, seconds: float) -> str:
+    """A job's driver that begins as the real one does, and works for a while."""
+    worker = get_worker()
+    async with Where(address=worker.scheduler.address).connected() as client:
+        if not await board.ask(client, "begin", id=id, address=worker.address, driver=client.id):
+            raise Reschedule
+        report = {"status": {}, "steps": [], "lines": []}
+        await board.ask(client, "report", id=id, state="running", why="", **report)
+        until = asyncio.get_running_loop().time() + seconds
+        while asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.05)
+        await board.ask(client, "report", id=id, state="done", why="", **report)
+        await board.ask(client, "end", id=id)
+        return "done"
+
+
+class Jobs:
+    """A scheduler with workers in this process, and jobs submitted to it."""
+
+    def __init__(self, cluster: Any, client: Any) -> None:
+        self.cluster, self.client = cluster, client
+
+    async def submit(self, id: str, seconds: float, **limits: Any) -> dict[str, Any]:
+        await board.ask(self.client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=1)
+        future = self.client.submit(drive, id, seconds, key=board.KEY + id, pure=False, workers=[board.NOWHERE])
+        fire_and_forget(future)
+        limits = {"needs": NEEDS, "wait_s": 0.0, **limits}
+        while not (job := await board.ask(self.client, "queue", id=id, **limits))["queued"]:
+            await asyncio.sleep(0.02)
+        return dict(job)
+
+    async def of(self, id: str) -> dict[str, Any]:
+        (job,) = [j for j in await board.ask(self.client, "jobs") if j["id"] == id]
+        return dict(job)
+
+    async def until(self, id: str, state: str, within_s: float = 120.0) -> dict[str, Any]:
+        async with asyncio.timeout(within_s):
+            while (job := await self.of(id))["state"] != state:
+                await asyncio.sleep(0.05)
+        return job
+
+    async def runs(self, id: str) -> str:
+        """State of a job's task in Dask."""
+        task = self.cluster.scheduler.tasks.get(board.KEY + id)
+        return "" if task is None else str(task.state)
+
+    async def lines(self, id: str) -> list[str]:
+        _, lines = await board.ask(self.client, "lines", id=id, after=0)
+        return [line.partition("  ")[2] for line in lines]
+
+
+@contextlib.asynccontextmanager
+async def jobs_on(workers: int) -> AsyncIterator[Jobs]:
+    async with (
+        LocalCluster(
+            n_workers=workers, processes=False, threads_per_worker=2, asynchronous=True, dashboard_address="127.0.0.1:0"
+        ) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await ensure(client)
+        yield Jobs(cluster, client)
+
+
+def on(workers: int, script: Callable[[Jobs], Awaitable[None]]) -> None:
+    async def work() -> None:
+        async with jobs_on(workers) as jobs:
+            await script(jobs)
+
+    asyncio.run(work())
+
+
+def test_a_waiting_job_runs_nothing_and_starts_when_the_one_before_it_has_ended() -> None:
+    async def script(jobs: Jobs) -> None:
+        assert (await jobs.submit("one", 3.0))["why"] == "its driver starts"
+        await jobs.until("one", "running")
+        clients = len(jobs.cluster.scheduler.clients)
+        two = await jobs.submit("two", 0.1)
+        assert two["state"] == "waiting"
+        assert two["why"].endswith("free 1 of 4; next in line")
+        for _ in range(20):
+            assert await jobs.runs("two") == "no-worker"
+            assert len(jobs.cluster.scheduler.clients) == clients
+            assert await board.ask(jobs.client, "held", id="two") == {}
+            await asyncio.sleep(0.05)
+        await jobs.until("one", "done")
+        await jobs.until("two", "done")
+        assert await jobs.lines("two") == [f"waits: {two['why']}", "has its 3 workers"]
+        assert not await board.ask(jobs.client, "taken", owner="")
+
+    on(4, script)
+
+
+def test_a_job_that_the_cluster_cannot_hold_waits_for_workers_to_join() -> None:
+    async def script(jobs: Jobs) -> None:
+        one = await jobs.submit("one", 0.1)
+        assert one["why"].endswith("the cluster has 2; starts once there are enough")
+        jobs.cluster.scale(3)
+        await jobs.until("one", "done")
+
+    on(2, script)
+
+
+def test_a_waiting_job_is_cancelled_at_once_and_one_waits_no_longer_than_it_may() -> None:
+    async def script(jobs: Jobs) -> None:
+        await jobs.submit("one", 0.1)
+        await jobs.submit("two", 0.1, wait_s=0.5)
+        assert await board.ask(jobs.client, "stop", id="one", why="cancelled") == "waiting"
+        one = await jobs.of("one")
+        assert (one["state"], one["why"]) == ("stopped", "cancelled")
+        two = await jobs.until("two", "failed")
+        assert two["why"].startswith("waited 0.5 s for workers (deadlines.wait_s): needs 3 worker processes")
+        assert (await jobs.runs("one"), await jobs.runs("two")) == ("", "")
+
+    on(2, script)
+
+
+def test_a_job_whose_drivers_worker_dies_starts_again_before_those_that_wait() -> None:
+    async def script(jobs: Jobs) -> None:
+        await jobs.submit("one", 1.0)
+        await jobs.until("one", "running")
+        await jobs.submit("two", 0.1)
+        place = next(a for a, roles in (await board.ask(jobs.client, "held", id="one")).items() if "driver" in roles)
+        (worker,) = [w for w in jobs.cluster.workers.values() if w.address == place]
+        await worker.close()
+        jobs.cluster.scale(7)
+        await jobs.until("one", "waiting")
+        await jobs.until("one", "done")
+        assert (await jobs.lines("one")).count("has its 3 workers") == 2
+        await jobs.until("two", "done")
+
+    on(3, script)
+
+
+def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
+    """Its own process drives it: no task."""
+
+    async def script(jobs: Jobs) -> None:
+        runs = {"steps": 1, "run_dir": "/runs/x"}
+        async with Client(jobs.client.scheduler.address, asynchronous=True, set_as_default=False) as theirs:
+            for id in ("run", "waits"):
+                await board.ask(theirs, "submit", id=id, name=id, **runs)
+                await board.ask(theirs, "queue", id=id, needs=NEEDS, wait_s=0.0, driver=theirs.id)
+            assert (await board.ask(theirs, "admitted", id="run"))["admitted"]
+            assert not (await board.ask(theirs, "admitted", id="waits"))["admitted"]
+        for id in ("run", "waits"):
+            assert (await jobs.until(id, "failed"))["why"] == "the process that ran it is gone"
+        async with asyncio.timeout(60):
+            while await board.ask(jobs.client, "taken", owner=""):
+                await asyncio.sleep(0.05)
+
+    on(3, script)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +20,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.runtime.workers import connect
 from pipeline.scheduler import board
 from pipeline.scheduler.plugin import ensure
+from tests.support.browser import in_browser, opened
+from tests.support.stored_runs import Response, StoredRun
 
 STATUS: dict[str, Any] = {
     "version": 3, "num_queued": 4, "num_running": 6, "num_scoring": 1, "num_started": 96,
@@ -99,7 +100,7 @@ async def tell(client: Any, id: str, step: dict[str, float]) -> None:
 
 async def get(url: str) -> str:
     def read() -> str:
-        with urllib.request.urlopen(url, timeout=20) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return str(answer.read().decode())
 
     return await asyncio.to_thread(read)
@@ -130,26 +131,52 @@ def test_routes_and_metrics_tell_what_runs_have_told() -> None:
     with_two_jobs(look)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("playwright") is None or not shutil.which("chromium"), reason="needs playwright, chromium"
-)
+def test_a_job_leads_to_the_page_of_its_run(tmp_path: Path) -> None:
+    run = StoredRun(tmp_path)
+    run.train([("one plus one", [Response("two", 1.0), Response("three", 0.0)])])
+
+    async def look(client: Any, address: str) -> None:
+        await board.ask(client, "submit", id="here", name="here", run_dir=str(run.run_dir), steps=9)
+        first, second = [json.loads(await get(await landing(f"{address}staleflow/run/here") + "api/run")) for _ in "12"]
+        assert (first["name"], first["num_steps"]) == ("page", 1)
+        assert first == second
+        pages = {c.pid for c in psutil.Process().children() if "view" in c.cmdline()}
+        assert len(pages) == 1, "it is started once"
+        for name, said in (("one", "404"), ("none", "404")):
+            with pytest.raises(urllib.error.HTTPError, match=said):
+                await get(f"{address}staleflow/run/{name}")
+        elsewhere = urllib.request.Request(f"{address}staleflow/run/here", headers={"Host": "scheduler:8787"})
+        with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+            await asyncio.to_thread(urllib.request.urlopen, elsewhere)
+        assert f"staleflow view {run.run_dir}" in refused.value.read().decode()
+        (page,) = pages
+        found.append(psutil.Process(page))
+
+    found: list[psutil.Process] = []
+    with_two_jobs(look)
+    found[0].wait(60)  # it ends with the scheduler
+
+
+async def landing(url: str) -> str:
+    """Where an address leads to."""
+
+    def follow() -> str:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return str(answer.url)
+
+    return await asyncio.to_thread(follow)
+
+
+@in_browser
 def test_a_browser_shows_live_data() -> None:
     async def look(client: Any, address: str) -> None:
-        from playwright.async_api import async_playwright
-
-        async with async_playwright() as playwright:
-            browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            page = await browser.new_page(viewport={"width": 1400, "height": 1000})
-            faults: list[str] = []
-            page.on("pageerror", lambda error: faults.append(str(error)))
+        async with opened(viewport={"width": 1400, "height": 1000}) as page:
             await page.goto(f"{address}staleflow?job=one")
             await page.get_by_text("reward 0.625").wait_for()
             await page.get_by_text("routed to rollout-0 at version 3").wait_for()
             await tell(client, "one", STEP | {"step": 3.0, "reward": 0.75})
             await page.get_by_text("reward 0.750").wait_for()
             await page.get_by_text("two<b>").click()  # the other job's page
-            await page.get_by_text("no worker has taken its driver yet").wait_for()
-            assert faults == []
-            await browser.close()
+            await page.get_by_text("its submission has not arrived yet").wait_for()
 
     with_two_jobs(look)

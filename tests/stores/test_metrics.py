@@ -18,6 +18,7 @@ from pipeline.simulator.measure import measure, steady_tokens_per_s
 from pipeline.simulator.trace import Trace, TrainedStep
 from stores import metrics
 from tasks.actors.trainer import Trainer
+from tasks.actors.trajectory_server import _batch_metrics
 from tasks.training.emulated import EmulatedTraining
 from tasks.training.packing import Row
 from tests.stores.store_conformance import ended
@@ -107,3 +108,12 @@ def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:
     row = replace(row, behaviour=np.asarray([-1.0, -1.0], np.float32))
     emulated = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0).build()
     assert emulated.step(0, [row]).keys() == trainer(tiny_model).step(0, [row]).keys()
+
+
+def test_the_parts_of_a_reward_are_metrics_by_name() -> None:
+    """Their means over the responses that could be scored and have such a part."""
+    rows = [ended(np.random.default_rng(0), i, 1) for i in range(4)]  # 0 and 3 could not be scored
+    parts = ({"a": 9.0}, {"a": 1.0, "b": 0.5}, {"a": 2.0}, {"c": 9.0})
+    rows = [replace(r, trajectory=replace(r.trajectory, reward_parts=p)) for r, p in zip(rows, parts, strict=True)]
+    found = _batch_metrics(rows, np.zeros((2, 2)), np.ones((2, 2), bool))
+    assert {k: v for k, v in found.items() if k.startswith(metrics.REWARD_PART)} == {"reward/a": 1.5, "reward/b": 0.5}

@@ -55,6 +55,14 @@ def test_it_chooses(text: str, chosen: list[int]) -> None:
         ("staleness in reward", "cannot be compared"),
         ("reward is 1", "cannot be compared"),
         ("fate + 1 > 2", "is not a number"),
+        ("reward > 1 / 0", "cannot be computed: division by zero"),
+        ("reward > 1 % 0", "cannot be computed"),
+        (f"reward > {'9' * 400}", "cannot be computed"),
+        (f"staleness * {'9' * 40} > 0", "cannot be computed"),
+        ("staleness in (1, reward)", "may hold only numbers or only texts"),
+        ("-" * 5000 + "reward > 0", "is nested too deeply"),
+        ("not " * 3000 + "(reward > 0)", "is nested too deeply"),
+        ("+".join(["reward"] * 20_000) + " > 0", "is nested too deeply"),
     ],
 )
 def test_what_it_does_not_understand_is_one_line(text: str, message: str) -> None:

@@ -148,7 +148,8 @@ def test_token_weights(name: str) -> None:
 
 
 def trainer(tiny_model: Any, **changes: Any) -> Any:
-    from tasks.training.policy_trainer import PolicyTrainer, TrainerSettings
+    from tasks.training.policy import TrainerSettings
+    from tasks.training.policy_trainer import PolicyTrainer
 
     torch.set_num_threads(1)
     training: dict[str, Any] = {

@@ -6,8 +6,9 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,16 +19,10 @@ from stores.errors import ConfigError, StoreError
 from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion
 from tasks.actors.parameter_server import ParameterServer
-from tasks.environments import (
-    JsonLines,
-    ReasoningGym,
-    TaskSource,
-    distinct_held_out,
-    extract_answer,
-    make_reward,
-    make_source,
-)
+from tasks.environments import ReasoningGym, SourceSettings, extract_answer, make_reward, make_source
+from tasks.reward_part import RewardPart
 from tasks.scoring import Scorer, ScoringSettings
+from tasks.task_source import TaskSource, distinct_held_out
 
 OPTIONS = {"min_terms": 2, "max_terms": 3}
 
@@ -53,6 +48,21 @@ def moody(answer, record):
 
 def greedy(a, b, c):
     return 0.0
+
+def typed(answer, record):
+    import fractions
+    import numpy as np
+    return {
+        "numpy": (np.float32(0.5), {"n": np.int64(3), "f": np.float32(2), "b": np.bool_(True), 7: 1}),
+        "array": np.array(0.25), "fraction": fractions.Fraction(1, 4), "bool": True, "none": None, "digits": "1",
+        "vector": np.zeros(2), "three": (1, 2, 3), "parts": (1.0, [1]), "huge": 1e300,
+        "part text": (1.0, {"a": "1"}), "part nan": (1.0, {"a": math.nan}), "part none": (1.0, {"a": None}),
+    }[answer]
+
+def sometimes(answer, record):
+    if answer == "raise":
+        raise ValueError("not this one")
+    return math.nan if answer == "nan" else 1
 """
 
 
@@ -70,14 +80,23 @@ def rewards(tmp_path: Path) -> Path:
     return path
 
 
-def scorer(function: str, timeout_s: float = 1.0, pattern: str = "", rows: Path | None = None) -> Scorer:
+def scorer(
+    function: str,
+    timeout_s: float = 1.0,
+    pattern: str = "",
+    rows: Path | None = None,
+    parts: Mapping[str, RewardPart] = MappingProxyType({}),
+) -> Scorer:
     """rows: a file of prompts to be used in place of chain_sum, whose package takes seconds to load in each process."""
     return Scorer(
         ScoringSettings(
-            source="reasoning_gym:chain_sum" if rows is None else f"jsonl:{rows}",
-            options=OPTIONS if rows is None else {},
-            seed=1,
+            source=SourceSettings(
+                source="reasoning_gym:chain_sum" if rows is None else f"jsonl:{rows}",
+                options=OPTIONS if rows is None else {},
+                seed=1,
+            ),
             function=function,
+            parts=dict(parts),
             answer_pattern=pattern,
             timeout_s=timeout_s,
         )
@@ -136,19 +155,23 @@ def write_rows(path: Path, prompts: Sequence[str]) -> Path:
     return path
 
 
+def rows_of(path: Path) -> TaskSource:
+    return make_source(f"jsonl:{path}", {}, 0)
+
+
 def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
     rows = [f"p{i}" for i in range(17)]
-    source = JsonLines(write_rows(tmp_path / "data.jsonl", [*rows[:3], "same", *rows[3:], "other", "same"]))
+    source = rows_of(write_rows(tmp_path / "data.jsonl", [*rows[:3], "same", *rows[3:], "other", "same"]))
     assert "same" in prompts_of(source, 18)
     apart = source.apart(1)
     assert prompts_of(apart, 36) == ["p0", "p1", "p2", *rows[3:], "p0", "p1", "p2", *rows[3:], "p0", "p1"]
     assert "1 of 20 rows" in apart.held_out_notice
     assert [t.prompt for t in distinct_held_out(apart, 200)] == ["other", "same"]
-    unique = JsonLines(write_rows(tmp_path / "unique.jsonl", rows))
+    unique = rows_of(write_rows(tmp_path / "unique.jsonl", rows))
     assert prompts_of(unique.apart(5), 40) == prompts_of(unique, 40)
     assert unique.apart(5).held_out_notice == ""
     with pytest.raises(ConfigError, match="each of the 9 training rows has the prompt of a held-out row"):
-        JsonLines(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).apart(1)
+        rows_of(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).apart(1)
 
 
 def test_a_users_environment_that_mixes_them_up_is_counted(tmp_path: Path) -> None:
@@ -172,7 +195,7 @@ def test_the_sources_own_verifier() -> None:
 def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": f" a {i}"}) for i in range(20)))
-    source = JsonLines(path)
+    source = rows_of(path)
     assert [source.task(i).prompt for i in (0, 17, 18, 19)] == ["p0", "p17", "p0", "p1"]
     assert {source.task(i, held_out=True).prompt for i in range(5)} == {"p18", "p19"}
     assert source.score("a  3", source.task(3).record) == 1.0
@@ -182,7 +205,8 @@ def test_json_lines(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{not json", "line 1: not JSON"),
-        ('{"prompt": "a"}\n', "line 1: must be an object"),
+        ("[1]", "line 1: must be an object"),
+        ('{"prompt": "a"}\n', r"line 1: no 'answer'; set task\.columns\.answer, to one of prompt$"),
         ('{"prompt": "a", "answer": 1}', "1 rows; at least"),
         (None, "cannot be read"),
     ],
@@ -231,9 +255,11 @@ def test_a_users_own_environment(tmp_path: Path) -> None:
     assert task.prompt == "9+9="
     assert source.task(4, held_out=True).prompt == "1000009+1000009="
     settings = ScoringSettings(
-        source=f"{tmp_path}/mine.py:Doubles", options={"first": 3}, seed=2, function="task", answer_pattern="",
+        source=SourceSettings(source=f"{tmp_path}/mine.py:Doubles", options={"first": 3}, seed=2),
+        function="task",
+        answer_pattern="",
         timeout_s=10,
-    )  # fmt: skip
+    )
     scorer = Scorer(settings)
     try:
         assert [s.reward for s in scorer.score([("18", task.record), ("8", task.record)])] == [1.0, 0.0]
@@ -241,7 +267,7 @@ def test_a_users_own_environment(tmp_path: Path) -> None:
         scorer.close()
     for name, message in (
         ("broken", "cannot be created: KeyError: 'first'"),
-        ("Speechless", "record 0 must be a dict with a string `prompt`"),
+        ("Speechless", "record 0 must be a dict with a `prompt`"),
         ("Nothing", "has no function Nothing"),
     ):
         with pytest.raises(ConfigError, match=r"task\.source = ") as caught:
@@ -290,8 +316,61 @@ def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: P
     assert raised == "ValueError: I do not like it"
     assert hung == "the reward took longer than 1 s"
     assert nan == "the reward is nan; it must be a finite number"
-    assert text.startswith("ValueError: could not convert string")
+    assert text == "the reward is 'good'; it must be a number"
     assert died.startswith("the reward process died")
+
+
+def test_rewards_and_parts_are_stored_as_plain_numbers_and_others_refused(rewards: Path, rows: Path) -> None:
+    one = scorer(f"{rewards}:typed", rows=rows, timeout_s=20)
+    answers = ("numpy", "array", "fraction", "bool")
+    refused = {
+        "none": "the reward is None; it must be a number",
+        "digits": "the reward is '1'; it must be a number",
+        "vector": "the reward is array([0., 0.]); it must be a number",
+        "three": "the reward is (1, 2, 3); it must be a number, or (number, its parts by name)",
+        "parts": "the reward is (1.0, [1]); it must be a number, or (number, its parts by name)",
+        "huge": "the reward is 1e+300; it must be a finite number",
+        "part text": "part a of the reward is '1'; it must be a number",
+        "part nan": "part a of the reward is nan; it must be a finite number",
+        "part none": "part a of the reward is None; it must be a number",
+    }
+    try:
+        scores = one.score([(a, {}) for a in (*answers, *refused)])
+    finally:
+        one.close()
+    assert [s.reward for s in scores[:4]] == [0.5, 0.25, 0.25, 1.0]
+    assert scores[0].parts == {"n": 3.0, "f": 2.0, "b": 1.0, "7": 1.0}
+    assert {type(value) for value in (scores[0].reward, *scores[0].parts.values())} == {float}
+    assert [s.error for s in scores[4:]] == list(refused.values())
+    assert {(s.reward, *s.parts) for s in scores[4:]} == {(0.0,)}
+
+
+def test_a_reward_may_be_a_weighted_sum_that_fails_with_any_part(rewards: Path, rows: Path) -> None:
+    parts = {
+        "right": RewardPart(),
+        "long": RewardPart(function=f"{rewards}:length", weight=-0.5),
+        "moody": RewardPart(function=f"{rewards}:sometimes", weight=2),
+    }
+    one = scorer("task", rows=rows, parts=parts, timeout_s=20)
+    try:
+        right, wrong, raised, nan = one.score([(a, {"answer": "2"}) for a in ("2", "444", "raise", "nan")])
+    finally:
+        one.close()
+    assert right.reward == pytest.approx(1.0 - 0.5 * 0.1 + 2)
+    assert right.parts == {"right": 1.0, "long": 0.1, "long.length": 1.0, "moody": 1.0}
+    assert wrong.reward == pytest.approx(-0.5 * 0.3 + 2)
+    assert (raised.reward, raised.parts, raised.error) == (0.0, {}, "part moody: ValueError: not this one")
+    assert nan.error == "part moody: the reward is nan; it must be a finite number"
+
+
+def test_parts_that_cannot_be_loaded_are_named(rewards: Path, rows: Path) -> None:
+    for function, parts, message in (
+        ("task", {"a": RewardPart(function="none.py:f")}, r"^reward\.parts\.a\.function = 'none\.py:f': cannot be l"),
+        ("task", {"a": RewardPart(function="bare")}, r"^reward\.parts\.a\.function = 'bare': expected task, math_"),
+        ("math_verify", {"a": RewardPart()}, r"^reward\.function = 'math_verify': there are reward\.parts too"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            scorer(function, rows=rows, parts=parts).check()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""Loading, checking and running a job, for the commands that do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from cli.display import Display
+    from pipeline.config.schema import RunConfig
+    from pipeline.jobs.execution import RunEnd
+
+
+def load_new(config_path: str, overrides: tuple[str, ...]) -> RunConfig:
+    """The job of a file, with absolute paths. Raises ConfigError, also if its run's name is taken."""
+    from pipeline.config import checks, loading, user_files
+    from pipeline.runtime.run_folder import refuse_used
+
+    config = loading.load(config_path, overrides)
+    checks.check_names(config)
+    config = user_files.located(config)
+    refuse_used(config.run_dir)
+    return config
+
+
+def check(config: RunConfig, *, here: bool = True) -> None:
+    """Check what a job names, and print what could not be checked. here: whether it runs on this machine. Raises
+    ConfigError."""
+    from pipeline.config import checks
+
+    for line in checks.check_job(config, here=here):
+        click.echo(line, err=True)
+
+
+def warm_up(config: RunConfig, verbose: int) -> None:
+    """Set the environment that libraries read when they are imported, and have them imported for the workers while this
+    process still checks the job. Called before anything heavy is imported. verbose: see cli/verbosity.py."""
+    # Before torch is loaded anywhere: its thread pools spin on shared cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Dask's routine messages would be written across the live view. It reads this variable when it is imported, here
+    # and in workers.
+    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info" if verbose > 1 else "critical")
+
+    if config.cluster.kind == "local":
+        from pipeline.runtime import local_cluster
+
+        local_cluster.prepare(config.cluster.threads, local_cluster.modules(emulated=config.emulated))
+
+
+def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
+    """Run or resume a job with a live view, and print its summary; exits with 130 if it was stopped. `warm_up` comes
+    first. verbose: see cli/verbosity.py."""
+    display, end = watch(config, quiet=as_json, verbose=verbose, resume=resume)
+    if as_json:
+        click.echo(json.dumps(end.summary, indent=2))
+    else:
+        display.summarize(end)
+    if end.stopped:
+        sys.exit(130)
+
+
+def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tuple[Display, RunEnd]:
+    """Run or resume a job with a live view; returns the view and how the job ended. Exits with 130 if it was stopped
+    before it began."""
+    from cli.display import Display
+    from cli.interrupts import end_at_once
+    from cli.verbosity import logging_to
+    from pipeline.jobs.execution import execute
+    from pipeline.jobs.stopping import Interrupted, Signals
+
+    display = Display(config, quiet=quiet, verbosity=verbose)
+
+    async def run() -> RunEnd:
+        with Signals(display.announce, end_at_once) as signals:
+            return await execute(config, display.progress, display.announce, resume=resume, signals=signals)
+
+    try:
+        with display, logging_to(display.console, verbose):
+            return display, asyncio.run(run())
+    except Interrupted as stopped:
+        click.echo(f"stopped: {stopped} before the first step; nothing is lost", err=True)
+        sys.exit(130)

@@ -1,0 +1,67 @@
+"""staleflow view RUN"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+
+import click
+
+from cli.stored import quiet_libraries
+
+PORT = 8799
+LOCAL = "127.0.0.1"
+
+
+@click.command("view")
+@click.argument("run", type=click.Path())
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65_535),
+    default=None,
+    help=f"Port to listen on; 0 for any free one.  [default: {PORT}, or a free one if that is taken]",
+)
+@click.option("--host", default=LOCAL, show_default=True, help="Name or address of this machine to listen on.")
+@click.option("--no-browser", is_flag=True, help="Print the address only.")
+@click.option("--until-eof", is_flag=True, hidden=True)
+def command(run: str, port: int | None, host: str, no_browser: bool, until_eof: bool) -> None:
+    """Show a run, live or finished, on a page in the browser: steps, groups, trajectories, instances over time,
+    branches. Ends with Ctrl-C."""
+    quiet_libraries()
+    from pipeline.run_page.answers import Answers
+    from pipeline.run_page.reading import RunReader
+    from pipeline.run_page.server import listen, make_server
+
+    reader = RunReader(Path(run))
+    reader.stored()  # reports a store that cannot be read before anything is served
+    listening = listen(host, PORT if port is None else port, exactly=port is not None)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{listening.getsockname()[1]}/"
+
+    def started() -> None:
+        click.echo(f"{run}: {address} (Ctrl-C ends it)")
+        if host != LOCAL:
+            click.echo("everyone who reaches this address can read the run: it asks for no password", err=True)
+        if not no_browser and _has_display():
+            webbrowser.open(address)
+
+    if until_eof:  # for a program that starts it, and with which it is to end
+        threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
+        make_server(Answers(reader), host, started).run(sockets=[listening])
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _has_display() -> bool:
+    """Whether a browser would open in a window; else a text browser might take the terminal."""
+    return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,0 +1,254 @@
+"""Checks of everything a job names, before any process is placed: folders, devices, model, data, template and reward.
+
+What can be seen in a file's first bytes is not left to the actors, who would find it after half a minute. torch is not
+loaded, unless a tokenizer without tokenizer.json needs it. A failure is a ConfigError of one line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import itertools
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.config import actor_settings, user_files
+from pipeline.config.model_files import check_files, find_model, read_context
+from pipeline.config.schema import RunConfig
+from stores.errors import ConfigError
+from tasks.file_tokenizer import FileTokenizer, chat_template
+from tasks.knobs import names_user_code, shown
+
+if TYPE_CHECKING:
+    from tasks.prompts import TokenizedPrompts
+    from tasks.task_source import Task
+
+MAX_NAME = 200
+"""Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
+DRAWN = 100_000
+"""Most prompts that are looked at."""
+DRAWN_S = 2.0
+"""Seconds after which no more prompts are looked at."""
+PACKAGES = {"vllm": "pip install 'staleflow[vllm]'"}
+"""Optional packages of engines, with how to install them."""
+
+
+def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
+    """Check what a job names; returns one line on each thing that could not be checked.
+
+    here: whether it runs on this machine. If not, folders and data that are not here may be on the cluster. Raises
+    ConfigError."""
+    check_names(config)
+    if here:
+        _check_runs_dir(Path(config.runs_dir))
+    if here and config.cluster.kind == "local":
+        _check_machine(config)
+    if config.simulation.colocated:
+        raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
+    if not config.has_texts:
+        user_files.check(config)
+        return []
+    unchecked: list[str] = []
+    kind, _, name = config.task.source.partition(":")
+    if kind == "jsonl" and here and not Path(name).is_file():
+        why = "a folder, not a file" if Path(name).is_dir() else "no such file"
+        raise ConfigError(f"task.source = {config.task.source!r}: cannot be read: {why}")
+    folder = _model(config, unchecked, here=here)
+    user_files.check(config)
+    if not here and _elsewhere(config, unchecked):
+        return unchecked
+    task = _first_prompt(config, folder)
+    _try_reward(config, task)
+    return unchecked
+
+
+def check_names(config: RunConfig) -> None:
+    """Raise ConfigError for texts that cannot become names of folders, or name a cluster that is not asked for."""
+    if not config.name.isprintable() or len(config.name.encode()) > MAX_NAME:
+        raise ConfigError(
+            f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME} bytes"
+        )
+    if "\0" in config.runs_dir:
+        raise ConfigError(f"runs_dir = {shown(config.runs_dir)} must be a folder's path; it contains a zero byte")
+    cluster = config.cluster
+    for kind, key in (("address", "address"), ("file", "scheduler_file")):
+        if cluster.kind == "local" and (given := getattr(cluster, key)):
+            raise ConfigError(
+                f'cluster.{key} = {given!r} has no effect with cluster.kind = "local"; set cluster.kind = "{kind}" to '
+                "join that cluster, or remove it"
+            )
+
+
+def _check_runs_dir(runs_dir: Path) -> None:
+    """Check that run folders can be created, without creating any."""
+    there = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {there} is a file; set runs_dir to another folder")
+    if not os.access(there, os.W_OK | os.X_OK) or there == Path("/proc"):
+        raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {there} cannot be written; set runs_dir to another folder")
+
+
+def _check_machine(config: RunConfig) -> None:
+    """Check this machine's shared memory, engine and device."""
+    memory = Path(config.cluster.shared_memory)
+    key = f"cluster.shared_memory = {str(memory)!r}"
+    if not memory.is_dir():
+        why = "not a folder" if memory.exists() else "no such folder"
+        raise ConfigError(f"{key}: {why}; set cluster.shared_memory to an in-memory one, such as /dev/shm")
+    try:
+        with tempfile.TemporaryFile(dir=memory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: cannot be written: {error.strerror}; set cluster.shared_memory to another"
+        ) from error
+    engine = config.rollout.engine.name
+    if engine in PACKAGES and importlib.util.find_spec(engine) is None:
+        raise ConfigError(f'rollout.engine.name = "{engine}": {engine} is not installed; {PACKAGES[engine]}')
+    if config.model.device == "cuda" and not config.emulated and (why := _why_no_cuda()):
+        raise ConfigError(f'model.device = "cuda": {why}; set it to "auto" or "cpu"')
+
+
+def _why_no_cuda() -> str:
+    """Why torch would find no CUDA device on this machine; empty if it may find one. Does not load torch."""
+    found = importlib.util.find_spec("torch")
+    version = Path(found.origin or "").with_name("version.py") if found is not None else None
+    if version is not None and version.is_file():
+        text = version.read_text()
+        if re.search(r"^hip\b.*= *'", text, re.MULTILINE):
+            return ""  # ROCm, whose driver is another
+        if re.search(r"^cuda\b.*= *None", text, re.MULTILINE):
+            return "the torch that is installed is built without CUDA"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "this machine has no NVIDIA driver"
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver finds no device"
+    return ""
+
+
+def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | None:
+    """Check the model's files, and that its context has room for a prompt. Returns their folder, if it is on this
+    machine."""
+    what = f"model.path = {config.model.path!r}"
+    try:
+        folder = find_model(config.model.path)
+    except ConfigError as error:
+        if here:
+            raise
+        unchecked.append(f"not checked here: {error}")
+        return None
+    if folder is None:
+        unchecked.append(f"not checked: {what} has yet to be fetched from the hub")
+        return None
+    context = read_context(folder, what)
+    check_files(folder, what)
+    if context <= config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
+            f"context is {context} tokens"
+        )
+    if config.task.chat and chat_template(folder) == "":
+        raise ConfigError(
+            f"task.chat = true: the tokenizer in {folder} has no chat template; add chat_template.jinja there, or set "
+            "task.chat = false and write the turns into task.template"
+        )
+    return folder
+
+
+def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
+    """Whether the job's data or reward can only be found where the job will run."""
+    kind, _, name = config.task.source.partition(":")
+    if kind == "jsonl" and not Path(name).exists():
+        unchecked.append(f"not checked here: task.source = {config.task.source!r} is not on this machine")
+        return True
+    for key, named in (("task.source", config.task.source), ("reward.function", config.reward.function)):
+        module = named.rpartition(":")[0]
+        imported = names_user_code(named) and not module.endswith(".py") and module != "reasoning_gym"
+        if imported and importlib.util.find_spec(module.partition(".")[0]) is None:
+            unchecked.append(f"not checked here: {key} = {named!r} cannot be imported on this machine")
+            return True
+    return False
+
+
+def _first_prompt(config: RunConfig, folder: Path | None) -> Task:
+    """Draw the run's first prompt. With the model's folder, encode it, and any of the run's that may be too long."""
+    from tasks.prompts import TokenizedPrompts
+    from tasks.texts import TokenizerTexts
+
+    if folder is None:
+        return actor_settings.source_settings(config).build().task(0)
+    context = read_context(folder, f"model.path = {config.model.path!r}")
+    longest = actor_settings.longest_prompt(config, context)
+    settings = actor_settings.prompt_settings(config, context, held_out=config.task.eval_prompts, longest=longest)
+    prompts = TokenizedPrompts(settings, TokenizerTexts(FileTokenizer(folder)))
+    first = prompts.task(0)
+    for number, task in itertools.chain([(0, first)], _drawn(config, prompts)):
+        if task is first or prompts.may_be_too_long(task):
+            try:
+                prompts.encode(task)
+            except ConfigError as error:
+                raise ConfigError(f"{_place(config, task, number)}: {error}") from error
+    return first
+
+
+def _drawn(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, Task]]:
+    """The prompts that the run will use, numbered, as far as they can be drawn in a moment."""
+    end = time.monotonic() + DRAWN_S
+    held_out = prompts.held_out(min(config.task.eval_prompts, DRAWN // 100))
+    yield from ((-1 - i, task) for i, task in enumerate(held_out))
+    for i in itertools.takewhile(
+        lambda _: time.monotonic() < end, range(min(DRAWN, config.steps * config.groups_started))
+    ):
+        yield i, prompts.task(i)
+
+
+def _place(config: RunConfig, task: Task, number: int) -> str:
+    """Where a prompt is in its data: the line of a file, or its number. Numbers of held-out prompts are negative."""
+    kind, _, name = config.task.source.partition(":")
+    if kind == "jsonl":
+        with Path(name).open(encoding="utf-8-sig") as lines:
+            for at, line in enumerate(lines, 1):
+                row = json.loads(line) if line.strip() else None
+                if isinstance(row, dict) and all(task.record.get(key) == value for key, value in row.items()):
+                    return f"{name}, line {at}"
+    which = f"prompt {number}" if number >= 0 else f"held-out prompt {-1 - number}"
+    return f"task.source = {config.task.source!r}, {which}"
+
+
+def _try_reward(config: RunConfig, task: Task) -> None:
+    """Score two answers to a prompt: its record's own, if it has one, and an empty one. Raises ConfigError if the
+    reward fails on both, or takes too long; not if the job accepts any number of failures."""
+    from tasks.scoring import Scorer
+
+    where = f"reward.function = {config.reward.function!r}"
+    scorer = Scorer(actor_settings.scoring_settings(config))
+    try:
+        scorer.check()
+        answers = [str(task.record[key]) for key in ("answer",) if key in task.record]
+        errors: list[str] = []
+        for answer in dict.fromkeys((*answers, "")):
+            error = scorer.score([(answer, task.record)])[0].error
+            if not error:
+                return
+            errors.append(error)
+            if "took longer" in error:
+                break
+    finally:
+        scorer.close()
+    if config.reward.max_error_share >= 1:
+        return
+    remedy = (
+        "make it faster, or raise reward.timeout_s"
+        if "took longer" in errors[-1]
+        else "mend it, or set reward.max_error_share = 1 to run all the same"
+    )
+    raise ConfigError(f"{where}: fails on the first prompt: {errors[0]}; {remedy}")

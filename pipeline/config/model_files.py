@@ -1,0 +1,157 @@
+"""The files of a job's model: found and checked without loading torch, in milliseconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stores.errors import ConfigError
+
+HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*")
+"""A model's name on the hub: NAME or OWNER/NAME."""
+HUB_S = 5.0
+"""Seconds the hub may take to answer whether it has a model."""
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Files of which a tokenizer has at least one."""
+INDEX = "model.safetensors.index.json"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+"""Ends of the names of the tensor with one row per token."""
+LISTS = ("auto_mappings.py", "configuration_auto.py")
+"""Files of transformers that list the kinds of models it knows."""
+HEADER = struct.Struct("<Q")
+LONGEST_HEADER = 100 * 2**20
+"""Most bytes of a safetensors header; more is refused when the file is loaded, too."""
+
+
+def find_model(path: str, key: str = "model.path") -> Path | None:
+    """The folder that has a model's files; None if they must be fetched from the hub. key: in the job file, or the
+    option, for messages. Asks the hub only about a name that is not on this machine. Raises ConfigError."""
+    if Path(path).is_dir():
+        return Path(path)
+    what = f"{key} = {path!r}"
+    if Path(path).exists():
+        raise ConfigError(f"{what}: a file; name the folder of a model with its config.json")
+    if not HUB_NAME.fullmatch(path) or ".." in path or Path(path).parts[0] in ("runs", "models"):
+        home = "; ~ is not replaced here, write the whole path" if path.startswith("~") else ""
+        raise ConfigError(f"{what}: no such folder{home or _neighbours(Path(path))}")
+    if "/" in path and Path(path).parent.is_dir():
+        raise ConfigError(f"{what}: no such folder{_neighbours(Path(path))}")
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, "config.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
+    _ask_hub(path, what)
+    return None
+
+
+def _neighbours(path: Path) -> str:
+    """The folders beside one that is not there, as the end of a message."""
+    if path == Path("runs/base/running-sums"):
+        return "; `make demo` creates it"
+    if not path.parent.is_dir() or path.parent == path:
+        return ""
+    there = sorted(p.name for p in path.parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+    return f"; in {path.parent} there are {', '.join(there[-8:])}" if there else f"; {path.parent} is empty"
+
+
+def _ask_hub(name: str, what: str) -> None:
+    """Raise ConfigError unless the hub has this model."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"{what}: no such folder, and not among the models fetched before (HF_HUB_OFFLINE is set)")
+    try:
+        HfApi().model_info(name, timeout=HUB_S)
+    except RepositoryNotFoundError:
+        raise ConfigError(f"{what}: no such folder, and the hub has no such model, or not for you") from None
+    except Exception as error:  # its clients raise their own kinds for every kind of network
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"{what}: no such folder, and the hub ({constants.ENDPOINT}) cannot be asked for it: {reason}"
+        ) from error
+
+
+def read_architecture(folder: Path, what: str) -> dict[str, Any]:
+    """A model's config.json. what: names the model, for messages. Raises ConfigError."""
+    path = folder / "config.json"
+    try:
+        read = json.loads(path.read_text("utf-8"))
+        if not isinstance(read, dict):
+            raise ValueError("not an object")
+    except FileNotFoundError:
+        raise ConfigError(f"{what}: no config.json in it; name the folder of a Hugging Face causal LM") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what}: its config.json cannot be read: {error}; copy the model again") from error
+    return read
+
+
+def read_context(folder: Path, what: str) -> int:
+    """Tokens a model can attend to, by its config.json; practically unlimited if that does not say. what: names the
+    model, for messages. Raises ConfigError."""
+    context = read_architecture(folder, what).get("max_position_embeddings")
+    return context if isinstance(context, int) and context > 0 else 2**31
+
+
+def check_files(folder: Path, what: str) -> None:
+    """Raise ConfigError if transformers does not know a model's kind, or if its weights or its tokenizer are missing or
+    incomplete. Reads headers only."""
+    kind = read_architecture(folder, what).get("model_type")
+    if isinstance(kind, str) and not _known(kind):
+        raise ConfigError(
+            f"{what}: its config.json says model_type = {kind!r}, which the installed transformers does not know"
+        )
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ConfigError(f"{what}: no tokenizer in it; copy tokenizer.json and tokenizer_config.json there")
+    shards = list(_shards(folder, what))
+    if not shards and not any(folder.glob("*.bin")):
+        raise ConfigError(f"{what}: no weights in it, such as model.safetensors; copy the model again")
+    vocabulary = read_architecture(folder, what).get("vocab_size")
+    for path in shards:
+        _check_weights(path, what, vocabulary)
+
+
+def _known(kind: str) -> bool:
+    """Whether transformers has a configuration for this kind of model; true if its list is not where it was. The list
+    is searched as text: to import it takes seconds."""
+    found = importlib.util.find_spec("transformers")
+    folder = Path(found.origin).parent / "models" / "auto" if found is not None and found.origin else Path("none")
+    text = "".join((folder / name).read_text() for name in LISTS if (folder / name).is_file())
+    return f'"{kind}"' in text or '"llama"' not in text
+
+
+def _shards(folder: Path, what: str) -> Iterator[Path]:
+    if (folder / INDEX).is_file():
+        try:
+            names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{what}: its {INDEX} cannot be read: {error}; copy the model again") from error
+        yield from (folder / name for name in sorted(names))
+    elif (folder / "model.safetensors").is_file():
+        yield folder / "model.safetensors"
+
+
+def _check_weights(path: Path, what: str, vocabulary: object) -> None:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = HEADER.unpack(file.read(HEADER.size))
+            header = json.loads(file.read(length)) if length <= min(size, LONGEST_HEADER) else {}
+        ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__" and isinstance(v, Mapping)]
+        needed = HEADER.size + length + max(ends, default=0)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(f"{what}: {path.name} cannot be read: {error}; copy the model again") from error
+    rows = vocabulary and next((v["shape"][0] for k, v in header.items() if k.endswith(EMBEDDINGS)), vocabulary)
+    if rows != vocabulary:
+        raise ConfigError(
+            f"{what}: {path.name} has embeddings of {rows} tokens, config.json says vocab_size = {vocabulary}; copy "
+            "the model again"
+        )
+    if size < needed:
+        raise ConfigError(f"{what}: {path.name} is truncated: {size} of {needed} bytes; copy the model again")

@@ -1,0 +1,123 @@
+"""What each start of a run left besides its store: losses, commands, seconds. A run is started anew by `resume`, and by
+its driver after a loss; its summary counts all of them.
+
+starts.json in the run's folder holds one entry per start, oldest first. It is written at each training step and each
+loss, so what a killed driver leaves is complete up to its last step. Runs of earlier versions have none: then only what
+is known is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from pipeline.runtime.outcomes import Outcomes
+from stores.codec import Codec
+from stores.errors import StoreError
+from stores.files import replace_file
+
+CODEC = Codec()
+FILE = "starts.json"
+OF_A_START = ("decide_s", "rollout_busy_s", "rollout_assigned_s", "rollout_idle_with_work_s", "tokens_sampled")
+"""Phases that a driver measures from its own start on; the others it knows of the whole run."""
+
+
+@dataclass(slots=True)
+class Start:
+    """One start of a run. version: the one it began with. end: how it ended; empty if its driver was killed."""
+
+    version: int
+    end: str = ""
+    losses: list[str] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
+    commands: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    """Those of `OF_A_START`, and wall_s: its own seconds; empty if its driver was killed."""
+
+
+class Starts:
+    """The starts of a run, while the last one lasts. version: the one it begins with. elapsed_s: seconds of the run
+    before. Raises StoreError."""
+
+    def __init__(self, run_dir: Path, version: int, elapsed_s: float) -> None:
+        self._path = run_dir / FILE
+        self._earlier = read(run_dir)
+        self._now = Start(version)
+        self._elapsed_s = elapsed_s
+        self._written = (0, 0)
+        self._write()
+
+    def note(self, outcomes: Outcomes) -> None:
+        """Write what is new, if a step has been trained or an actor lost."""
+        self._now.losses, self._now.alarms = list(outcomes.losses), list(outcomes.alarms)
+        self._now.commands = dict(outcomes.commands)
+        reached = len(outcomes.steps), len(outcomes.losses)
+        if reached != self._written:
+            self._written = reached
+            self._write()
+
+    @contextlib.contextmanager
+    def ending(self, outcomes: Outcomes) -> Iterator[None]:
+        """At the end of a block, write how this start ended. outcomes: filled while the block lasts."""
+        end = "stopped at once"
+        try:
+            yield
+            end = f"stopped: {outcomes.stopped}" if outcomes.stopped else "done"
+        except Exception as error:
+            end = f"failed: {error}"
+            raise
+        finally:
+            self._end(outcomes, end)
+
+    def _end(self, outcomes: Outcomes, end: str) -> None:
+        self._now.end, self._written = end, (-1, -1)
+        if outcomes.phases:
+            known = {name: outcomes.phases.get(name, 0.0) for name in OF_A_START}
+            self._now.phases = known | {"wall_s": outcomes.phases.get("wall_s", 0.0) - self._elapsed_s}
+        with contextlib.suppress(StoreError):  # how the run ended is more important
+            self.note(outcomes)
+
+    def _write(self) -> None:
+        text = json.dumps([CODEC.encode(one) for one in (*self._earlier, self._now)], indent=1) + "\n"
+        # Not flushed to disk: it outlives this process, and a flush would hold up each step.
+        replace_file(self._path, lambda part: part.write_text(text), "free space or move runs_dir", flush=False)
+
+
+def read(run_dir: Path) -> list[Start]:
+    """The starts of a run, oldest first; empty for a run of an earlier version. Raises StoreError."""
+    path = run_dir / FILE
+    try:
+        entries = json.loads(path.read_text()) if path.is_file() else []
+        return [CODEC.decode(one, Start) for one in entries]
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}; remove it to go on without earlier losses") from error
+
+
+def whole(outcomes: Outcomes, run_dir: Path) -> Outcomes:
+    """The outcomes of a run's last start, with losses, alarms, commands and seconds of all its starts. Raises
+    StoreError."""
+    starts = read(run_dir)
+    if not starts:
+        return outcomes
+    return replace(
+        outcomes,
+        losses=[loss for one in starts for loss in one.losses],
+        alarms=[alarm for one in starts for alarm in one.alarms],
+        commands=_summed([one.commands for one in starts]),
+        phases=outcomes.phases | _summed([{k: v for k, v in one.phases.items() if k in OF_A_START} for one in starts]),
+    )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _summed(counts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
+    """The sum of counts by name."""
+    total: dict[str, Number] = {}
+    for name, number in (item for one in counts for item in one.items()):
+        total[name] = total[name] + number if name in total else number
+    return total

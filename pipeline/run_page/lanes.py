@@ -1,0 +1,360 @@
+"""What a run's journal says about time: which instance served which version and ran how much, when the trainer trained,
+how much waited where, and the marks in each trajectory's life. Numpy, pure.
+
+The index is built entry after entry from plain JSON values, so that a live run's journal can be followed. Each start of
+a resumed run has a clock of its own; here the next start begins where the one before ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Plain = Mapping[str, Any]
+Floats = npt.NDArray[np.float64]
+
+ARRIVED, ROUTED, SAMPLED, INTERRUPTED, FAILED, SCORED, TRAINED, RETIRED, ABORTED, LOST = range(10)
+"""Kinds of marks in a trajectory's life."""
+STORIES = {
+    ARRIVED: ("arrived", "waiting"),
+    ROUTED: ("routed to {where} at version {detail}", "sampling"),
+    SAMPLED: ("sampled to its end, {detail} tokens", "scoring"),
+    INTERRUPTED: ("interrupted at {detail} tokens", "waiting"),
+    FAILED: ("{where} failed on it", "waiting"),
+    SCORED: ("reward {detail}", "ready"),
+    TRAINED: ("consumed by step {detail}", ""),
+    RETIRED: ("{detail}", ""),
+    ABORTED: ("sampling aborted on {where}", "waiting"),
+    LOST: ("{where} was lost", "waiting"),
+}
+"""What happened at each kind of mark, in words, and the phase that begins with it."""
+WAITING, RUNNING, SCORING, READY = range(4)
+"""Where a live trajectory is; the order of `Lanes.counts`."""
+PLACES = ("waiting for an instance", "being sampled", "being scored", "ready or waiting for siblings")
+MOST_BINS = 1_000
+
+
+class StepFunction:
+    """A number that changes at moments."""
+
+    def __init__(self) -> None:
+        self.times = array("d")
+        self.values = array("l")
+
+    def set(self, now: float, value: int) -> None:
+        self.times.append(now)
+        self.values.append(value)
+
+    def means(self, edges: Floats) -> Floats:
+        """[B] mean over each bin between edges, 0 before the first change. edges: [B + 1], ascending."""
+        if not self.times or len(edges) < 2:
+            return np.zeros(max(0, len(edges) - 1))
+        times, values = np.frombuffer(self.times), np.asarray(self.values, np.float64)
+        area = np.concatenate([[0.0], np.cumsum(values[:-1] * np.diff(times))])
+        past = np.maximum(edges - times[-1], 0) * values[-1]
+        total = np.interp(edges, times, area, left=0.0) + past
+        return np.asarray(np.diff(total) / np.maximum(np.diff(edges), 1e-12))
+
+    def at(self, moments: Floats, before: int) -> npt.NDArray[np.int64]:
+        """The value at each moment; `before` before the first change."""
+        values = np.asarray([before, *self.values], np.int64)
+        return values[np.searchsorted(np.frombuffer(self.times), moments, side="right")]
+
+
+@dataclass(slots=True)
+class Lane:
+    """One rollout instance. version: -1 while it is gone."""
+
+    name: str
+    version: StepFunction = field(default_factory=StepFunction)
+    running: StepFunction = field(default_factory=StepFunction)
+    pulling: StepFunction = field(default_factory=StepFunction)
+    max_running: int = 0
+    num_running: int = 0
+
+
+class JournalIndex:
+    """The index of a run's journal so far. members: trajectories started per group."""
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        self.lanes: dict[str, Lane] = {}
+        self.training = StepFunction()
+        """1 while a step is being trained."""
+        self.step = StepFunction()
+        """The step trained last."""
+        self.starts: list[float] = []
+        """When each start of the run began."""
+        self.events: list[tuple[float, str]] = []
+        """Losses and ends, in words."""
+        self.num_events = 0
+        self.end_s = 0.0
+        self.invalid = ""
+        """The first line that could not be read; empty if all could."""
+        self.read_share = 1.0
+        """Share of the journal that has been read."""
+        self._ids, self._times, self._kinds = array("q"), array("d"), array("b")
+        self._lane, self._detail = array("h"), array("q")
+        self._names: list[str] = []
+        self._words: dict[str, int] = {}
+        self._counts = [StepFunction() for _ in PLACES]
+        self._present = [0] * len(PLACES)
+        self._where: dict[int, tuple[int, str]] = {}
+        self._begin_s = 0.0
+
+        self._on: dict[str, Callable[[Plain, float], None]] = {
+            "GroupsArrived": self._arrived,
+            "TrajectorySampled": lambda event, now: self._sampling_ended(event, now, SAMPLED),
+            "TrajectoryInterrupted": lambda event, now: self._sampling_ended(event, now, INTERRUPTED),
+            "TrajectoryFailed": lambda event, now: self._sampling_ended(event, now, FAILED),
+            "TrajectoryScored": self._scored,
+            "InstanceJoined": self._serves,
+            "PullFinished": self._serves,
+            "InstanceLost": self._lost,
+            "VersionPublished": self._published,
+            "StopRequested": self._stopped,
+            "Route": self._routed,
+            "Abort": self._aborted,
+            "Pull": self._pulled,
+            "Train": self._trained,
+            "Retire": self._retired,
+        }
+        """By kind of event and command; the kinds that are not here change nothing that is shown."""
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def begin_start(self) -> None:
+        """Begin the journal of the run's next start; what was in flight before is gone."""
+        for lane in self.lanes.values():
+            self._lose(lane, self.end_s)
+        self.training.set(self.end_s, 0)
+        self._where.clear()
+        self._present = [0] * len(PLACES)
+        self._note_counts(self.end_s)
+        self._begin_s = self.end_s
+        self.starts.append(self.end_s)
+
+    def add(self, line: bytes | str, name: str) -> None:
+        """Add a line of the journal. A line that cannot be read is left out, and remembered in `invalid`. name: of the
+        place of the line, for that."""
+        try:
+            entry = json.loads(line)
+            self._add(entry["event"], entry["commands"], float(entry["now"]))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            self.invalid = self.invalid or f"{name} cannot be read: {type(error).__name__}; it is left out here"
+
+    def _add(self, event: Plain, commands: Iterable[Plain], now: float) -> None:
+        kind = event["type"]
+        if kind == "RunResumed":  # its time is of the clock before
+            return
+        now = max(self.end_s, self._begin_s + now)
+        self.end_s = now
+        self.num_events += 1
+        before = self._present.copy()
+        if kind in self._on:
+            self._on[kind](event, now)
+        for command in commands:
+            if command["type"] in self._on:
+                self._on[command["type"]](command, now)
+        if before != self._present:
+            self._note_counts(now)
+
+    def _arrived(self, event: Plain, now: float) -> None:
+        for group in event["groups"]:
+            first = group["group"] * self._members
+            for id in range(first, first + self._members):
+                self._mark(id, now, ARRIVED)
+                self._move(id, WAITING)
+
+    def _scored(self, event: Plain, now: float) -> None:
+        if self._where.get(event["trajectory"], (READY, ""))[0] == SCORING:
+            self._mark(event["trajectory"], now, SCORED, detail=self._word(f"{event['reward']:g}"))
+            self._move(event["trajectory"], READY)
+
+    def _published(self, event: Plain, now: float) -> None:
+        self.training.set(now, 0)
+
+    def _stopped(self, event: Plain, now: float) -> None:
+        self.events.append((now, f"stop: {event['why']}"))
+
+    def _sampling_ended(self, event: Plain, now: float, kind: int) -> None:
+        lane = self._off(event["trajectory"], now)
+        if lane is not None:  # else an answer to an earlier routing
+            self._mark(event["trajectory"], now, kind, lane, event.get("tokens", 0))
+            self._move(event["trajectory"], SCORING if kind == SAMPLED else WAITING)
+
+    def _serves(self, event: Plain, now: float) -> None:
+        name = event["instance"]
+        lane = self.lanes.setdefault(name, Lane(name))
+        if name not in self._names:
+            self._names.append(name)
+        lane.max_running = event.get("max_running", lane.max_running)
+        lane.version.set(now, event["version"])
+        lane.pulling.set(now, 0)
+
+    def _lost(self, event: Plain, now: float) -> None:
+        lane = self.lanes[event["instance"]]
+        self.events.append((now, f"{lane.name} lost: {event['why']}"))
+        for id, (place, name) in list(self._where.items()):
+            if place == RUNNING and name == lane.name:
+                self._mark(id, now, LOST, lane)
+                self._move(id, WAITING)
+        self._lose(lane, now)
+
+    def _routed(self, command: Plain, now: float) -> None:
+        lane = self.lanes[command["instance"]]
+        self._mark(command["trajectory"], now, ROUTED, lane, command["version"])
+        self._off(command["trajectory"], now)
+        self._move(command["trajectory"], RUNNING, lane.name)
+        lane.num_running += 1
+        lane.running.set(now, lane.num_running)
+
+    def _aborted(self, command: Plain, now: float) -> None:
+        self._mark(command["trajectory"], now, ABORTED, self._off(command["trajectory"], now))
+
+    def _pulled(self, command: Plain, now: float) -> None:
+        self.lanes[command["instance"]].pulling.set(now, 1)
+
+    def _trained(self, command: Plain, now: float) -> None:
+        self.training.set(now, 1)
+        self.step.set(now, command["step"])
+        for id in command["trajectories"]:
+            self._mark(id, now, TRAINED, detail=command["step"])
+            self._leave(id)
+
+    def _retired(self, command: Plain, now: float) -> None:
+        for ending in command["endings"]:
+            id = ending["trajectory"]
+            self._off(id, now)
+            self._mark(id, now, RETIRED, detail=self._word(f"{ending['fate']}: {ending['reason']}"))
+            self._leave(id)
+
+    def _off(self, id: int, now: float) -> Lane | None:
+        """Take a trajectory from the instance it runs on, if any; returns that."""
+        place, name = self._where.get(id, (READY, ""))
+        if place != RUNNING:
+            return None
+        lane = self.lanes[name]
+        lane.num_running -= 1
+        lane.running.set(now, lane.num_running)
+        self._move(id, WAITING)
+        return lane
+
+    def _lose(self, lane: Lane, now: float) -> None:
+        lane.num_running = 0
+        lane.running.set(now, 0)
+        lane.pulling.set(now, 0)
+        lane.version.set(now, -1)
+
+    def _move(self, id: int, place: int, name: str = "") -> None:
+        self._leave(id)
+        self._where[id] = (place, name)
+        self._present[place] += 1
+
+    def _leave(self, id: int) -> None:
+        if id in self._where:
+            self._present[self._where.pop(id)[0]] -= 1
+
+    def _note_counts(self, now: float) -> None:
+        for function, count in zip(self._counts, self._present, strict=True):
+            function.set(now, count)
+
+    def _mark(self, id: int, now: float, kind: int, lane: Lane | None = None, detail: int = -1) -> None:
+        self._ids.append(id)
+        self._times.append(now)
+        self._kinds.append(kind)
+        self._lane.append(-1 if lane is None else self._names.index(lane.name))
+        self._detail.append(detail)
+
+    def _word(self, text: str) -> int:
+        return self._words.setdefault(text, len(self._words))
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def story(self, trajectory: int) -> list[dict[str, Any]]:
+        """The marks of a trajectory, in order: seconds, what happened, in words, and the phase that begins."""
+        at = self._marks_of([trajectory])[trajectory]
+        words = list(self._words)
+        marks = []
+        for i in at:
+            kind, detail = self._kinds[i], self._detail[i]
+            where = self._names[self._lane[i]] if self._lane[i] >= 0 else ""
+            what, phase = STORIES[kind]
+            word = words[detail] if kind in (SCORED, RETIRED) else str(detail)
+            marks.append({"at_s": self._times[i], "what": what.format(where=where, detail=word), "phase": phase})
+        for (_, end, _, _), (begin, _, phase, version) in itertools.pairwise(self._phases(at)):
+            if phase == "sampling" and begin == end and not any(mark["at_s"] == begin for mark in marks):
+                marks.append({"at_s": begin, "what": f"goes on under version {version}", "phase": phase})
+        return sorted(marks, key=lambda mark: float(mark["at_s"]))
+
+    def _marks_of(self, trajectories: Sequence[int]) -> dict[int, list[int]]:
+        ids = np.frombuffer(self._ids, np.int64) if self._ids else np.zeros(0, np.int64)
+        (at,) = np.nonzero(np.isin(ids, np.asarray(trajectories, np.int64)))
+        marks: dict[int, list[int]] = {id: [] for id in trajectories}
+        for i in at.tolist():
+            marks[self._ids[i]].append(i)
+        return marks
+
+    def lives(self, trajectories: Sequence[int]) -> list[list[tuple[float, float, str, int]]]:
+        """The phases of each of these trajectories: (begin, end in seconds, phase, version that samples; -1 in other
+        phases). A phase of sampling is divided where the instance changed its version."""
+        marks = self._marks_of(trajectories)
+        return [self._phases(marks[id]) for id in trajectories]
+
+    def _phases(self, marks: Sequence[int]) -> list[tuple[float, float, str, int]]:
+        phases = []
+        for i, after in itertools.pairwise(marks):
+            begin, end, phase = self._times[i], self._times[after], STORIES[self._kinds[i]][1]
+            if phase != "sampling":
+                phases.append((begin, end, phase, -1))
+                continue
+            version = self.lanes[self._names[self._lane[i]]].version
+            first, last = bisect_right(version.times, begin), bisect_left(version.times, end)
+            edges = [begin, *version.times[first:last], end]
+            served = [version.values[max(0, k - 1)] for k in range(first, last + 1)]
+            phases += [(a, b, phase, v) for (a, b), v in zip(itertools.pairwise(edges), served, strict=True)]
+        return phases
+
+    def window(self, begin_s: float, end_s: float, bins: int) -> dict[str, Any]:
+        """Everything between two moments, in `bins` columns of equal width, at most MOST_BINS: a page's worth of
+        numbers however long the run. version: at a column's middle, -1 while an instance is gone."""
+        bins = max(1, min(bins, MOST_BINS))
+        begin_s, end_s = max(0.0, begin_s), min(end_s, self.end_s)
+        if end_s <= begin_s:
+            begin_s, end_s = 0.0, max(self.end_s, 1e-6)
+        edges = np.linspace(begin_s, end_s, bins + 1)
+        middles = (edges[:-1] + edges[1:]) / 2
+        return {
+            "begin_s": begin_s,
+            "end_s": end_s,
+            "last_s": self.end_s,
+            "instances": [
+                {
+                    "name": lane.name,
+                    "max_running": lane.max_running,
+                    "version": lane.version.at(middles, -1).tolist(),
+                    "running": np.round(lane.running.means(edges), 3).tolist(),
+                    "pulling": np.round(lane.pulling.means(edges), 3).tolist(),
+                }
+                for _, lane in sorted(self.lanes.items(), key=lambda item: (len(item[0]), item[0]))
+            ],
+            "training": np.round(self.training.means(edges), 3).tolist(),
+            "step": self.step.at(middles, -1).tolist(),
+            "places": [
+                {"name": name, "count": np.round(function.means(edges), 3).tolist()}
+                for name, function in zip(PLACES, self._counts, strict=True)
+            ],
+            "starts": self.starts[1:],
+            "events": [[at, what] for at, what in self.events if begin_s <= at <= end_s],
+            "num_events": self.num_events,
+            "read_share": self.read_share,
+            "invalid": self.invalid,
+        }

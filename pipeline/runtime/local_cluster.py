@@ -1,0 +1,147 @@
+"""Worker processes of a Dask cluster on this machine alone.
+
+Importing torch and transformers takes a process seconds of CPU, and a run has five or more processes. So they are
+imported once, by a server process from which all worker processes are forked (Python's `forkserver`); a restarted
+worker starts as fast. The server imports while the caller still reads the job. It starts no threads and never touches a
+GPU.
+
+Invariants:
+- Workers ignore SIGINT: a terminal sends Ctrl-C to all of its processes, and only the caller may decide what stops.
+- What is imported comes from where the caller imports it, never from the current directory.
+- No two workers draw the same random numbers from a generator that is seeded by an import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver
+from typing import Any
+
+WORKER = ("distributed.nanny", "stores.versioned")
+"""Modules that every worker process needs."""
+ACTORS = (
+    "pipeline.scheduler.plugin",
+    "tasks.actors.trajectory_server",
+    "tasks.actors.rollout_instance",
+    "tasks.actors.trainer",
+    "safetensors.torch",
+)
+"""Modules that a run's actors need besides."""
+MODELS = ("tasks.engines.transformers", "tasks.training.policy_trainer")
+"""Modules that workers need besides if there is a model."""
+METHOD = "distributed.worker.multiprocessing-method"
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Environment variables of a worker process. Dask has workers return freed memory to the system at once; training
+    and sampling free and take the same buffers all the time, which made a step four times slower (measured on the
+    demo), all of it page faults."""
+    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    kept = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
+
+
+def modules(*, emulated: bool) -> tuple[str, ...]:
+    """What the workers of a run import."""
+    return ACTORS if emulated else (*ACTORS, *MODELS)
+
+
+def prepare(threads: int, modules: Sequence[str]) -> None:
+    """Start the server process that worker processes are forked from, unless it runs. Returns at once; the server goes
+    on importing. modules: what it imports for the workers. threads: of each worker's pools."""
+    forkserver.set_forkserver_preload(["pipeline.runtime.preloading"])
+    named = {"STALEFLOW_PRELOAD": ",".join((*WORKER, *modules)), "PYTHONSAFEPATH": "1"}
+    with _environment({**worker_environment(threads), **named}), _deaf_to_ctrl_c():
+        forkserver.ensure_running()
+
+
+def forked(threads: int, modules: Sequence[str]) -> dict[str, object]:
+    """Dask's settings with which it forks workers from the server, which is started. The arguments are those of
+    `prepare`."""
+    import dask
+    from distributed.utils import get_mp_context
+
+    with dask.config.set({METHOD: "forkserver"}):
+        get_mp_context()  # its first call sets a list of modules of its own
+    prepare(threads, modules)
+    return {
+        METHOD: "forkserver",
+        "distributed.nanny.pre-spawn-environ": worker_environment(threads),
+        # Starting several processes at once starves the event loops for seconds: not worth a warning.
+        "distributed.admin.tick.limit": "60s",
+    }
+
+
+async def start(num_workers: int, threads: int, modules: Sequence[str], *, dashboard: bool) -> Any:
+    """A LocalCluster of worker processes with one thread each. dashboard: whether it serves one; else it serves
+    nothing over HTTP. The other arguments are those of `prepare`."""
+    import dask
+    from distributed import LocalCluster
+
+    dask.config.set(forked(threads, modules))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
+        starting = LocalCluster(
+            n_workers=num_workers,
+            threads_per_worker=1,
+            processes=True,
+            memory_limit=0,
+            dashboard_address="127.0.0.1:8787" if dashboard else None,
+            silence_logs=log_level(),
+            asynchronous=True,
+        )
+        try:
+            local = await starting
+        except BaseException:
+            await starting.close()
+            raise
+    if not dashboard:
+        _serve_nothing(local)
+    return local
+
+
+def log_level() -> int:
+    """The level from which on Dask's messages are shown, here and in worker processes: the configured one, but warnings
+    at least. LocalCluster would set it to warnings for nannies in their processes, and clients have one of their own.
+    """
+    return max(logging.WARNING, logging.getLogger("distributed").getEffectiveLevel())
+
+
+def _serve_nothing(local: Any) -> None:
+    """Close the HTTP server of a local cluster's scheduler: Dask starts one even without a dashboard, on port 8787."""
+    local.scheduler.services.pop("dashboard").stop()
+    local.scheduler_info["services"].pop("dashboard", None)  # what clients make the dashboard's address from
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started inside ignore SIGINT. Only a main thread can have that; elsewhere it is left out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,113 @@
+"""The contract of what prompts come from.
+
+A `TaskSource` is deterministic and has no state: prompt `i` is always the same, so a run's position in its data is one
+number, the next group's id. Training and held-out prompts come from disjoint index ranges; since two indices may give
+the same prompt, a run draws from `source.apart(n)`, where they also differ as prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+Record = Mapping[str, Any]
+Reward = Callable[[str, Record], float | tuple[float, dict[str, float]]]
+"""(answer text, record) -> reward, or (reward, its parts by name). The record holds prompt, answer and metadata."""
+
+
+class Message(NamedTuple):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+Prompt = str | tuple[Message, ...]
+"""A text, or a conversation that the model answers. Equal prompts are one prompt, whatever else their records hold."""
+
+
+def prompt_of(value: object) -> Prompt:
+    """A record's prompt: a text, or a list of mappings with `role` and `content`. Raises ValueError with a message that
+    is worded to follow the value's name.
+
+    >>> prompt_of([{"role": "user", "content": "1 + 1"}])
+    (Message(role='user', content='1 + 1'),)
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"must be a text or a list of messages, not {_short(value)}")
+    messages = []
+    for number, message in enumerate(value, 1):
+        parts = message if isinstance(message, Mapping) else {}
+        role, content = parts.get("role"), parts.get("content")
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(f"has a message {number} without `role` and `content` as texts: {_short(message)}")
+        messages.append(Message(role, content))
+    if messages[-1].role == "assistant":
+        raise ValueError("ends with a message of the assistant; the last one must be what the model answers")
+    return tuple(messages)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def shown_prompt(prompt: Prompt) -> str:
+    """The beginning of a prompt, or of its last message, for messages on one line."""
+    text = prompt if isinstance(prompt, str) else prompt[-1].content
+    return f"{text[:60]!r}..."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt, and the record for its verifier."""
+
+    prompt: Prompt
+    record: Record
+
+
+class TaskSource(Protocol):
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        """Training or held-out prompt `index`. Pure: the same index gives the same task, also with concurrent draws."""
+        ...
+
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> TaskSource:
+        """The same source without the first `num_held_out` held-out prompts among the training prompts. Depends only
+        on the sources and that number. Generated prompts keep their indices; a file's later rows move up. evaluation:
+        the source of the held-out prompts; by default this one."""
+        ...
+
+    @property
+    def num_held_out(self) -> int | None:
+        """Number of held-out prompts, duplicates included; None if unlimited."""
+        ...
+
+    @property
+    def held_out_notice(self) -> str:
+        """One line on training prompts found to be held out so far; empty if there were none."""
+        ...
+
+    @property
+    def score(self) -> Reward:
+        """The source's own verifier."""
+        ...
+
+
+def distinct_held_out(source: TaskSource, count: int) -> list[Task]:
+    """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
+    at_most = count if source.num_held_out is None else min(count, source.num_held_out)
+    found: dict[Prompt, Task] = {}
+    for index in range(at_most):
+        task = source.task(index, held_out=True)
+        found.setdefault(task.prompt, task)
+    return list(found.values())
+
+
+def set_apart(evaluation: TaskSource, num_held_out: int) -> frozenset[Prompt]:
+    """Held-out prompts that must not be trained on: of a data set all, however many are evaluated; of generated
+    prompts the first `num_held_out`."""
+    count = num_held_out if evaluation.num_held_out is None else evaluation.num_held_out
+    return frozenset(task.prompt for task in distinct_held_out(evaluation, count))

@@ -1,0 +1,657 @@
+"""Malformed input to every command: job files, data, models, rewards, stores, journals, addresses, disks, names,
+terminals.
+
+`CASES` is a table: what is prepared, what is typed, the exit code, and words of the answer. Each answer is one line,
+without a traceback, within 10 s. tests/cli/test_malformed.py runs those that need no process of their own. All of them,
+each as a process and timed:
+
+    python -m tests.cli.malformed [WORD ...]        only the cases whose names contain one of the words
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.earlier.asking import HERE as EARLIER
+from tests.earlier.asking import MADE_IN
+
+WITHIN_S = 10.0
+"""Seconds an answer may take."""
+JOB = """
+name = "mine"
+steps = 2
+
+[model]
+path = "model"
+
+[task]
+source = "jsonl:data.jsonl"
+eval_prompts = 2
+
+[batch]
+groups_per_step = 2
+group_size = 2
+
+[rollout]
+max_new_tokens = 16
+
+[rollout.engine]
+max_running = 8
+kv_tokens = 512
+
+[cluster]
+dashboard = false
+"""
+ROW = '{"prompt": "1 + 2 =", "answer": "3"}\n'
+ROWS = "".join(ROW.replace("1 + 2", f"{i} + 2").replace('"3"', f'"{i + 2}"') for i in range(20))
+
+Prepare = Callable[[Path], object]
+"""Changes the folder that a command is then typed in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A malformed input. command: what is typed after `staleflow`, in a folder as `furnish` makes it. says: words of
+    the answer's line. code: exit code. alone: needs a process of its own. lines: most lines of the answer."""
+
+    name: str
+    command: str
+    says: tuple[str, ...]
+    code: int = 2
+    prepare: tuple[Prepare, ...] = ()
+    alone: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    redirect: str = ""
+    lines: int = 1
+
+
+def furnish(folder: Path) -> None:
+    """Make a folder with a valid job.toml and its data.jsonl, a model, rewards.py, and the stored run runs/finished."""
+    with tarfile.open(EARLIER / "finished.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    with tarfile.open(EARLIER / "credits.tar.gz") as archive:  # an emulated run
+        archive.extractall(folder, filter="data")
+    place(folder, Path(MADE_IN))
+    (folder / "job.toml").write_text(JOB)
+    (folder / "data.jsonl").write_text(ROWS)
+
+
+def place(folder: Path, before: Path) -> None:
+    """Let the stored runs' job files name a folder in place of the one they named before."""
+    for job in folder.glob("runs/*/config*.toml"):
+        job.write_text(job.read_text().replace(str(before), str(folder)))
+
+
+# -- preparations ----------------------------------------------------------------------------------------------------
+
+
+def text(name: str, content: str | bytes) -> Prepare:
+    """Write a file."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return prepare
+
+
+def changed(name: str, change: Callable[[str], str]) -> Prepare:
+    """Rewrite a text file."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / name
+        path.write_text(change(path.read_text()))
+
+    return prepare
+
+
+def replaced(name: str, old: str, new: str) -> Prepare:
+    """Replace a text in a file, which must contain it."""
+
+    def change(before: str) -> str:
+        assert old in before, (name, old)
+        return before.replace(old, new)
+
+    return changed(name, change)
+
+
+def cut(name: str, share: float) -> Prepare:
+    """Truncate a file to a share of its size."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / name
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * share)])
+
+    return prepare
+
+
+def gone(name: str) -> Prepare:
+    """Remove a file or folder."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return prepare
+
+
+def empty_folder(name: str) -> Prepare:
+    return lambda folder: (folder / name).mkdir(parents=True)
+
+
+def flipped(pattern: str) -> Prepare:
+    """Flip bits in the middle of the largest file that matches."""
+
+    def prepare(folder: Path) -> None:
+        path = max(folder.glob(pattern), key=lambda p: p.stat().st_size)
+        data = bytearray(path.read_bytes())
+        for i in range(len(data) // 2, min(len(data), len(data) // 2 + 16)):
+            data[i] ^= 0xFF
+        path.write_bytes(data)
+
+    return prepare
+
+
+def reward(body: str) -> Prepare:
+    """Write mine.py with a reward f of this body."""
+    return text("mine.py", "import os, sys, time\n\ndef f(answer, record):\n    " + body + "\n")
+
+
+def without_steps(folder: Path) -> None:
+    """Make runs/early, a run killed before its first step was stored."""
+    from stores.base import RunHeader
+    from stores.versioned import VersionedStore
+
+    shutil.copytree(folder / "runs/finished", folder / "runs/early", ignore=shutil.ignore_patterns("store", "resume"))
+    header = RunHeader(run="early", eta=2, groups_per_step=3, group_size=4, members_started=5, held_out=8)
+    VersionedStore.create(folder / "runs/early/store", header)
+
+
+def small_vocabulary(folder: Path) -> None:
+    """Make small/, the model with its first three tokens only."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(folder / "model", folder / "small")
+    config = folder / "small/config.json"
+    config.write_text(re.sub(r'"vocab_size": \d+', '"vocab_size": 3', config.read_text()))
+    weights = folder / "small/model.safetensors"
+    tensors = load_file(weights)
+    save_file({k: v[:3].copy() if "embed" in k or "lm_head" in k else v for k, v in tensors.items()}, weights)
+
+
+MINE = "--set reward.function=mine.py:f"
+"""Option that selects the reward of mine.py."""
+LONG = "x" * 300
+CHAT = "--set task.chat=true"
+FINISHED = "runs/finished"
+CONFIG = "runs/finished/config.toml"
+EVENTS = "runs/finished/events.jsonl"
+
+
+def _job(name: str, content: str | bytes, *says: str, command: str = "config explain bad.toml") -> Case:
+    return Case(name=f"job file: {name}", command=command, prepare=(text("bad.toml", content),), says=says)
+
+
+def _set(name: str, override: str, *says: str, command: str = "run") -> Case:
+    words = f"{command} job.toml --set {shlex.quote(override)}"
+    return Case(name=f"job: {name}", command=words, says=says)
+
+
+JOB_FILES = (
+    Case(name="job file: none", command="run none.toml", says=("none.toml: no such job file", "examples/demo.toml")),
+    Case(name="job file: a folder", command="run model", says=("model", "folder")),
+    _job("not text", b"\xff\xfe\x00n", "bad.toml: cannot be read", "UTF-8"),
+    _job("no TOML", "steps = = 1", "bad.toml: not valid TOML", "line 1"),
+    _job("a key twice", "steps = 1\nsteps = 2", "bad.toml: not valid TOML", "overwrite"),
+    _job("nested too deep", "a = " + "[" * 5000 + "]" * 5000, "bad.toml: not valid TOML", "nested"),
+    _job("JSON", '{"steps": 1}', "bad.toml: not valid TOML"),
+    _job("empty", "", "model.path is missing"),
+    Case(name="job file: none, submitted", command="submit none.toml --scheduler tcp://127.0.0.1:9",
+         says=("none.toml: no such job file",)),
+    Case(name="job file: none, simulated", command="simulate none.toml", says=("none.toml: no such job file",)),
+    Case(name="job file: none, profiled", command="profile none.toml", says=("none.toml", "no such")),
+)  # fmt: skip
+
+VALUES = (
+    _set("an unknown key", "staleness.etta=1", "unknown key staleness.etta", "did you mean staleness.eta?"),
+    _set("an unknown table", "rolout.instances=2", "unknown key rolout", "did you mean rollout?"),
+    _set("a key of another table", "eta=2", "unknown key eta", "staleness.eta"),
+    _set("a wrong type", 'steps="many"', "steps must be a whole number, not 'many'"),
+    _set("out of range", "batch.group_size=0", "batch.group_size = 0 is out of range; it must be >= 1"),
+    _set("not a number", "training.learning_rate=nan", "training.learning_rate = nan must be finite"),
+    _set("40 digits", "steps=" + "9" * 40, "steps = 9999999999", "at most"),
+    _set("400 digits", "training.learning_rate=" + "9" * 400, "training.learning_rate", "at most"),
+    _set("5000 digits", "training.learning_rate=" + "9" * 5000, "training.learning_rate"),
+    _set("more than 64 bits in options", "task.options.min_terms=" + "9" * 30, "task.options.min_terms", "64 bits"),
+    _set("no override", "steps", "--set steps: expected key=value"),
+    _set("an override of no table", "steps.x=1", "steps is a value, not a table"),
+    _set("an empty part of a key", "task..source=1", "--set task..source=1"),
+    _set("a name of two lines", 'name="a\\nb"', "name = 'a\\nb'", "plain folder name"),
+    _set("a name of 300 characters", f"name={LONG}", "plain folder name", "at most"),
+    _set("a name with a NUL", 'name="a\\u0000b"', "plain folder name"),
+    _set("a name with a slash", "name=a/b", "name = 'a/b' must be a plain folder name"),
+    _set("no name", "name=", "name = '' must be a plain folder name"),
+    _set("a runs_dir with a NUL", 'runs_dir="a\\u0000b"', "runs_dir"),
+    _set("a runs_dir that is a file", "runs_dir=data.jsonl", "data.jsonl", "set runs_dir to another folder"),
+    _set("a runs_dir that is read-only", "runs_dir=/proc/none", "/proc/none", "set runs_dir to another folder"),
+    _set("a template without prompt", "task.template=hello", "task.template must contain {prompt}"),
+    _set("a template like JSON", 'task.template={"question": "{prompt}"}', "task.template", "{{", "}}"),
+    _set("a template with two fields", "task.template={prompt} {answer}", "task.template", "{answer}", "{{answer}}"),
+    _set("a template with an open brace", "task.template={prompt} {", "task.template", "{{"),
+    _set("a pattern that does not compile", "task.answer_pattern='so(-?'", "task.answer_pattern", "at position"),
+    _set("a pattern without a group", "task.answer_pattern='so.*'", "task.answer_pattern", "group", "("),
+    _set("an address without kind", "cluster.address=tcp://127.0.0.1:9", 'cluster.kind = "address"'),
+    _set("a scheduler file without kind", "cluster.scheduler_file=x.json", 'cluster.kind = "file"'),
+    _set("kind without address", "cluster.kind=address", "needs cluster.address"),
+    _set("no memory folder", "cluster.shared_memory=/nowhere/at/all", "cluster.shared_memory", "no such folder"),
+    _set("a memory folder that is a file", "cluster.shared_memory=data.jsonl", "cluster.shared_memory", "folder"),
+    _set("a memory folder that is read-only", "cluster.shared_memory=/proc", "cluster.shared_memory", "written"),
+    _set("an unknown rule", "rollout.routing=best", "must be one of", "deadline", "file.py:NAME"),
+    _set("an unknown loss", "training.loss.name=ppo_clap", "did you mean 'ppo_clip'?", "file.py:NAME"),
+    _set("a rule of no file", "rollout.routing=none.py:Rule", "rollout.routing = ", "no such file"),
+    _set("an engine that is not installed", "rollout.engine.name=vllm", "vllm", "not installed", "staleflow[vllm]"),
+    _set("a device that is not there", "model.device=cuda", "model.device", "cuda", '"cpu"'),
+    _set("a response longer than the cache", "rollout.max_new_tokens=1000", "cannot hold one response"),
+    _set("a response as long as the context", "rollout.max_new_tokens=128", "leaves no room for a prompt"),
+    _set("no profile", "profile=none.json", "profile = 'none.json': cannot be read", "staleflow profile"),
+    _set("a profile of something else", "profile=model/config.json", "profile = 'model/config.json': not a profile"),
+    _set("a tracker of no file", "tracking.tracker=none.py:T", "tracking.tracker = ", "no such file"),
+    _set("one member in a group", "batch.group_size=1", "batch.group_size = 1 leaves grpo nothing to compare"),
+    _set("colocated in a run", "simulation.colocated=true", "simulation.colocated"),
+    _set("an advantage of no file", "training.advantage=none.py:f", "no such file"),
+)
+
+DATA = (
+    _set("data: none", "task.source=jsonl:none.jsonl", "none.jsonl", "no such file"),
+    _set("data: a folder", "task.source=jsonl:model", "task.source = ", "folder"),
+    Case(name="data: a bad row", command="run job.toml", says=("data.jsonl, line 21: not JSON",),
+         prepare=(changed("data.jsonl", lambda t: t + "{'prompt': 1}\n"),)),
+    Case(name="data: a row without prompt", command="run job.toml", says=("data.jsonl, line 21", "`prompt`"),
+         prepare=(changed("data.jsonl", lambda t: t + '{"question": "1", "answer": "2"}\n'),)),
+    Case(name="data: a row that is no object", command="run job.toml", says=("data.jsonl, line 21", "object"),
+         prepare=(changed("data.jsonl", lambda t: t + "[1]\n"),)),
+    Case(name="data: no rows", command="run job.toml", says=("data.jsonl: 0 rows; at least 2",),
+         prepare=(text("data.jsonl", "\n\n"),)),
+    Case(name="data: held-out prompts only", command="run job.toml", says=("data.jsonl", "held-out"),
+         prepare=(text("data.jsonl", ROW * 2),)),
+    Case(name="data: not text", command="run job.toml", says=("data.jsonl", "cannot be read"),
+         prepare=(text("data.jsonl", b"\xff\xfe{}\n"),)),
+    Case(name="data: a prompt that is too long", command="run job.toml --set steps=50",
+         says=("data.jsonl, line 7", "tokens", "rollout.max_new_tokens = 16", "task.skip_long"),
+         prepare=(changed("data.jsonl", lambda t: t.replace("6 + 2", "1 + " * 200 + "2")),)),
+    Case(name="data: a first prompt without tokens", command="run job.toml", says=("0 tokens", "must have 1 to"),
+         prepare=(text("data.jsonl", ROW.replace("1 + 2 =", "") + ROWS),)),
+    _set("data: an unknown source", "task.source=json:data.jsonl", "task.source"),
+    _set("data: an unknown dataset", "task.source=reasoning_gym:chain_summ", "chain_summ"),
+    Case(name="data: wrong options", says=("task.options", "min_termz"),
+         command="run job.toml --set task.source=reasoning_gym:chain_sum --set task.options.min_termz=3"),
+    _set("data: a class of no file", "task.source=none.py:Data", "none.py", "no such file"),
+    Case(name="data: a class that fails", command="run job.toml --set task.source=mine.py:Data",
+         says=("task.source", "KeyError"),
+         prepare=(text("mine.py", "class Data:\n    def __init__(self, options, seed): options['x']\n"),)),
+)  # fmt: skip
+
+MODELS = (
+    _set("model: no folder", "model.path=runs/base/none", "model.path = 'runs/base/none'", "no such folder"),
+    _set("model: no folder, like a hub name", "model.path=runs/none", "model.path = 'runs/none'", "no such folder"),
+    _set("model: no hub name either", "model.path=nobody/nothing", "model.path = 'nobody/nothing'", "hub"),
+    _set("model: the home folder's sign", "model.path=~/none", "no such folder"),
+    _set("model: a file", "model.path=data.jsonl", "model.path = 'data.jsonl'", "folder"),
+    _set("model: a folder of something else", "model.path=runs", "model.path", "config.json"),
+    Case(name="model: no tokenizer", command="run job.toml", says=("model.path", "tokenizer"),
+         prepare=(gone("model/tokenizer.json"), gone("model/tokenizer_config.json"))),
+    Case(name="model: a broken tokenizer", command="run job.toml", says=("model.path", "tokenizer"),
+         prepare=(cut("model/tokenizer.json", 0.5),)),
+    Case(name="model: no weights", command="run job.toml", says=("model.path", "weights"),
+         prepare=(gone("model/model.safetensors"),)),
+    Case(name="model: truncated weights", command="run job.toml", says=("model.safetensors", "truncated"),
+         prepare=(cut("model/model.safetensors", 0.5),)),
+    Case(name="model: empty weights", command="run job.toml", says=("model.safetensors",),
+         prepare=(cut("model/model.safetensors", 0),)),
+    Case(name="model: broken configuration", command="run job.toml", says=("model.path", "config.json"),
+         prepare=(cut("model/config.json", 0.5),)),
+    Case(name="model: an unknown architecture", command="run job.toml", says=("model.path", "nonesuch"),
+         prepare=(replaced("model/config.json", '"llama"', '"nonesuch"'),)),
+    Case(name="model: no chat template", command=f"run job.toml {CHAT}", says=("task.chat", "no chat template")),
+    Case(name="model: a chat template that fails", command=f"run job.toml {CHAT}", says=("task.chat", "no tools"),
+         prepare=(text("model/chat_template.jinja", "{{ raise_exception('no tools') }}"),)),
+    Case(name="model: none, profiled", command="profile job.toml --set model.path=runs/none", says=("no such folder",)),
+)  # fmt: skip
+
+REWARDS = (
+    _set("reward: no file", "reward.function=none.py:f", "reward.function = ", "no such file"),
+    _set("reward: an unknown word", "reward.function=exact", "reward.function = 'exact'", "file.py:name"),
+    Case(name="reward: no function", command="run job.toml --set reward.function=mine.py:g",
+         says=("mine.py has no function g",), prepare=(reward("return 1.0"),)),
+    Case(name="reward: three arguments", command=f"run job.toml {MINE}", says=("requires 3 arguments",),
+         prepare=(text("mine.py", "def f(answer, record, more): return 1.0\n"),)),
+    Case(name="reward: bad syntax", command=f"run job.toml {MINE}", says=("reward.function", "line 1"),
+         prepare=(text("mine.py", "def f(answer, record) return 1.0\n"),)),
+    Case(name="reward: an import that fails", command=f"run job.toml {MINE}", says=("reward.function", "nonesuch"),
+         prepare=(text("mine.py", "import nonesuch\n"),)),
+    Case(name="reward: a module that exits", command=f"run job.toml {MINE}", says=("reward.function", "SystemExit"),
+         prepare=(text("mine.py", "import sys\nsys.exit(3)\n"),)),
+    Case(name="reward: a bug", command=f"run job.toml {MINE}", prepare=(reward("return record['solution'] == answer"),),
+         says=("reward.function", "KeyError: 'solution'", "reward.max_error_share")),
+    Case(name="reward: a text", command=f"run job.toml {MINE}", prepare=(reward("return 'good'"),),
+         says=("reward.function", "good")),
+    Case(name="reward: not a number", command=f"run job.toml {MINE}", prepare=(reward("return float('nan')"),),
+         says=("reward.function", "nan")),
+    Case(name="reward: it hangs", command=f"run job.toml {MINE} --set reward.timeout_s=1", alone=True,
+         prepare=(reward("time.sleep(1000)"),), says=("reward.function", "longer than 1 s", "reward.timeout_s")),
+    Case(name="reward: it kills its process", command=f"run job.toml {MINE}", prepare=(reward("os._exit(1)"),),
+         says=("reward.function", "died")),
+    Case(name="reward: it exits", command=f"run job.toml {MINE}", prepare=(reward("sys.exit('enough')"),),
+         says=("reward.function", "enough")),
+    Case(name="reward: no file, explained", command="config explain job.toml --set reward.function=none.py:f",
+         says=("reward.function = ", "no such file")),
+    Case(name="reward: no file, submitted", says=("reward.function", "no such file"),
+         command="submit job.toml --scheduler tcp://127.0.0.1:9 --set reward.function=none.py:f"),
+    Case(name="reward: no file, scored again", command="store reprocess runs/finished --branch b --reward none.py:f",
+         says=("none.py", "no such file")),
+)  # fmt: skip
+
+NO_RUN = (
+    *(
+        Case(name=f"no run: {words}", command=words.format("runs/none"), says=("runs/none", "no such run"))
+        for words in (
+            "resume {}", "replay {}", "simulate --from {}", "train-offline {}", "store show {}", "store audit {}",
+            "store diff {} main b", "store reprocess {} --reward task --branch b", "store export {} --to jsonl",
+            "store rescore-logprobs {} --model model",
+        )
+    ),
+    *(
+        Case(name=f"an empty folder: {words}", command=words.format("runs/empty"), says=("runs/empty", "no such run"),
+             prepare=(empty_folder("runs/empty"),))
+        for words in ("resume {}", "replay {}", "store audit {}", "store show {}", "profile {}", "simulate --from {}")
+    ),
+    Case(name="no run: a file", command="store audit data.jsonl", says=("data.jsonl", "no such run")),
+    Case(name="no folder of runs", command="store ls none", says=("none: no such folder",)),
+    Case(name="a file of runs", command="store ls data.jsonl", says=("data.jsonl", "folder")),
+)  # fmt: skip
+
+STORES = (
+    Case(name="store: none", command="store audit runs/finished", says=("runs/finished", "no store"),
+         prepare=(gone("runs/finished/store"),)),
+    Case(name="store: no steps", command="store audit runs/early", says=("nothing to verify",), code=0,
+         prepare=(without_steps,)),
+    Case(name="store: no steps, trained on", command="train-offline runs/early", says=("no", "trained on"),
+         prepare=(without_steps,)),
+    Case(name="store: no steps, simulated", command="simulate --from runs/early", says=("runs/early",),
+         prepare=(without_steps,), lines=2),
+    Case(name="store: no repository", command="store audit runs/finished", says=("cannot be opened",), code=1,
+         prepare=(lambda f: shutil.rmtree(f / "runs/finished/store"), empty_folder("runs/finished/store"))),
+    Case(name="store: a broken manifest", command="store audit runs/finished", says=("runs/finished/store",), code=1,
+         prepare=(flipped("runs/finished/store/manifests/*"),), lines=60),
+    Case(name="store: a broken snapshot", command="store audit runs/finished --full", says=("runs/finished/store",),
+         code=1, prepare=(flipped("runs/finished/store/snapshots/*"),), lines=60),
+    Case(name="store: a broken chunk", command="store audit runs/finished", says=("BROKEN",), code=1,
+         prepare=(flipped("runs/finished/store/chunks/*"),), lines=60),
+    Case(name="store: an unknown step", command="store show runs/finished --at-step 99",
+         says=("no commit of step 99", "steps 0 to 3")),
+    Case(name="store: an unknown trajectory", command="store show runs/finished --trajectory 99999",
+         says=("no stored trajectory 99999",)),
+    Case(name="store: an unknown branch", command="store show runs/finished --branch none --best 1",
+         says=("no branch 'none'", "main")),
+    Case(name="store: a condition with an unknown name", says=("rewards", "reward"),
+         command="store show runs/finished --best 1 --where 'rewards > 0'"),
+    Case(name="store: a condition that is no expression", says=("reward >",),
+         command="store show runs/finished --best 1 --where 'reward >'"),
+    Case(name="store: a condition that calls", says=("__import__",),
+         command="store show runs/finished --best 1 --where '__import__(\"os\")'"),
+    Case(name="store: a page nowhere", command="store show runs/finished --best 1 --html /proc/none/page.html",
+         says=("/proc/none", "--html")),
+    Case(name="store: nothing chosen", command="store show runs/finished --where 'reward > 0'", says=("--best",)),
+    Case(name="branch: a bad name", command="store reprocess runs/finished --reward task --branch 'a b/c'",
+         says=("'a b/c'", "branch")),
+    Case(name="branch: no name", command="store reprocess runs/finished --reward task --branch ''", says=("branch",)),
+    Case(name="branch: main", command="store reprocess runs/finished --reward task --branch main", says=("main",)),
+    Case(name="branch: 300 characters", command=f"store reprocess runs/finished --reward task --branch {LONG}",
+         says=("branch", "at most")),
+    Case(name="branch: a bad name, of logprobs",
+         command="store rescore-logprobs runs/finished --model model --branch 'x/y'", says=("'x/y'", "branch")),
+    Case(name="branch: unknown, compared", command="store diff runs/finished main none", says=("no branch 'none'",)),
+    Case(name="export: an unknown format", command="store export runs/finished --to csv", says=("'csv'", "parquet")),
+    Case(name="export: nowhere", command="store export runs/finished --to jsonl --out /proc/none/x.jsonl",
+         says=("/proc/none", "--out")),
+    Case(name="export: an unknown branch", command="store export runs/finished --to jsonl --branch none",
+         says=("no branch 'none'",)),
+    Case(name="export: a condition with an unknown name", says=("rewards", "reward"),
+         command="store export runs/finished --to jsonl --where 'rewards > 0'"),
+    Case(name="logprobs: no model", command="store rescore-logprobs runs/finished --model runs/finished/checkpoints/x",
+         says=("runs/finished/checkpoints/x", "step-000002"),
+         prepare=(empty_folder("runs/finished/checkpoints/step-000002"),)),
+    Case(name="logprobs: another vocabulary", command="store rescore-logprobs runs/finished --model small",
+         says=("small", "vocabulary"),
+         prepare=(small_vocabulary,)),
+    Case(name="logprobs: weights of another configuration",
+         command="store rescore-logprobs runs/finished --model small",
+         says=("small", "model.safetensors", "vocab_size = 3"),
+         prepare=(small_vocabulary, lambda f: shutil.copy(f / "model/model.safetensors", f / "small"))),
+    Case(name="logprobs: of an emulated run", command="store rescore-logprobs runs/credits --model model",
+         says=("emulated",)),
+    Case(name="offline: a key that is fixed", command="train-offline runs/finished --set steps=3", says=("steps",)),
+    Case(name="offline: nothing selected", command="train-offline runs/finished --where 'reward > 5'",
+         says=("reward > 5",)),
+    Case(name="offline: nowhere", command="train-offline runs/finished --out /proc/none/x",
+         says=("/proc/none", "--out")),
+)  # fmt: skip
+
+JOURNALS = (
+    Case(name="journal: none", command="replay runs/finished", says=("no recorded events",), prepare=(gone(EVENTS),)),
+    Case(name="journal: truncated", command="replay runs/finished", says=("INCOMPLETE",), code=1, lines=2,
+         prepare=(cut(EVENTS, 0.5),)),
+    Case(name="journal: garbled", command="replay runs/finished", says=("events.jsonl, line 5",),
+         prepare=(changed(EVENTS, lambda t: "\n".join([*t.splitlines()[:4], "{]", *t.splitlines()[5:]])),)),
+    Case(name="journal: of bytes", command="replay runs/finished", says=("events.jsonl, line 1, is cut off",), code=1,
+         lines=2,
+         prepare=(text(EVENTS, b"\xff\xfe\x00\x01" * 100),)),
+    Case(name="journal: another event", command="replay runs/finished", says=("events.jsonl, line 1",),
+         prepare=(changed(EVENTS, lambda t: t.replace('"type":', '"type_":').replace('"type" :', '"type_" :')),)),
+    Case(name="journal: an unknown trajectory", command="replay runs/finished --story 99999",
+         says=("no trajectory 99999",)),
+    Case(name="journal: no number", command="replay runs/finished --story x", says=("'x'", "--story")),
+)  # fmt: skip
+
+RESUMES = (
+    Case(name="resume: finished", command="resume runs/finished", says=("all 4 steps are trained", "--set steps=N")),
+    Case(name="resume: no job file", command="resume runs/finished", says=("runs/finished", "no such run"),
+         prepare=(gone(CONFIG),)),
+    Case(name="resume: a broken job file", command="resume runs/finished", says=("config.toml: not valid TOML",),
+         prepare=(replaced(CONFIG, "eta = 2", "eta = = 2"),)),
+    Case(name="resume: a key that is fixed", command="resume runs/finished --set staleness.eta=3",
+         says=("staleness.eta=3: cannot be changed", "steps")),
+    Case(name="resume: another bound", command="resume runs/finished --set steps=9", says=("staleness.eta = 3",),
+         prepare=(replaced(CONFIG, "eta = 2", "eta = 3"),)),
+    Case(name="resume: the model is gone", command="resume runs/finished --set steps=9", says=("no such folder",),
+         prepare=(gone("model"),)),
+    Case(name="resume: no resume point", command="resume runs/finished --set steps=9",
+         says=("no complete resume point",), prepare=(gone("runs/finished/resume"),)),
+    Case(name="run: a name that is taken", command="run job.toml --set name=finished",
+         says=("runs/finished already holds a run", "--set name=")),
+    Case(name="submit: a name that is taken", says=("runs/finished already holds a run",),
+         command="submit job.toml --scheduler tcp://127.0.0.1:9 --set name=finished"),
+)  # fmt: skip
+
+VIRTUAL = (
+    Case(name="simulate: nothing", command="simulate", says=("job file or --from RUN",)),
+    Case(name="simulate: both", command="simulate job.toml --from runs/finished", says=("job file or --from RUN",)),
+    Case(name="simulate: an unknown key", command="simulate job.toml --set staleness.etta=1", says=("staleness.eta?",)),
+    Case(name="simulate: a sweep of nothing", command="simulate job.toml --sweep staleness.eta", says=("--sweep",)),
+    Case(name="simulate: a sweep out of range", command="simulate job.toml --sweep staleness.eta=0,-1",
+         says=("out of range",)),
+    Case(name="simulate: nowhere", command="simulate job.toml --out /proc/none", says=("/proc/none", "--out")),
+    Case(name="simulate: onto a file", command="simulate job.toml --out data.jsonl", says=("data.jsonl", "--out")),
+    Case(name="simulate: no recorded run", says=("runs/none",),
+         command="simulate job.toml --set workload.kind=recorded --set workload.run=runs/none"),
+    Case(name="profile: nowhere", command="profile job.toml --out /proc/none/x.json", says=("/proc/none", "--out")),
+    Case(name="profile: too few steps", command="profile job.toml --steps 1", says=("--steps", "4")),
+)  # fmt: skip
+
+DRY = (
+    Case(name="dry: a reward's bug", command=f"run --dry job.toml {MINE} --set reward.max_error_share=0.5",
+         says=("reward.function", "KeyError"), prepare=(reward("return record['solution'] == answer"),)),
+    Case(name="dry: no data", command="run --dry job.toml --set task.source=jsonl:none.jsonl",
+         says=("none.jsonl", "no such file")),
+    Case(name="dry: no model", command="run --dry job.toml --set model.path=runs/none", says=("no such folder",)),
+    Case(name="dry: a prompt that is too long", command="run --dry job.toml", says=("data.jsonl, line 1",),
+         prepare=(replaced("data.jsonl", "0 + 2", "1 + " * 200),)),
+)  # fmt: skip
+
+COMMANDS = (
+    Case(name="command: unknown", command="rum job.toml", says=("'rum'", "run")),
+    Case(name="command: unknown in a group", command="store lss", says=("'lss'", "ls")),
+    Case(name="option: unknown", command="run job.toml --jsn", says=("--jsn", "--json")),
+    Case(name="option: without a value", command="run job.toml --set", says=("--set",)),
+    Case(name="argument: missing", command="run", says=("CONFIG",)),
+    Case(name="argument: too many", command="run job.toml job.toml", says=("job.toml",)),
+    Case(name="option: not a number", command="store show runs/finished --worst many", says=("--worst", "many")),
+    Case(
+        name="option: too many workers",
+        command="store export runs/finished --to jsonl --workers 0",
+        says=("--workers", "1"),
+    ),
+)
+
+NOWHERE = "--scheduler tcp://127.0.0.1:9"
+ADDRESSES = (
+    *(
+        Case(name=f"address: nothing there: {words}", command=f"{words} {NOWHERE}", says=("127.0.0.1:9",), alone=True)
+        for words in ("jobs", "status x", "logs x", "cancel x", "submit job.toml")
+    ),
+    Case(name="address: none", command="jobs", says=("--scheduler",)),
+    Case(name="address: no port", command="jobs --scheduler somewhere", says=("somewhere",), alone=True),
+    Case(name="address: an unknown protocol", command="jobs --scheduler ftp://x:1", says=("ftp",), alone=True),
+    Case(name="address: a port out of range", command="jobs --scheduler tcp://127.0.0.1:99999", says=("99999",),
+         alone=True),
+    Case(name="address: TLS without files", command="jobs --scheduler tls://127.0.0.1:9", says=("--tls-ca-file",)),
+    Case(name="address: TLS files that are not there", says=("none.pem",),
+         command="jobs --scheduler tls://127.0.0.1:9 --tls-ca-file none.pem --tls-cert none.pem --tls-key none.pem"),
+    Case(name="address: no scheduler file", command="jobs --scheduler-file none.json", says=("none.json",),
+         alone=True),
+    Case(name="address: a garbage scheduler file", command="jobs --scheduler-file data.jsonl", says=("data.jsonl",),
+         alone=True),
+    Case(name="address: a garbage scheduler file, another cluster configured", says=("data.jsonl",), alone=True,
+         command="jobs --scheduler-file data.jsonl", environment={"DASK_SCHEDULER_ADDRESS": "tcp://127.0.0.1:9"}),
+    Case(name="address: a job's, nothing there", says=("127.0.0.1:9",), alone=True,
+         command="run job.toml --set cluster.kind=address --set cluster.address=tcp://127.0.0.1:9"),
+    Case(name="address: of offline work", command=f"store export runs/finished --to jsonl {NOWHERE}",
+         says=("127.0.0.1:9",), alone=True),
+)  # fmt: skip
+
+DISKS = (
+    Case(name="disk: full output", command="config explain job.toml --no-check", redirect=">/dev/full",
+         says=("No space left on device",), code=1, alone=True),
+    Case(name="disk: full output of help", command="--help", redirect=">/dev/full", says=("No space left",), code=1,
+         alone=True),
+    Case(name="disk: full output of JSON", command="store show runs/finished --json", redirect=">/dev/full",
+         says=("No space left",), code=1, alone=True),
+    Case(name="disk: full output of a table", command="simulate job.toml", redirect=">/dev/full",
+         says=("No space left",), code=1, alone=True),
+    Case(name="disk: a closed pipe", command="config explain job.toml --no-check", redirect="| head -1", says=("name",),
+         code=0, alone=True),
+    Case(name="disk: closed output", command="store ls", redirect=">&-", says=(), code=0, alone=True),
+    Case(name="disk: the current folder is gone", command="run job.toml", says=("job.toml",), alone=True,
+         redirect="gone"),
+)  # fmt: skip
+
+SURROUNDINGS = (
+    Case(name="terminal: ASCII only", command="config explain job.toml --no-check --set name=größe", says=("gr",),
+         code=0, alone=True, environment={"PYTHONIOENCODING": "ascii"}, lines=400),
+    Case(name="terminal: one column", command="simulate job.toml", says=("the",), code=0, alone=True, lines=400,
+         environment={"COLUMNS": "1", "TERM": "dumb"}),
+    Case(name="module in the way: tasks.py", command="config explain job.toml", says=("tasks.py", "rename"), alone=True,
+         prepare=(text("own/tasks.py", "x = 1\n"),), environment={"PYTHONPATH": "own"}),
+    Case(name="module in the way: stores/", command="store ls", says=("stores", "rename"), alone=True,
+         prepare=(text("own/stores/__init__.py", ""),), environment={"PYTHONPATH": "own"}),
+)  # fmt: skip
+
+CASES = (
+    *JOB_FILES, *VALUES, *DATA, *MODELS, *REWARDS, *NO_RUN, *STORES, *JOURNALS, *RESUMES, *VIRTUAL, *DRY, *COMMANDS,
+    *ADDRESSES, *DISKS, *SURROUNDINGS,
+)  # fmt: skip
+
+
+# -- judging an answer -----------------------------------------------------------------------------------------------
+
+
+def faults(case: Case, code: int, out: str, err: str, elapsed_s: float = 0.0) -> list[str]:
+    """What is wrong with an answer; empty if it is as it should be."""
+    answer = err if code == 2 else out + err
+    lines = [line for line in answer.splitlines() if line.strip()]
+    found = [] if code == case.code else [f"exit code {code}, not {case.code}"]
+    found += [f"does not say {words!r}" for words in case.says if words not in answer]
+    found += ["a traceback"] if "Traceback" in out + err else []
+    found += [f"{len(lines)} lines"] if len(lines) > case.lines and not found else []
+    found += [f"{max(map(len, lines))} characters"] if code == 2 and any(len(line) > 600 for line in lines) else []
+    found += [f"{elapsed_s:.1f} s"] if elapsed_s > WITHIN_S else []
+    return found
+
+
+def prepare(case: Case, folder: Path) -> None:
+    """Furnish a folder and prepare it for a case."""
+    furnish(folder)
+    for step in case.prepare:
+        step(folder)
+
+
+def run_alone(case: Case, folder: Path) -> tuple[int, str, str, float]:
+    """Run a case as a process of its own: exit code, standard output and error, seconds."""
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, **case.environment}
+    own = case.environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join(([str(folder / own)] if own else []) + [root])
+    words = [sys.executable, "-P", "-m", "cli.main", *shlex.split(case.command)]
+    shell = shlex.join(words) + f" {case.redirect}"
+    if case.redirect == "gone":
+        shell = f"mkdir away; cd away; rmdir ../away; {shlex.join(words)}"
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        ["bash", "-c", shell], cwd=folder, env=environment, text=True, errors="replace", start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=2 * WITHIN_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+    return process.returncode, out, err, time.monotonic() - begin
+
+
+def main(words: list[str]) -> int:
+    """Run the cases whose names contain one of the words, all without words. Returns the number of those that fail."""
+    failed, longest = 0, 0.0
+    chosen = [case for case in CASES if not words or any(word in case.name for word in words)]
+    for number, case in enumerate(chosen, 1):
+        with tempfile.TemporaryDirectory(prefix="malformed-") as name:
+            prepare(case, Path(name))
+            code, out, err, elapsed_s = run_alone(case, Path(name))
+        found = faults(case, code, out, err, elapsed_s)
+        failed, longest = failed + bool(found), max(longest, elapsed_s)
+        told = [line for line in (err if code else out + err).splitlines() if line.strip()]
+        print(f"{number:3} {'ok  ' if not found else 'FAIL'} {elapsed_s:5.1f} s  {code:3}  {case.name}", flush=True)
+        print(f"        {told[-1][:220] if told else '(nothing)'}", flush=True)
+        for fault in found:
+            print(f"      ! {fault}", flush=True)
+    print(f"{len(chosen)} cases, {failed} failed, longest {longest:.1f} s")
+    return failed
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(1 if main(sys.argv[1:]) else 0)

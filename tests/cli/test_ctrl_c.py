@@ -1,0 +1,87 @@
+"""Ctrl-C in a real terminal, where it reaches the workers too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stores.audit import audit
+from stores.versioned import VersionedStore
+from tests.support.terminal import Terminal, terminal
+
+EMULATED = """
+name = "job"
+runs_dir = "runs"
+steps = 4000
+
+[batch]
+groups_per_step = 2
+group_size = 2
+
+[rollout]
+instances = 1
+max_new_tokens = 64
+
+[rollout.engine]
+name = "emulated"
+
+[simulation]
+train_s = {train_s}
+
+[cluster]
+dashboard = false
+"""
+WRONG = ("Traceback", "Error", "CancelledError", "is gone")
+
+
+def ended_well(shown: Terminal) -> None:
+    assert shown.end() == 130, shown.text
+    assert not [word for word in WRONG if word in shown.text], shown.text
+
+
+def emulated(folder: Path, train_s: float) -> Path:
+    path = folder / "job.toml"
+    path.write_text(EMULATED.format(train_s=train_s))
+    return path
+
+
+def test_the_first_ends_a_run_in_order_and_it_can_be_resumed_and_ended_again(job: Path) -> None:
+    folder = job.parent
+    for args in (("run", "job.toml", "--set", "steps=4000"), ("resume", "runs/job")):
+        with terminal(*args, cwd=folder) as shown:
+            shown.until(r"step\s+([2-9]|[1-9]\d+)/4000")
+            shown.ctrl_c()
+            ended_well(shown)
+            assert "interrupted: stopping; Ctrl-C again ends at once" in shown.text
+            assert "staleflow resume runs/job" in shown.text
+        store = VersionedStore.open(folder / "runs" / "job" / "store")
+        assert store.steps()[-1].kind == "end"
+        assert audit(store).findings == ()
+
+
+@pytest.mark.parametrize("cpu_s", [0.3, 1.0])
+def test_one_before_the_first_step_ends_a_run_too(tmp_path: Path, cpu_s: float) -> None:
+    with terminal("run", emulated(tmp_path, 1.0), cwd=tmp_path) as shown:
+        shown.until_computed(cpu_s)
+        shown.ctrl_c()
+        ended_well(shown)
+        assert "interrupted" in shown.text
+
+
+def test_the_second_ends_a_run_at_once(tmp_path: Path) -> None:
+    with terminal("run", emulated(tmp_path, 100_000.0), cwd=tmp_path) as shown:
+        shown.until("4 consumed")  # the first batch is being trained on
+        shown.ctrl_c()
+        shown.until("stopping")
+        shown.ctrl_c()
+        ended_well(shown)
+        assert "ended at once" in shown.text
+
+
+def test_a_simulation_ends(tmp_path: Path) -> None:
+    with terminal("simulate", emulated(tmp_path, 1.0), "--set", "steps=10000000", cwd=tmp_path) as shown:
+        shown.until_computed(2.0)
+        shown.ctrl_c()
+        ended_well(shown)
+        assert "interrupted" in shown.text

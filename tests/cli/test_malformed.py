@@ -1,0 +1,42 @@
+"""Malformed input to the commands: one line that helps, the right exit code, no traceback.
+
+The table is in malformed.py; what needs a process of its own is run by `python -m tests.cli.malformed`."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli import malformed
+from tests.commands import command
+
+HERE = [case for case in malformed.CASES if not case.alone]
+
+
+@pytest.fixture(scope="session")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as each case begins with; copied, never changed."""
+    folder = tmp_path_factory.mktemp("furnished")
+    malformed.furnish(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
+def test_the_answer_is_one_line_that_helps(case: malformed.Case, furnished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    shutil.copytree(furnished, folder)
+    malformed.place(folder, furnished)
+    for prepare in case.prepare:
+        prepare(folder)
+    with contextlib.chdir(folder):
+        answer = command(*shlex.split(case.command))
+    assert malformed.faults(case, answer.returncode, answer.stdout, answer.stderr) == []
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    names = [case.name for case in malformed.CASES]
+    assert len(names) == len(set(names)) >= 200

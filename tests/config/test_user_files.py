@@ -1,0 +1,91 @@
+"""Data and code that a job names by file: found from anywhere, and code of one name from two folders kept apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import fields, loading, schema, user_files
+from pipeline.config.schema import RunConfig
+from pipeline.runtime import run_folder
+from stores.errors import ConfigError
+
+
+def job(*overrides: str) -> RunConfig:
+    return loading.load("examples/demo.toml", overrides)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("rows.jsonl", "a/mine.py", "b/mine.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n")
+    examples = Path("examples").resolve()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(examples)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("jsonl:rows.jsonl", "jsonl:{here}/rows.jsonl"),
+        ("parquet:none.parquet", "parquet:{here}/none.parquet"),
+        ("datasets:a", "datasets:{here}/a"),
+        ("datasets:openai/gsm8k", "datasets:openai/gsm8k"),
+        ("a/mine.py:Sums", "{here}/a/mine.py:Sums"),
+        ("reasoning_gym:chain_sum", "reasoning_gym:chain_sum"),
+    ],
+)
+@pytest.mark.parametrize("key", ["task.source", "task.eval_source"])
+def test_a_data_set_is_found_from_any_folder(here: Path, key: str, source: str, found: str) -> None:
+    task = user_files.located(job(f"{key}={source}")).task
+    assert (task.source if key == "task.source" else task.eval_source) == found.format(here=here)
+
+
+def test_files_of_one_name_are_sent_apart(here: Path) -> None:
+    config, code = user_files.with_code(job("task.source=a/mine.py:One", "task.eval_source=b/mine.py:Two"))
+    assert sorted(code.values()) == ["# a/mine.py\n", "# b/mine.py\n"]
+    assert code[config.task.source.partition(":")[0]] == "# a/mine.py\n"
+    assert code[config.task.eval_source.partition(":")[0]] == "# b/mine.py\n"
+    again, same = user_files.with_code(job("task.source=a/mine.py:One", "task.eval_source=a/mine.py:Two"))
+    assert (list(same), again.task.eval_source) == (["task_mine.py"], "task_mine.py:Two")
+
+
+def test_the_code_of_each_part_of_a_reward_is_found_sent_and_put_back(here: Path) -> None:
+    names = ('reward.parts.one.function="a/mine.py:f"', "reward.parts.two.function=b/mine.py:g", "reward.parts.sum={}")
+    config = user_files.located(job(*names))
+    assert config.reward.parts["one"].function == f"{here}/a/mine.py:f"
+    assert config.reward.parts["sum"].function == "task"
+    sent, code = user_files.with_code(config)
+    files = {name: part.function.partition(":")[0] for name, part in sent.reward.parts.items()}
+    assert (code[files["one"]], code[files["two"]]) == ("# a/mine.py\n", "# b/mine.py\n")
+    assert all(file.startswith("reward_") for file in code)
+    back = user_files.with_code_in(sent, here / "code", code).reward.parts
+    assert back["two"].function == f"{here}/code/{files['two']}:g"
+
+
+def test_the_code_of_a_part_moves_with_its_run(here: Path) -> None:
+    config = job(f"runs_dir={here}/runs", "name=one", f"reward.parts.a.function={here}/runs/one/code/mine.py:f")
+    (here / "runs" / "two").mkdir(parents=True)
+    (here / "runs" / "two" / "config.toml").write_text(fields.to_toml(config))
+    moved = run_folder.load_job(here / "runs" / "two")
+    assert moved.reward.parts["a"].function == f"{here}/runs/two/code/mine.py:f"
+
+
+def test_parts_are_written_explained_and_checked_by_name(here: Path) -> None:
+    config = job("reward.parts.a.weight=0.5", "reward.parts.b-2={}")
+    (here / "again.toml").write_text(fields.to_toml(config))
+    assert loading.load(here / "again.toml") == config
+    rows = {row.key: row.value for row in schema.explain(config)}
+    assert (rows["reward.parts.a.weight"], rows["reward.parts.b-2.function"]) == (0.5, "task")
+    for override, message in (
+        ("reward.parts.a.wieght=1", r"unknown key reward\.parts\.a\.wieght; did you mean reward\.parts\.a\.weight\?"),
+        ("reward.parts.a.weight=much", r"reward\.parts\.a\.weight must be a number"),
+        ("reward.parts.a=1", r"reward\.parts\.a must be a table"),
+        ("reward.parts=1", r"reward\.parts must be a table of named tables"),
+        ('reward.parts={"a b"={}}', r"reward\.parts: 'a b' is no name; use letters, digits, - and _"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            job(override)

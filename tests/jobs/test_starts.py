@@ -1,0 +1,74 @@
+"""What a run's starts leave for its summary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import loading
+from pipeline.jobs.starts import Start, Starts, read, whole
+from pipeline.jobs.summary import write_report
+from pipeline.runtime.outcomes import Outcomes
+from stores.errors import ActorLost, StoreError
+
+PHASES = {"wall_s": 30.0, "train_s": 9.0, "decide_s": 1.0, "rollout_busy_s": 5.0, "tokens_sampled": 70.0}
+
+
+def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
+    killed = Outcomes(losses=["3.0 s: rollout-0 is gone"], alarms=["drift"], commands={"Route": 4, "Pull": 1})
+    first = Starts(tmp_path, 0, 0.0)
+    first.note(killed)
+    killed.commands["Route"] = 99  # after its last step or loss: not known if its driver is killed
+
+    lost = Outcomes(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
+    with pytest.raises(ActorLost), Starts(tmp_path, 3, 10.0).ending(lost):
+        raise ActorLost("server is gone")
+
+    last = Outcomes(losses=["20.0 s: reward-0 is gone"], commands={"Route": 1, "Train": 5}, phases=dict(PHASES))
+    with Starts(tmp_path, 4, 12.0).ending(last):
+        pass
+    assert [(one.version, one.end) for one in read(tmp_path)] == [
+        (0, ""), (3, "failed: server is gone"), (4, "done"),
+    ]  # fmt: skip
+    assert read(tmp_path)[2].phases["wall_s"] == 18.0
+
+    summary = write_report(loading.from_tree({"rollout": {"engine": {"name": "emulated"}}}), last, tmp_path)
+    assert summary["losses"] == ["3.0 s: rollout-0 is gone", "20.0 s: reward-0 is gone"]
+    assert summary["alarms"] == ["drift"]
+    assert summary["commands"] == {"Route": 7, "Pull": 1, "Train": 5}
+    assert summary["seconds"] == {"wall_s": 30.0, "train_s": 9.0, "decide_s": 2.0, "rollout_busy_s": 10.0,
+                                  "rollout_assigned_s": 0.0, "rollout_idle_with_work_s": 0.0}  # fmt: skip
+    assert [one["end"] for one in json.loads((tmp_path / "summary.json").read_text())["starts"]] == [
+        "", "failed: server is gone", "done",
+    ]  # fmt: skip
+
+
+def test_a_stop_is_written_too(tmp_path: Path) -> None:
+    outcomes = Outcomes(stopped="cancelled")
+    with Starts(tmp_path, 0, 0.0).ending(outcomes):
+        pass
+    with pytest.raises(KeyboardInterrupt), Starts(tmp_path, 0, 0.0).ending(outcomes):
+        raise KeyboardInterrupt
+    assert [one.end for one in read(tmp_path)] == ["stopped: cancelled", "stopped at once"]
+
+
+def test_a_run_of_an_earlier_version_has_none_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    outcomes = Outcomes(losses=["x"])
+    assert read(tmp_path) == []
+    assert whole(outcomes, tmp_path) is outcomes
+    for content in ("{", "[3]", '[{"version": "one"}]', "7"):
+        (tmp_path / "starts.json").write_text(content)
+        with pytest.raises(StoreError, match=r"starts.json: cannot be read: .*; remove it to go on"):
+            read(tmp_path)
+
+
+def test_it_is_written_once_a_step_and_not_twice_a_second(tmp_path: Path) -> None:
+    starts, outcomes = Starts(tmp_path, 0, 0.0), Outcomes()
+    outcomes.commands["Route"] = 1
+    starts.note(outcomes)
+    assert read(tmp_path) == [Start(0)]
+    outcomes.steps.append({"step": 0.0})
+    starts.note(outcomes)
+    assert read(tmp_path) == [Start(0, commands={"Route": 1})]

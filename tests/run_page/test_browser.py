@@ -1,0 +1,186 @@
+"""The run page in Chromium: what a reader sees, on a desktop and on a phone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.run_page.answers import Answers
+from pipeline.run_page.reading import RunReader
+from pipeline.run_page.server import listen, make_server
+from stores.trajectory import AbortReason, Fate, FinishReason
+from tests.support.browser import in_browser, opened
+from tests.support.stored_runs import Response, StoredRun
+
+pytestmark = in_browser
+
+HOSTILE = (
+    "</pre></script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+    "\x1b[31mred\x1b[0m \u202eevil\u202c \u200bzero\ufeff &lt;b&gt; \u05e9\u05dc\u05d5\u05dd "
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467"
+)
+"""Markup, an escape sequence of terminals, marks that turn the direction of text, characters without width, letters
+read from right to left, and an emoji that needs its joiners."""
+VIEWS = ("/", "/step/1", "/group/1", "/trajectories", "/trajectory/2", "/lanes", "/compare")
+PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+
+
+@contextlib.asynccontextmanager
+async def serving(run_dir: Path) -> AsyncIterator[str]:
+    """The address of a run's page, served from a thread."""
+    listening = listen("127.0.0.1", 0, exactly=True)
+    server = make_server(Answers(RunReader(run_dir)), "127.0.0.1", lambda: None)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await asyncio.to_thread(thread.join)
+        listening.close()
+
+
+def look(run: StoredRun, at: Callable[[Any, str], Awaitable[None]], **context: Any) -> None:
+    """Run `at` on a page of a browser and the address that serves the run."""
+
+    async def scenario() -> None:
+        async with serving(run.run_dir) as address, opened(viewport=DESKTOP, **context) as page:
+            page.set_default_timeout(60_000)
+            await at(page, address)
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> StoredRun:
+    stored = StoredRun(tmp_path, group=3)
+    stored.train([("one plus one", [Response("two", 1.0), Response("three", 0.0), Response("2", 1.0)])])
+    stored.train(
+        [
+            (
+                f"prompt {HOSTILE}",
+                [
+                    Response(f"answer {HOSTILE}", 1.0, versions=(0, 1), parts={"<b>form</b>": 0.5}),
+                    Response("wrong " * 400, 0.0, error="<i>reward</i> failed", finish=FinishReason.LENGTH),
+                    Response("late", fate=Fate.ABORTED, reason=AbortReason.SURPLUS_MEMBER),
+                ],
+            )
+        ]
+    )
+    return stored
+
+
+def test_what_a_model_wrote_is_shown_and_never_executed_or_hidden(run: StoredRun) -> None:
+    async def at(page: Any, address: str) -> None:
+        for view in ("/step/1", "/trajectories?sort=trajectory", "/trajectory/3", "/trajectory/3?colour=probability"):
+            await page.goto(address + view)
+            await page.get_by_text("</script>").first.wait_for()
+            assert await page.evaluate("window.hacked") is None, view
+            assert await page.evaluate("document.querySelectorAll('main img, main script').length") == 0, view
+            unseen = await page.locator(".unseen").all_inner_texts()
+            assert {"ESC", "ZWSP", "BOM", "U+202E", "U+202C"} <= set(unseen), view
+            assert view.startswith("/trajectory/") or "ZWJ" not in unseen, view  # the family is one character
+        await page.goto(f"{address}/trajectory/3")
+        await page.get_by_text("<b>form</b>").wait_for()
+
+    look(run, at)
+
+
+def test_a_step_stored_meanwhile_appears_without_reloading(run: StoredRun) -> None:
+    async def at(page: Any, address: str) -> None:
+        await page.goto(address)
+        steps = page.locator(".tile", has_text="of 3").locator("b")
+        await page.get_by_text("of 3").wait_for()
+        assert await steps.inner_text() == "2"
+        await page.evaluate("window.kept = true")
+        await asyncio.to_thread(run.train, [("three", [Response("3", 1.0), Response("4", 0.0), Response("5", 0.0)])])
+        await asyncio.to_thread(run.end)
+        await steps.filter(has_text="3").wait_for()
+        await page.get_by_text("finished", exact=True).wait_for()
+        assert await page.evaluate("window.kept") is True
+
+    look(run, at)
+
+
+def test_a_filter_goes_into_the_address_and_a_wrong_one_is_told_in_one_line(run: StoredRun) -> None:
+    async def at(page: Any, address: str) -> None:
+        await page.goto(f"{address}/trajectories")
+        await page.get_by_label("Where").fill("fate == 'aborted'")
+        await page.get_by_label("Where").press("Enter")
+        await page.get_by_text("1 trajectory", exact=True).wait_for()
+        assert "where=fate" in page.url
+        await page.reload()
+        await page.get_by_text("aborted: surplus member").wait_for()
+        assert await page.get_by_label("Where").input_value() == "fate == 'aborted'"
+        await page.get_by_label("Where").fill("rewad > 0")
+        await page.get_by_role("button", name="Filter").click()
+        line = page.get_by_role("alert")
+        await line.wait_for()
+        assert await line.inner_text() == "'rewad > 0': there is no column 'rewad'; did you mean 'reward'?"
+        await page.go_back()
+        await page.get_by_text("aborted: surplus member").wait_for()
+
+    look(run, at)
+
+
+def test_a_token_is_told_by_pointing_at_it_and_by_the_arrow_keys(run: StoredRun) -> None:
+    async def at(page: Any, address: str) -> None:
+        await page.goto(f"{address}/step/0")
+        await page.get_by_role("link", name="1 ›", exact=True).first.click()  # a sibling, or the next step
+        await page.goto(f"{address}/trajectory/1")
+        await page.locator(".t").nth(2).hover()
+        details = page.locator(".details")
+        assert '"r"' in await details.inner_text()
+        assert "3 of 5" in await details.inner_text()
+        await page.locator(".tokens").focus()
+        await page.keyboard.press("ArrowRight")
+        assert "4 of 5" in await details.inner_text()
+
+    look(run, at)
+
+
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_every_view_fits_the_width_and_says_something(run: StoredRun, viewport: dict[str, int]) -> None:
+    async def at(page: Any, address: str) -> None:
+        await page.set_viewport_size(viewport)
+        for view in VIEWS:
+            await page.goto(address + view)
+            await page.locator("main > :not(.quiet)").first.wait_for()
+            wide = await page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= viewport["width"], view
+            assert len(await page.locator("main").inner_text()) > 60, view
+
+    look(run, at, color_scheme="dark", has_touch=True)
+
+
+def test_a_chart_is_zoomed_by_dragging_and_leads_to_a_step_by_clicking(tmp_path: Path) -> None:
+    run = StoredRun(tmp_path, steps=20)
+    for step in range(20):
+        run.train([(f"prompt {step}", [Response("a", step / 20), Response("b", 0.0)])])
+
+    async def at(page: Any, address: str) -> None:
+        await page.goto(address)
+        chart = page.get_by_role("img", name="reward", exact=True)
+        await chart.wait_for()
+        box = await chart.bounding_box()
+        await page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
+        assert "step 8" in await page.locator(".chart .legend").first.inner_text()
+        await page.mouse.down()
+        await page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 60, steps=4)
+        await page.mouse.up()
+        await page.get_by_text("show all").wait_for()
+        assert "from=8" in page.url
+        await page.get_by_text("show all").click()
+        await page.get_by_text("show all").wait_for(state="detached")
+        await page.mouse.click(box["x"] + box["width"] * 0.5, box["y"] + 60)
+        await page.get_by_role("heading", name="Step 8").wait_for()
+        assert "/step/8" in page.url
+        assert "from=" not in page.url
+
+    look(run, at)

@@ -1,0 +1,168 @@
+"""The index of a journal: instances, trainer and queues over time, and each trajectory's life."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.run_page.lanes import JournalIndex, StepFunction
+
+
+def index(*entries: tuple[float, dict[str, Any], list[dict[str, Any]]], members: int = 2) -> JournalIndex:
+    made = JournalIndex(members)
+    made.begin_start()
+    add(made, *entries)
+    return made
+
+
+def add(made: JournalIndex, *entries: tuple[float, dict[str, Any], list[dict[str, Any]]]) -> None:
+    for now, event, commands in entries:
+        made.add(json.dumps({"now": now, "event": event, "commands": commands}), "a line")
+    assert made.invalid == ""
+
+
+def joined(name: str, version: int = 0) -> dict[str, Any]:
+    return {"type": "InstanceJoined", "instance": name, "version": version, "kv_capacity": 9, "max_running": 2}
+
+
+def route(trajectory: int, instance: str, version: int = 0) -> dict[str, Any]:
+    return {
+        "type": "Route",
+        "trajectory": trajectory,
+        "epoch": 1,
+        "instance": instance,
+        "version": version,
+        "cause": "c",
+    }
+
+
+def ended(kind: str, trajectory: int, tokens: int = 5) -> dict[str, Any]:
+    return {"type": kind, "trajectory": trajectory, "epoch": 1, "tokens": tokens}
+
+
+ARRIVED = {"type": "GroupsArrived", "groups": [{"type": "NewGroup", "group": 3, "prompt_tokens": 4}]}
+LIFE = (
+    (0.0, joined("a"), []),
+    (0.0, joined("b"), []),
+    (1.0, ARRIVED, [route(6, "a"), route(7, "a")]),
+    (2.0, ended("TrajectoryInterrupted", 6), [route(6, "b")]),
+    (2.5, {"type": "Tick"}, [{"type": "Pull", "instance": "b", "version": 1, "cause": "c"}]),
+    (3.0, {"type": "PullFinished", "instance": "b", "version": 1}, []),
+    (4.0, ended("TrajectorySampled", 6, 9), [{"type": "Score", "trajectory": 6, "cause": "c"}]),
+    (5.0, {"type": "TrajectoryScored", "trajectory": 6, "reward": 0.25}, []),
+    (6.0, ended("TrajectorySampled", 7, 3), []),
+    (7.0, {"type": "TrajectoryScored", "trajectory": 7, "reward": 1.0},
+     [{"type": "Train", "step": 0, "trajectories": [6, 7], "versions": [0, 0], "cause": "c"}]),
+    (9.0, {"type": "VersionPublished", "version": 1}, []),
+    (10.0, {"type": "Tick"}, []),
+)  # fmt: skip
+
+
+def test_a_trajectorys_life_is_told_in_order() -> None:
+    story = index(*LIFE).story(6)
+    assert [(m["at_s"], m["what"], m["phase"]) for m in story] == [
+        (1.0, "arrived", "waiting"),
+        (1.0, "routed to a at version 0", "sampling"),
+        (2.0, "interrupted at 5 tokens", "waiting"),
+        (2.0, "routed to b at version 0", "sampling"),
+        (3.0, "goes on under version 1", "sampling"),
+        (4.0, "sampled to its end, 9 tokens", "scoring"),
+        (5.0, "reward 0.25", "ready"),
+        (7.0, "consumed by step 0", ""),
+    ]
+    assert index(*LIFE).story(99) == []
+
+
+def test_lives_are_divided_where_the_version_changed() -> None:
+    assert index(*LIFE).lives([7, 6, 99]) == [
+        [(1.0, 1.0, "waiting", -1), (1.0, 6.0, "sampling", 0), (6.0, 7.0, "scoring", -1), (7.0, 7.0, "ready", -1)],
+        [
+            (1.0, 1.0, "waiting", -1), (1.0, 2.0, "sampling", 0), (2.0, 2.0, "waiting", -1), (2.0, 3.0, "sampling", 0),
+            (3.0, 4.0, "sampling", 1), (4.0, 5.0, "scoring", -1), (5.0, 7.0, "ready", -1),
+        ],
+        [],
+    ]  # fmt: skip
+
+
+def test_a_window_shows_who_ran_what_and_when() -> None:
+    window = index(*LIFE).window(0.0, 10.0, 10)
+    a, b = window["instances"]
+    assert a["running"] == [0, 2, 1, 1, 1, 1, 0, 0, 0, 0]
+    assert b["running"] == [0, 0, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert b["version"] == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert b["pulling"] == [0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0]
+    assert window["training"] == [0, 0, 0, 0, 0, 0, 0, 1, 1, 0]
+    assert window["step"] == [-1] * 7 + [0, 0, 0]
+    places = {place["name"]: place["count"] for place in window["places"]}
+    assert places["being sampled"] == [0, 2, 2, 2, 1, 1, 0, 0, 0, 0]
+    assert places["being scored"] == [0, 0, 0, 0, 1, 0, 1, 0, 0, 0]
+    assert places["ready or waiting for siblings"] == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0]
+
+
+def test_a_part_of_the_time_has_the_same_numbers() -> None:
+    made = index(*LIFE)
+    whole, part = made.window(0.0, 10.0, 10), made.window(3.0, 6.0, 3)
+    assert part["instances"][0]["running"] == whole["instances"][0]["running"][3:6]
+    assert (part["begin_s"], part["end_s"], part["last_s"]) == (3.0, 6.0, 10.0)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(5.0, 5.0), (8.0, 2.0), (50.0, 60.0), (-9.0, -3.0), (0.0, 1e18)])
+def test_a_window_that_is_none_shows_the_whole_run(begin: float, end: float) -> None:
+    window = index(*LIFE).window(begin, end, 10**9)
+    assert (window["begin_s"], window["end_s"], len(window["step"])) == (0.0, 10.0, 1_000)
+
+
+def test_an_empty_journal_has_a_window() -> None:
+    window = JournalIndex(1).window(0.0, 1e9, 5)
+    assert (window["num_events"], window["instances"], window["training"]) == (0, [], [0.0] * 5)
+
+
+def test_a_lost_instance_is_gone_and_what_it_ran_waits_again() -> None:
+    lost = index(*LIFE[:3], (3.0, {"type": "InstanceLost", "instance": "a", "why": "killed"}, [route(6, "b")]))
+    add(lost, (4.0, joined("a", 1), []), (6.0, {"type": "Tick"}, []))
+    assert [m["what"] for m in lost.story(6)][2:] == ["a was lost", "routed to b at version 0"]
+    window = lost.window(0.0, 6.0, 6)
+    assert window["instances"][0]["version"] == [0, 0, 0, -1, 1, 1]
+    assert window["instances"][0]["running"] == [0, 2, 2, 0, 0, 0]
+    assert window["instances"][1]["running"] == [0, 0, 0, 1, 1, 1]
+    assert window["events"] == [[3.0, "a lost: killed"]]
+
+
+def test_what_is_dropped_says_why_and_a_late_answer_changes_nothing() -> None:
+    ending = {"type": "Ending", "trajectory": 7, "group": 3, "fate": "aborted", "reason": "surplus_member", "step": 0}
+    retire = {"type": "Retire", "endings": [ending], "versions": [0], "cause": "c"}
+    abort = {"type": "Abort", "trajectory": 7, "epoch": 1, "instance": "a", "cause": "c"}
+    dropped = index(*LIFE[:3], (2.0, {"type": "Tick"}, [abort, retire]), (3.0, ended("TrajectorySampled", 7), []))
+    assert [m["what"] for m in dropped.story(7)][2:] == ["sampling aborted on a", "aborted: surplus_member"]
+    assert dropped.window(0.0, 3.0, 3)["instances"][0]["running"] == [0, 2, 1]
+
+
+def test_a_next_start_of_the_run_begins_with_nothing_in_flight() -> None:
+    made = index(*LIFE[:3])
+    made.begin_start()
+    add(
+        made,
+        (70.0, {"type": "RunResumed", "step": 0, "num_ended": []}, []),
+        (0.5, joined("a", 2), []),
+        (2.0, {"type": "Tick"}, []),
+    )
+    window = made.window(0.0, 3.0, 3)
+    assert (window["last_s"], window["starts"]) == (3.0, [1.0])
+    assert window["instances"][0]["running"] == [0, 0, 0]
+    assert window["places"][1]["count"] == [0, 0, 0]
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 9)), max_size=20), st.integers(1, 9))
+def test_means_are_those_of_a_fine_sampling(changes: list[tuple[float, int]], bins: int) -> None:
+    function = StepFunction()
+    for at, value in sorted(changes):
+        function.set(at, value)
+    edges = np.linspace(0, 11, bins + 1)
+    fine = np.linspace(0, 11, 11 * 400 * bins, endpoint=False)
+    sampled = function.at(fine, 0).reshape(bins, -1).mean(axis=1)
+    assert function.means(edges) == pytest.approx(sampled, abs=0.2)

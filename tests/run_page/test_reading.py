@@ -1,0 +1,227 @@
+"""What the page reads of a run: one snapshot at a time, little of a large store, and a live journal as it grows."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.run_page.reading import JournalFollower, RunReader
+from stores.errors import ConfigError
+from stores.versioned import TOKEN_CHUNK, VersionedStore
+from tests.run_page.asking import Page
+from tests.stores.test_stores import corrupt_tokens
+from tests.support.stored_runs import Response, StoredRun
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Elements read of each of the store's arrays."""
+    counts: Counter[str] = Counter()
+    real = VersionedStore._slice
+
+    def counted(self: VersionedStore, root: Any, name: str, first: int, last: int) -> Any:
+        counts[name] += last - first
+        return real(self, root, name, first, last)
+
+    monkeypatch.setattr(VersionedStore, "_slice", counted)
+    return counts
+
+
+def run_of(folder: Path, steps: int, groups: int = 8) -> StoredRun:
+    run = StoredRun(folder, steps=steps, groups=groups)
+    for step in range(steps):
+        run.train([(f"{step}.{g}", [Response("yes" * 5, 1.0), Response("no", 0.0)]) for g in range(groups)])
+    return run
+
+
+def test_a_page_of_a_step_reads_its_own_tokens_however_large_the_store(tmp_path: Path, read: Counter[str]) -> None:
+    """A page shows 6 of the 40 groups; what one page reads must not grow with the steps."""
+    elements = {}
+    for steps in (2, 20):
+        page = Page(run_of(tmp_path / str(steps), steps, groups=40).run_dir)
+        read.clear()
+        answer = page.ask("groups", step=1, page=2)
+        assert [g["prompt"] for g in answer["groups"]] == [f"1.{i}" for i in range(6, 12)]
+        shown = sum(3 + m["response_tokens"] for g in answer["groups"] for m in g["members"])
+        elements[steps] = (read["tokens/ids"], read["tokens/logprobs"])
+        assert elements[steps][0] < shown + 20
+        assert read["text"] < 40_000 * steps  # records, once
+    assert elements[2][0] <= elements[20][0] <= elements[2][0] + 12  # prompts of later steps are longer
+
+
+def test_rows_and_records_are_read_once_however_many_pages_are_asked_for(tmp_path: Path, read: Counter[str]) -> None:
+    run = run_of(tmp_path, 6)
+    page = Page(run.run_dir)
+    page.ask("trajectories")
+    read.clear()
+    for sort in ("reward", "-reward", "step", "fate"):
+        for number in (1, 2):
+            page.ask("trajectories", sort=sort, page=number, where="reward > 0")
+    page.ask("distribution", column="response_tokens")
+    page.ask("steps")
+    assert not read, read
+
+
+def test_a_list_reads_no_tokens_and_excerpts_only_those_listed(tmp_path: Path, read: Counter[str]) -> None:
+    page = Page(run_of(tmp_path, 6).run_dir)
+    found = page.ask("trajectories", sort="-response_tokens")
+    assert not read["tokens/ids"]
+    assert len(found["columns"]["trajectory"]) == 50
+    assert (found["total"], found["pages"]) == (96, 2)
+    page.ask("excerpts", ids="5 90")
+    assert read["tokens/ids"] < 2 * 30
+    assert read["tokens/ids"] < TOKEN_CHUNK
+
+
+def test_a_live_run_is_followed_by_its_latest_records_only(tmp_path: Path, read: Counter[str]) -> None:
+    run = run_of(tmp_path, 3)
+    reader = RunReader(run.run_dir)
+    first = reader.stored()
+    assert first is not None
+    assert reader.stored() is first
+    read.clear()
+    run.train([("late", [Response("a", 1.0), Response("b", 0.0)]) for _ in range(8)])
+    later = reader.stored()
+    assert later is not None
+    assert [r.step for r in later.steps] == [0, 1, 2, 3]
+    assert later.records[:3] == first.records
+    assert read["steps"] == 1
+    assert len(first.columns["step"]) == 48, "a page begun before keeps to its snapshot"
+
+
+def test_a_run_whose_last_steps_were_undone_is_read_again(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 3)
+    page = Page(run.run_dir)
+    assert page.ask("steps")["step"] == [0, 1, 2]
+    VersionedStore.rewind(run.run_dir / "store", 1)
+    assert page.ask("steps")["step"] == [0]
+    undone = page.ask("run")["branches"]
+    assert len(undone) == 2
+    assert page.ask("steps", branch=undone[1])["step"] == [0, 1, 2]
+
+
+def test_before_its_first_step_a_run_is_shown_as_starting(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1)
+    (run.run_dir / "store").rename(run.run_dir / "elsewhere")
+    (run.run_dir / ".running").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    page = Page(run.run_dir)
+    shown = page.ask("run")
+    assert (shown["state"], shown["num_steps"], shown["snapshot"]) == ("starting", 0, "")
+    assert "nothing is stored yet" in page.get("/api/steps").json["error"]
+    (run.run_dir / "elsewhere").rename(run.run_dir / "store")
+    assert page.ask("run")["state"] == "running"
+    run.end()
+    assert page.ask("run")["state"] == "finished"
+
+
+def test_a_run_whose_process_died_is_interrupted(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1)
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    (run.run_dir / ".running").write_text(f"process {int(ended.stdout)} on {socket.gethostname()}\n")
+    assert RunReader(run.run_dir).state() == "interrupted"
+    (run.run_dir / ".running").write_text("process 1 on another-machine\n")
+    assert RunReader(run.run_dir).state() == "interrupted"  # nothing was written for long: no journal at all
+    (run.run_dir / "events.jsonl").write_text("")
+    assert RunReader(run.run_dir).state() == "running"
+    (run.run_dir / ".running").write_text("garbage")
+    assert RunReader(run.run_dir).state() == "interrupted"
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such run; `staleflow store ls` lists runs"):
+        RunReader(tmp_path)
+
+
+def test_a_job_that_resuming_changed_is_shown_as_it_is_now(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1)
+    page = Page(run.run_dir)
+    assert page.ask("run")["steps"] == 1
+    job = run.run_dir / "config.toml"
+    job.write_text(job.read_text().replace("steps = 1\n", "steps = 70\n"))
+    os.utime(job, ns=(1, 1))
+    assert page.ask("run")["steps"] == 70
+
+
+def test_a_damaged_trajectory_is_shown_as_such_and_the_others_as_they_are(tmp_path: Path) -> None:
+    run = StoredRun(tmp_path, group=2)
+    long = "".join(random.Random(0).choices("abcdefgh", k=4_000))
+    run.train([("one", [Response(long, 1.0), Response(long[::-1], 0.0)])])
+    run.train([("two", [Response("c", 1.0), Response("d", 0.0)])])
+    corrupt_tokens(run.store)
+    page = Page(run.run_dir)
+    members = page.ask("groups", step=0)["groups"][0]["members"]
+    assert all("is corrupt" in m["damaged"] for m in members)
+    assert "is corrupt" in page.ask("trajectory", id=0)["damaged"]
+    assert "is corrupt" in page.ask("excerpts", ids="0")["texts"]["0"]["damaged"]
+    assert [m["text"] for m in page.ask("groups", step=1)["groups"][0]["members"]] == ["c", "d"]
+
+
+# -- the journal -------------------------------------------------------------------------------------------------------
+
+
+def line(now: float, event: dict[str, Any], *commands: dict[str, Any]) -> str:
+    return json.dumps({"now": now, "event": event, "commands": commands}) + "\n"
+
+
+JOINED = line(0.0, {"type": "InstanceJoined", "instance": "rollout-0", "version": 0, "max_running": 4})
+
+
+def tick(now: float) -> str:
+    return line(now, {"type": "Tick"})
+
+
+def test_a_journal_is_read_on_from_where_it_was_and_half_a_line_is_left_for_later(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    follower = JournalFollower(1)
+    follower.follow([path])
+    assert (follower.index.num_events, follower.index.read_share) == (0, 1.0)
+    path.write_text(JOINED + tick(1.0)[:10])
+    follower.follow([path])
+    assert follower.index.num_events == 1
+    path.write_text(JOINED + tick(1.0) + tick(2.0))
+    follower.follow([path])
+    assert (follower.index.num_events, follower.index.end_s, follower.index.invalid) == (3, 2.0, "")
+
+
+def test_a_long_journal_is_read_by_and_by(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(JOINED + "".join(tick(i / 10) for i in range(100)))
+    follower = JournalFollower(1)
+    shares = []
+    while follower.index.read_share < 1 or not shares:
+        follower.follow([path], most=1000)
+        shares.append(follower.index.read_share)
+    assert len(shares) > 4
+    assert shares == sorted(shares)
+    assert follower.index.num_events == 101
+
+
+def test_a_resumed_runs_journals_are_read_anew_one_after_the_other(tmp_path: Path) -> None:
+    now, before = tmp_path / "events.jsonl", tmp_path / "events.1.jsonl"
+    now.write_text(JOINED + tick(5.0))
+    follower = JournalFollower(1)
+    follower.follow([now])
+    now.rename(before)
+    now.write_text(line(99.0, {"type": "RunResumed", "step": 0, "num_ended": []}) + JOINED + tick(2.0))
+    follower.follow([before, now])
+    assert follower.index.end_s == 7.0
+    assert follower.index.starts == [0.0, 5.0]
+    assert follower.index.num_events == 4
+
+
+def test_a_line_that_is_none_is_named_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(JOINED + "{not json}\n" + '{"now": 1}\n' + "[" * 5000 + "\n" + tick(3.0))
+    follower = JournalFollower(1)
+    follower.follow([path])
+    assert follower.index.num_events == 2
+    assert follower.index.invalid.startswith("events.jsonl, line 2, cannot be read")

@@ -1,0 +1,154 @@
+"""The run page's server: what it answers, what it refuses, and that no answer is a traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.run_page.asking import Page
+from tests.support.stored_runs import Response, StoredRun
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> StoredRun:
+    stored = StoredRun(tmp_path)
+    stored.train([("one plus one", [Response("two", 1.0), Response("three", 0.0)])])
+    stored.train(
+        [("two plus two", [Response("four", 1.0, versions=(0, 1)), Response("five", 0.5, parts={"form": 0.5})])]
+    )
+    return stored
+
+
+@pytest.fixture
+def page(run: StoredRun) -> Page:
+    return Page(run.run_dir)
+
+
+@pytest.mark.parametrize("path", ["/", "/step/1", "/group/0", "/trajectories", "/trajectory/3", "/lanes", "/compare"])
+def test_every_address_of_the_page_can_be_opened(page: Page, path: str) -> None:
+    answer = page.get(path)
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    assert b'<script type="module" src="/static/main.js">' in answer.body
+
+
+def test_nothing_is_loaded_from_elsewhere_and_no_inline_script_runs(page: Page) -> None:
+    policy = page.get("/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    for name in ("index.html", "main.js", "charts.js", "page.css"):
+        body = page.get(f"/static/{name}").body.decode()
+        assert "https:" not in body
+        assert "innerHTML" not in body
+        assert "eval(" not in body
+
+
+def test_only_this_machines_names_are_answered(page: Page) -> None:
+    for host in ("127.0.0.1:1", "localhost:8799", "LOCALHOST", "[::1]:80", "box", "192.168.1.4:9"):
+        assert page.get("/api/run", host=host).status == 200, host
+    for host in ("evil.example", "evil.example:8799", "127.0.0.1.evil.example", "localhost.evil.example", "", "[evil]"):
+        answer = page.get("/api/run", host=host)
+        assert answer.status == 421, host
+        assert b"--host" in answer.body
+        assert b"page" not in answer.body
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_reading_is_answered(page: Page, method: str) -> None:
+    assert page.get("/api/run", method=method).status == 405
+
+
+def test_files_outside_of_the_page_are_not_served(page: Page) -> None:
+    for path in (
+        "/static/../server.py",
+        "/static/%2e%2e/server.py",
+        "/static/..%2fserver.py",
+        "/static//etc/passwd",
+        "/no",
+    ):
+        assert page.get(path).status == 404, path
+
+
+def test_a_run_says_what_it_is(page: Page) -> None:
+    run = page.ask("run")
+    assert (run["name"], run["state"], run["num_steps"], run["steps"]) == ("page", "interrupted", 2, 3)
+    assert run["bound"] == 1
+    assert run["ended"] == {"consumed": 4}
+    assert run["branches"] == ["main"]
+
+
+def test_a_steps_groups_have_their_members_side_by_side(page: Page) -> None:
+    answer = page.ask("groups", step=1)
+    assert (answer["total"], answer["pages"], answer["metrics"]["reward"]) == (1, 1, 0.75)
+    (group,) = answer["groups"]
+    assert group["prompt"] == "two plus two"
+    assert [(m["trajectory"], m["text"], m["reward"], m["advantage"]) for m in group["members"]] == [
+        (2, "four", 1.0, 0.25), (3, "five", 0.5, -0.25),
+    ]  # fmt: skip
+    assert group["members"][0]["segments"] == [[0, "rollout-0", 2], [1, "rollout-1", 2]]
+
+
+def test_a_batch_has_a_value_a_trajectory(page: Page) -> None:
+    batch = page.ask("batch", step=1)
+    assert batch == {
+        "read_share": 1.0, "lives": [[], []], "trajectory": [2, 3], "reward": [1.0, 0.5], "response_tokens": [4, 4],
+        "staleness": [1, 1], "finish": ["stop", "stop"],
+    }  # fmt: skip
+    assert page.ask("batch", step=7)["trajectory"] == []
+
+
+def test_a_trajectory_has_its_tokens_and_its_siblings(page: Page) -> None:
+    one = page.ask("trajectory", id=2)
+    assert one["tokens"]["text"] == ["f", "o", "u", "r"]
+    assert one["tokens"]["version"] == [0, 0, 1, 1]
+    assert one["tokens"]["ratio"] is None
+    assert [s["trajectory"] for s in one["siblings"]] == [2, 3]
+    assert one["story"] == []
+    assert one["timings"]["sampled_s"] == 3.0
+    assert page.ask("trajectory", id=3)["reward_parts"] == {"form": 0.5}
+
+
+def test_excerpts_are_of_the_trajectories_asked_for(page: Page) -> None:
+    texts = page.ask("excerpts", ids="3 0")["texts"]
+    assert texts == {
+        "3": {"prompt": "two plus two", "response": "five"},
+        "0": {"prompt": "one plus one", "response": "two"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "query", "line"),
+    [
+        (
+            "groups",
+            {"step": 1, "where": "rewad > 0"},
+            "'rewad > 0': there is no column 'rewad'; did you mean 'reward'?",
+        ),
+        ("groups", {"step": 1, "order": "size"}, "groups cannot be ordered by 'size'"),
+        ("groups", {"step": 9}, "step 9 is not stored; there are 2 steps"),
+        ("groups", {"step": "one"}, "step = 'one' is not a whole number"),
+        ("group", {"group": 77}, "no stored group 77"),
+        ("trajectories", {"where": "reward >"}, "'reward >': cannot be read"),
+        ("trajectories", {"where": "__import__('os')"}, "is not supported"),
+        ("trajectories", {"sort": "tokens"}, "cannot be sorted by 'tokens'"),
+        ("trajectories", {"where": "reward > 0 and " * 1000}, "the address has more than 4000 characters"),
+        ("trajectory", {"id": 77}, "no stored trajectory 77"),
+        ("trajectory", {"id": "9" * 40}, "is not a whole number"),
+        ("distribution", {"column": "fate"}, "'fate' is not a column of numbers"),
+        ("excerpts", {"ids": "77"}, "no stored trajectory 77"),
+        ("lanes", {"from": "x"}, "from = 'x' is not a number"),
+        ("lanes", {"from": "nan"}, "from = 'nan' is not a number"),
+        ("steps", {"branch": "better"}, "no branch 'better'"),
+        ("compare", {"first": "main", "second": "other"}, "no branch 'other'"),
+        ("story", {"id": 0}, "no recorded events here"),
+    ],
+)
+def test_what_cannot_be_asked_is_answered_in_one_line(
+    page: Page, what: str, query: dict[str, object], line: str
+) -> None:
+    answer = page.get(f"/api/{what}", **query)
+    assert answer.status == 400
+    assert line in answer.json["error"]
+    assert len(answer.json["error"].splitlines()) == 1

@@ -1,0 +1,89 @@
+"""The command `staleflow view`: what it loads, says and refuses, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import command
+from tests.support.stored_runs import Response, StoredRun
+
+VIEW = [sys.executable, "-m", "cli.main", "view"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    stored = StoredRun(tmp_path)
+    stored.train([("one plus one", [Response("two", 1.0), Response("three", 0.0)])])
+    return stored.run_dir
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port of this machine that is taken."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+def test_it_serves_until_it_is_interrupted(run: Path) -> None:
+    with subprocess.Popen(
+        [*VIEW, run, "--port", "0", "--no-browser"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline().decode()
+        assert line.startswith(f"{run}: http://127.0.0.1:"), process.stderr
+        address = line.split()[1]
+        with urllib.request.urlopen(f"{address}api/run", timeout=60) as answer:
+            assert b'"name":"page"' in answer.read()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (out, err) == (b"", b"")
+
+
+def test_a_port_that_is_taken_is_told_in_one_line(run: Path, taken: int) -> None:
+    answer = command("view", run, "--port", taken, "--no-browser")
+    assert answer.returncode == 2
+    assert answer.stderr == (
+        f"staleflow: port {taken} of 127.0.0.1 cannot be used: Address already in use; choose another with --port\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("nowhere",), "nowhere: no such run; `staleflow store ls` lists runs"),
+        (("{run}", "--host", "no-such-host.invalid"), "give a name or an address of this machine"),
+        (("{run}", "--host", "192.0.2.1"), "cannot be used"),
+    ],
+)
+def test_what_cannot_be_served_is_told_in_one_line(run: Path, arguments: tuple[str, ...], line: str) -> None:
+    answer = command("view", *(word.format(run=run) for word in arguments), "--no-browser")
+    assert answer.returncode == 2
+    assert line in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
+
+
+def test_it_loads_neither_torch_nor_dask() -> None:
+    """Seconds of imports and 300 MiB, which nothing on the page needs."""
+    script = "import sys, pipeline.run_page.server; print(*{m.partition('.')[0] for m in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "dask", "distributed", "bokeh", "matplotlib"} & {*loaded}
+
+
+def test_no_browser_is_opened_without_a_display(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cli import view
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not view._has_display()
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert view._has_display()

@@ -1,0 +1,45 @@
+"""What Dask's processes say does not reach the terminal, unless it is asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import asyncio, logging
+from distributed import Client
+from pipeline.offline.pool import local_pool
+from pipeline.runtime import local_cluster
+
+NAMES = ("distributed.nanny", "distributed.client", "distributed.worker", "distributed.gc")
+
+def speak(where):
+    for name in NAMES:
+        logging.getLogger(name).warning("%s in %s", name, where)
+
+async def work():
+    local = await local_cluster.start(1, 1, modules=(), dashboard=False)
+    async with Client(local, asynchronous=True) as client:
+        speak("caller")
+        await client.run(speak, "worker")
+    await local.close()
+
+if __name__ == "__main__":
+    asyncio.run(work())
+    with local_pool(1) as pool:
+        speak("pool")
+        pool.client.run(speak, "pool's worker")
+    print("spoken")
+"""
+
+
+@pytest.mark.parametrize(("level", "heard"), [("critical", False), ("info", True)])
+def test_dasks_warnings_reach_the_terminal_only_if_they_are_asked_for(level: str, heard: bool) -> None:
+    environment = {**os.environ, "DASK_LOGGING__DISTRIBUTED": level, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "spoken\n", done.stderr
+    said = [line for line in done.stderr.splitlines() if " in " in line and "distributed." in line]
+    assert bool(said) == heard, said

@@ -1,0 +1,49 @@
+"""Chromium for the tests that look at pages, wherever it is found."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
+MISSING = " and ".join(
+    name
+    for name, there in (("playwright", importlib.util.find_spec("playwright")), ("Chromium", CHROMIUM))
+    if not there
+)
+"""What a test in a browser lacks on this machine; empty if nothing."""
+REASON = f"needs a browser: {MISSING} not found"
+
+in_browser = pytest.mark.skipif(bool(MISSING), reason=REASON)
+"""Mark of tests that look at a page in Chromium."""
+
+
+@contextlib.asynccontextmanager
+async def opened(**context: Any) -> AsyncIterator[Any]:
+    """A page in a fresh browser. Raises AssertionError afterwards if the page logged an error, or asked another host
+    for anything. context: as Playwright's `new_context` takes it, such as viewport and color_scheme."""
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as playwright:
+        # Without a sandbox, since tests run as root in containers; all that is opened is the project's own.
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await (await browser.new_context(**context)).new_page()
+        faults: list[str] = []
+        hosts: set[str] = set()
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda line: line.type == "error" and faults.append(line.text))
+        page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+        try:
+            yield page
+            # A refused question is an answer that the page shows.
+            assert [fault for fault in faults if "400 (Bad Request)" not in fault] == []
+            assert len(hosts) <= 1
+        finally:
+            await browser.close()

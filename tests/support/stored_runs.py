@@ -1,0 +1,149 @@
+"""Run folders written directly, with texts, rewards and fates as a test wants them: no run, no cluster, no model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import actor_settings, fields, loading
+from pipeline.config.schema import RunConfig
+from stores.base import LedgerState, StepRecord
+from stores.trajectory import (
+    AbortReason,
+    Ended,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Timings,
+    Trajectory,
+    TrajectoryId,
+)
+from stores.versioned import VersionedStore
+
+
+def byte_tokenizer(folder: Path) -> Any:
+    """A tokenizer with a token per byte, so that any text can be a response; saved as a model folder has it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return tokenizer
+
+
+@dataclass
+class Response:
+    """A response to store. versions: of its segments, the text divided evenly among them."""
+
+    text: str
+    reward: float = 0.0
+    versions: tuple[int, ...] = ()
+    fate: Fate = Fate.CONSUMED
+    reason: AbortReason = AbortReason.NONE
+    finish: FinishReason = FinishReason.STOP
+    error: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+    advantage: float | None = None
+
+
+class StoredRun:
+    """A run whose steps a test stores one by one. group: members of each group, all of which are started."""
+
+    def __init__(
+        self, folder: Path, *, group: int = 2, groups: int = 1, steps: int = 3, eta: int = 1, **more: Any
+    ) -> None:
+        self.tokenizer = byte_tokenizer(folder / "model")
+        tree = {
+            "name": "page", "runs_dir": str(folder / "runs"), "steps": steps, "model": {"path": str(folder / "model")},
+            "batch": {"groups_per_step": groups, "group_size": group}, "staleness": {"eta": eta}, **more,
+        }  # fmt: skip
+        self.config: RunConfig = loading.from_tree(tree)
+        self.run_dir = self.config.run_dir
+        self.run_dir.mkdir(parents=True)
+        (self.run_dir / "config.toml").write_text(fields.to_toml(self.config))
+        self.store = VersionedStore.create(self.run_dir / "store", actor_settings.run_header(self.config))
+        self._ended: Counter[str] = Counter()
+        self._next = 0
+        self.step = 0
+
+    def ids(self, text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+        return np.asarray(self.tokenizer.encode(text).ids, np.int32)
+
+    def train(self, groups: Sequence[tuple[str, Sequence[Response]]], **metrics: float) -> None:
+        """Store a step that trained on these (prompt, responses), and those that were dropped with it."""
+        rows = []
+        size = self.config.members_started
+        for prompt, responses in groups:
+            rewards = [r.reward for r in responses if r.fate is Fate.CONSUMED]
+            mean = sum(rewards) / max(1, len(rewards))
+            for i, response in enumerate(responses):
+                row = self._row(prompt, response, self._next * size + i, mean)
+                self._ended[f"{row.fate.value}:{row.reason.value}"] += 1
+                rows.append(row)
+            self._next += 1
+        consumed = [r for r in rows if r.fate is Fate.CONSUMED]
+        lengths = [r.trajectory.num_tokens for r in consumed] or [0]
+        values = {
+            "reward": float(np.mean([r.trajectory.reward for r in consumed])) if consumed else 0.0,
+            "response_mean": float(np.mean(lengths)), "response_max": float(max(lengths)),
+            "response_tokens": float(sum(lengths)), "staleness_mean": 0.5, "staleness_max": 1.0, "loss": -0.01,
+            "grad_norm": 0.5, "elapsed_s": 2.0 * (self.step + 1), **metrics,
+        }  # fmt: skip
+        self._commit("step", self.step, values, rows)
+        self.step += 1
+
+    def end(self) -> None:
+        """Store the run's end."""
+        self._commit("end", self.step, {}, [])
+
+    def _commit(self, kind: str, step: int, metrics: dict[str, float], rows: list[Ended]) -> None:
+        started = self._next * self.config.members_started
+        ledger = LedgerState(
+            num_started=started, num_ended=dict(self._ended), live=(), next_step=step + 1, version=step + 1
+        )
+        self.store.commit(StepRecord(kind=kind, step=step, ledger=ledger, metrics=metrics), rows)
+
+    def _row(self, prompt: str, response: Response, id: int, mean: float) -> Ended:
+        tokens = self.ids(response.text)
+        versions = response.versions or (max(0, self.step - 1),)
+        pieces = np.array_split(tokens, len(versions))
+        consumed = response.fate is Fate.CONSUMED
+        trajectory = Trajectory(
+            id=TrajectoryId(id),
+            group=GroupId(id // self.config.members_started),
+            prompt_tokens=self.ids(prompt),
+            v_traj=PolicyVersion(versions[0]),
+            segments=tuple(
+                Segment(
+                    version=PolicyVersion(version),
+                    instance=InstanceId(f"rollout-{version % 2}"),
+                    tokens=part,
+                    logprobs=np.linspace(-3.0, -0.01, len(part), dtype=np.float32),
+                )
+                for version, part in zip(versions, pieces, strict=True)
+                if len(part)
+            ),
+            finish=response.finish,
+            reward=response.reward,
+            reward_parts=response.parts,
+            error=response.error,
+            timings=Timings(arrived_s=1.0, routed_s=2.0, sampled_s=3.0, rewarded_s=4.0 if consumed else 0.0),
+        )
+        advantage = response.reward - mean if response.advantage is None else response.advantage
+        return Ended(
+            trajectory=trajectory, fate=response.fate, reason=response.reason, step=self.step,
+            advantage=advantage if consumed else 0.0, loss_mask=consumed and not response.error,
+        )  # fmt: skip

@@ -1,0 +1,108 @@
+"""A command in a real terminal: Ctrl-C goes to all of its processes, as it does for people."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """One command, started in a pseudo-terminal that is its controlling one."""
+
+    def __init__(self, *args: str | Path, cwd: Path) -> None:
+        ours, theirs = pty.openpty()
+        self._ours = ours
+        name = os.ttyname(theirs)
+        # The first terminal that the leader of a session opens becomes the one whose Ctrl-C it hears.
+        opening = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', name]
+        self.process = subprocess.Popen(
+            [*opening, sys.executable, "-m", "cli.main", *map(str, args)],
+            cwd=cwd,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "200", "PYTHONPATH": str(Path.cwd())},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._raw = b""
+
+    @property
+    def text(self) -> str:
+        """What it has shown, without colours and cursor moves."""
+        return ESCAPES.sub("", self._raw.decode(errors="replace"))
+
+    def until(self, pattern: str, within_s: float = 120.0) -> None:
+        """Read until the text matches."""
+        deadline = time.monotonic() + within_s
+        while not re.search(pattern, self.text):
+            assert time.monotonic() < deadline, f"{pattern!r} did not come:\n{self.text[-3000:]}"
+            assert self._read(), f"ended before {pattern!r}:\n{self.text[-3000:]}"
+
+    def until_computed(self, cpu_s: float, within_s: float = 120.0) -> None:
+        """Read until the command itself has used this much CPU time, in seconds."""
+        deadline = time.monotonic() + within_s
+        while psutil.Process(self.process.pid).cpu_times().user < cpu_s:
+            assert time.monotonic() < deadline
+            assert self._read(), f"ended:\n{self.text[-3000:]}"
+
+    def ctrl_c(self) -> None:
+        os.write(self._ours, b"\x03")
+
+    def end(self, within_s: float = 120.0) -> int:
+        """Read to the end; returns the exit code once every process of the terminal is gone."""
+        deadline = time.monotonic() + within_s
+        while self._read():
+            assert time.monotonic() < deadline, f"did not end:\n{self.text[-3000:]}"
+        code = self.process.wait(within_s)
+        while self._left():
+            assert time.monotonic() < deadline, f"processes are left: {self._left()}"
+            time.sleep(0.1)
+        return code
+
+    def _left(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def _read(self) -> bool:
+        """Take in what has come; False once nothing more can come."""
+        if not select.select([self._ours], [], [], 0.2)[0]:
+            return True
+        try:
+            more = os.read(self._ours, 65536)
+        except OSError:  # how Linux says that no process has it open: not yet, or no longer
+            time.sleep(0.05)
+            return self.process.poll() is None
+        self._raw += more
+        return bool(more)
+
+    def close(self) -> None:
+        for process in self._left():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        os.close(self._ours)
+
+
+@contextlib.contextmanager
+def terminal(*args: str | Path, cwd: Path) -> Iterator[Terminal]:
+    """A command in a terminal; whatever is left of it at the end is killed."""
+    opened = Terminal(*args, cwd=cwd)
+    try:
+        yield opened
+    finally:
+        opened.close()

@@ -1,0 +1,69 @@
+"""Calls to actors: deadlines, and cancellation at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from stores.errors import ActorLost, StoreError
+from tasks.actors.calls import call
+
+
+class Waiting:
+    """An actor that answers once it may."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+
+    async def answer(self) -> int:
+        await self.may_answer.wait()
+        return 1
+
+    async def refuse(self) -> None:
+        raise StoreError("the disk is full")
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_caller_is_cancelled_also_in_the_moment_of_its_answer(turns: int) -> None:
+    """A task that calls in a loop, as those of an instance do, ends when it is cancelled. asyncio.wait_for of Python
+    3.11 returns the answer instead if it has just come; the task then went on for ever, and closing a run waited."""
+
+    async def whole() -> bool:
+        actor = Waiting()
+
+        async def calling() -> None:
+            while True:
+                await call(actor, "answer", within_s=60.0, who="it")
+                actor.may_answer.clear()
+
+        task = asyncio.ensure_future(calling())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        actor.may_answer.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        ended = task.done()
+        task.cancel()
+        return ended
+
+    assert asyncio.run(whole())
+
+
+def test_an_answer_after_the_deadline_is_a_loss_that_names_the_knob() -> None:
+    async def whole() -> None:
+        await call(Waiting(), "answer", within_s=0.01, who="rollout-0", limit="deadlines.call_s")
+
+    with pytest.raises(ActorLost, match=r"^rollout-0 did not answer within 0.01 s \(deadlines.call_s\)$"):
+        asyncio.run(whole())
+
+
+def test_an_error_of_the_method_itself_is_passed_on() -> None:
+    async def whole() -> None:
+        await call(Waiting(), "refuse", within_s=60.0, who="server")
+
+    with pytest.raises(StoreError, match="the disk is full"):
+        asyncio.run(whole())

@@ -1,0 +1,80 @@
+"""Prompts that are too long: refused with their length, limit and remedy, or replaced by others of the same data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stores.errors import ConfigError
+from tasks.environments import JsonLines
+from tasks.file_tokenizer import FileTokenizer
+from tasks.fitting import FittingSource
+from tasks.prompts import PromptSettings, TokenizedPrompts
+from tasks.texts import TokenizerTexts, tokenizer_texts
+
+LONG = (3, 7, 8, 28)
+"""Rows whose prompts are too long; the last is held out."""
+
+
+@pytest.fixture
+def settings(tiny_model: Path, tmp_path: Path) -> PromptSettings:
+    """Thirty rows, three of them held out."""
+    rows = [{"prompt": f"{i} + 1 =" + " 1 +" * (60 if i in LONG else 0), "answer": str(i + 1)} for i in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return PromptSettings(
+        tokenizer=str(tiny_model), source=f"jsonl:{tmp_path / 'rows.jsonl'}", options={}, seed=0, template="{prompt}",
+        chat=False, max_new_tokens=64, context=128, kv_tokens=512, held_out=3,
+    )  # fmt: skip
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_length_limit_and_remedy(settings: PromptSettings) -> None:
+    prompts = TokenizedPrompts(settings)
+    assert prompts.encode(prompts.task(2))
+    with pytest.raises(ConfigError, match=r"has \d{3} tokens; it must have 1 to 64, .*; task.skip_long = true skips"):
+        prompts.encode(prompts.task(3))
+
+
+def test_prompts_that_are_too_long_are_replaced_by_others_always_the_same(settings: PromptSettings) -> None:
+    prompts, again = (TokenizedPrompts(replace(settings, longest=64)) for _ in range(2))
+    plain = TokenizedPrompts(settings)
+    drawn = [prompts.task(i) for i in range(27)]
+    assert all(len(prompts.encode(task)) <= 64 for task in drawn)
+    assert [i for i in range(27) if drawn[i] != plain.task(i)] == [3, 7, 8]
+    assert prompts.held_out_notice == "3 of 27 prompts drawn were too long, and replaced (task.skip_long)"
+    # In any order, and in a later process, a group's id stands for the same prompt.
+    assert [again.task(i) for i in reversed(range(27))] == drawn[::-1]
+    assert len(prompts.held_out(3)) == 2
+    assert not {task.prompt for task in drawn} & {task.prompt for task in prompts.held_out(3)}
+
+
+@pytest.mark.parametrize("count", [2, 10_007, 10_009])
+def test_another_prompt_is_found_whatever_the_number_of_rows(tmp_path: Path, count: int) -> None:
+    """A tenth fits, in one place of the file."""
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": ""}}\n' for i in range(count)))
+    source = JsonLines(tmp_path / "rows.jsonl")
+    fitting = FittingSource(source, lambda task: int(task.prompt) <= count // 10)
+    assert {int(fitting.task(i).prompt) <= count // 10 for i in range(0, count, 97)} == {True}
+
+
+def test_data_without_a_prompt_that_fits_is_one_line(settings: PromptSettings) -> None:
+    with pytest.raises(ConfigError, match="1000 prompts in a row are too long; lower"):
+        TokenizedPrompts(replace(settings, longest=1)).task(0)
+
+
+def test_a_tokenizer_from_its_file_gives_the_tokens_of_the_whole_one(tiny_model: Path) -> None:
+    light, full = TokenizerTexts(FileTokenizer(tiny_model)), tokenizer_texts(str(tiny_model))
+    for text in ("1 + 2 =", " so 3.", "", "12 + 345"):
+        assert light.ids(text) == full.ids(text)
+
+
+def test_a_chat_template_from_its_file_gives_the_tokens_of_the_whole_one(tiny_model: Path, tmp_path: Path) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    each = "{% for m in messages %}{{ eos_token }}{{ m['content'] }}{% endfor %}"
+    template = each + "{% if add_generation_prompt %}={% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    light, full = TokenizerTexts(FileTokenizer(tmp_path)), tokenizer_texts(str(tmp_path))
+    assert light.ids("1 + 2", chat=True) == full.ids("1 + 2", chat=True) != full.ids("1 + 2")

@@ -1,0 +1,105 @@
+"""Prompts as token ids: texts and messages, a system prompt, templates, and what cannot be rendered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import actor_settings, loading
+from pipeline.runtime import fingerprints
+from stores.errors import ConfigError
+from tasks.prompts import Prompts, TokenizedPrompts
+from tasks.texts import TokenizerTexts, tokenizer_texts
+from tests.tasks.test_rows import MESSAGES
+
+TEMPLATE = """{% for m in messages %}{% if m.role == "odd" %}{{ raise_exception("no such role") }}{% endif %}\
+{{ {"system": "+", "user": "-", "assistant": "="}[m.role] }}{{ m.content }};{% endfor %}\
+{% if add_generation_prompt %}={% endif %}"""
+
+
+@pytest.fixture
+def templated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives every tokenizer a chat template."""
+
+    def load(model: str) -> TokenizerTexts:
+        texts = tokenizer_texts(model)
+        texts._tokenizer.chat_template = TEMPLATE
+        return texts
+
+    monkeypatch.setattr("tasks.prompts.tokenizer_texts", load)
+
+
+def prompts_of(job: Path, prompts: list[Any], *overrides: str) -> Prompts:
+    path = job.parent / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "0"}) + "\n" for p in [*prompts, "0"]))
+    config = loading.load(job, (f"task.source=jsonl:{path}", *overrides))
+    return TokenizedPrompts(actor_settings.prompt_settings(config, held_out=8, longest=None))
+
+
+def rendered(prompts: Prompts, index: int = 0) -> str:
+    return prompts.text(prompts.encode(prompts.task(index)))
+
+
+def test_texts_are_templated_and_tokenized_as_they_are(job: Path) -> None:
+    assert rendered(prompts_of(job, ["1+2"])) == "1+2"
+    assert rendered(prompts_of(job, ["1+2"], "task.template=so {prompt} =")) == "so1+2="
+
+
+@pytest.mark.usefixtures("templated")
+def test_texts_and_messages_are_rendered_by_the_chat_template(job: Path) -> None:
+    conversation = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"},
+                    {"role": "user", "content": "3"}]  # fmt: skip
+    own = [{"role": "system", "content": "4"}, {"role": "user", "content": "5"}]
+    prompts = prompts_of(job, ["1+2", conversation, own], "task.chat=true")
+    assert [rendered(prompts, i) for i in range(3)] == ["-1+2;=", "-1;=2;-3;=", "+4;-5;="]
+    around = ("task.chat=true", "task.system='9'", "task.template=0{prompt}0")
+    system = prompts_of(job, ["1+2", conversation, own], *around)
+    assert [rendered(system, i) for i in range(3)] == ["+9;-01+20;=", "+9;-1;=2;-030;=", "+4;-050;="]
+
+
+@pytest.mark.usefixtures("templated")
+def test_what_cannot_be_rendered_is_one_line(job: Path) -> None:
+    prompts = prompts_of(job, [MESSAGES[0]])
+    with pytest.raises(ConfigError, match=r"^a prompt is a list of messages; set task\.chat = true: '0 \+ 0'\.\.\.$"):
+        prompts.encode(prompts.task(0))
+    with pytest.raises(ConfigError, match=r"^task\.system: only a chat template has a place for it; set task\.chat"):
+        prompts_of(job, ["1"], "task.system=be brief")
+    odd = prompts_of(job, [[{"role": "odd", "content": "1"}]], "task.chat=true")
+    with pytest.raises(ConfigError, match=r"^task\.chat = true: the chat template fails on messages of odd: no such"):
+        odd.encode(odd.task(0))
+    long = prompts_of(job, [[{"role": "user", "content": "1" * 3000}]], "task.chat=true")
+    with pytest.raises(ConfigError, match=r"a prompt has 300\d tokens; it must have 1 to 2024, rollout\.engine\.kv"):
+        long.encode(long.task(0))
+
+
+def test_a_tokenizer_without_a_chat_template_is_one_line(job: Path) -> None:
+    prompts = prompts_of(job, ["1"], "task.chat=true")
+    with pytest.raises(ConfigError, match=r"^task\.chat = true: the chat template fails on messages of user") as caught:
+        prompts.encode(prompts.task(0))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_system_prompt_and_columns_count_as_what_is_trained_on(job: Path, tmp_path: Path) -> None:
+    rows, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    rows.write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n')
+    other.write_text('{"prompt": "c", "answer": 1}\n')
+
+    source = f"task.source=jsonl:{rows}"
+
+    def changes(*after: str) -> set[str]:
+        before = fingerprints.taken(loading.load(job, (source,)))
+        lines = fingerprints.changes(before, fingerprints.taken(loading.load(job, (source, *after))))
+        return {line.split(" was ")[0].replace(" changed since the run began", "") for line in lines}
+
+    assert changes("task.chat=true", "task.system=Add.") == {
+        "template: chat template", "template: task.chat", "template: task.system",
+    }  # fmt: skip
+    assert changes("task.columns.answer=prompt") == {"data: task.columns"}
+    assert changes(f"task.eval_source=jsonl:{other}") >= {"data: evaluation's file", "data: evaluation's source"}
+    before = fingerprints.taken(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
+    other.write_text('{"prompt": "d", "answer": 1}\n')
+    after = fingerprints.taken(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
+    assert {part for part in before if before[part] != after[part]} == {"data"}

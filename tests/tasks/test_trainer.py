@@ -1,0 +1,112 @@
+"""The trainer's actor: what it raises, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stores.errors import ActorFailed, StoreError
+from stores.trajectory import PolicyVersion
+from tasks.actors.calls import call
+from tasks.actors.trainer import Trainer
+from tasks.training.packing import PackedRows, Row
+
+NO_ROWS = PackedRows(
+    prompt_tokens=np.empty(0, np.int32),
+    response_tokens=np.empty(0, np.int32),
+    behaviour=np.empty(0, np.float32),
+    lengths=np.empty((0, 2), np.int64),
+    advantages=np.empty(0, np.float32),
+    staleness=np.empty(0, np.int64),
+    trained=np.empty(0, np.bool_),
+)
+
+
+class Server:
+    async def batch(self, *_: Any) -> PackedRows:
+        return NO_ROWS
+
+
+class Weights:
+    """One number. full: whether the disk is."""
+
+    def __init__(self, full: bool = False, error: Exception | None = None) -> None:
+        self.full, self.error = full, error
+
+    def build(self) -> Weights:
+        return self
+
+    def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
+        if self.error is not None:
+            raise self.error
+        return {}
+
+    def published(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.zeros(1)}
+
+    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        return ()
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+
+    def save_state(self, path: Path) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        path.write_bytes(b"")
+
+    def load_state(self, path: Path) -> None: ...
+
+
+def trainer(folder: Path, weights: Weights) -> Trainer:
+    return Trainer(weights, str(folder / "memory"), 1, 60.0, str(folder / "resume"), 1)
+
+
+@pytest.mark.parametrize("method", ["train", "save_checkpoint"])
+def test_a_resume_point_that_could_not_be_written_is_told_at_the_next_call(tmp_path: Path, method: str) -> None:
+    """Not only if the next step happens to begin after the attempt has failed."""
+
+    async def whole() -> None:
+        actor = trainer(tmp_path, Weights(full=True))
+        try:
+            await actor.train(Server(), 0, (), ())
+            with pytest.raises(StoreError, match=r"No space left.*training.resume_every"):
+                await (actor.train(Server(), 1, (), ()) if method == "train" else actor.save_checkpoint("folder"))
+        finally:
+            await actor.close()
+
+    asyncio.run(whole())
+
+
+def test_resume_points_are_written_beside_what_follows(tmp_path: Path) -> None:
+    async def whole() -> None:
+        actor = trainer(tmp_path, Weights())
+        for step in range(3):
+            assert (await actor.train(Server(), step, (), ())).version == PolicyVersion(step + 1)
+        await actor.save_checkpoint(str(tmp_path / "checkpoint"))
+        await actor.close()
+
+    asyncio.run(whole())
+    assert sorted(p.name for p in (tmp_path / "resume").iterdir()) == [f"v{v:08d}.pt" for v in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError(5, "Input/output error")])
+def test_an_actors_own_error_is_told_as_what_it_is(tmp_path: Path, error: Exception) -> None:
+    """A trainer without memory is not gone: starting it again elsewhere would only fail again."""
+
+    async def whole() -> None:
+        actor = trainer(tmp_path, Weights(error=error))
+        try:
+            await call(actor, "train", Server(), 0, (), (), within_s=60.0, who="trainer")
+        finally:
+            await actor.close()
+
+    said = r"trainer failed: RuntimeError: CUDA out of memory|trainer failed: OSError: \[Errno 5\] Input/output error"
+    with pytest.raises(ActorFailed, match=said):
+        asyncio.run(whole())
