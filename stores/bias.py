@@ -36,7 +36,7 @@ DROPPED, TRUNCATED = "dropped", "truncated"
 Array = npt.NDArray[np.float64]
 
 
-class TableStore(Protocol):
+class HasTable(Protocol):
     """What a store must offer."""
 
     def table(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]: ...
@@ -102,7 +102,7 @@ class Bias:
         return lines
 
 
-def bias_report(store: TableStore) -> Bias:
+def bias_report(store: HasTable) -> Bias:
     """Compare the trajectories of a store, by how they ended."""
     sums: dict[str, _GroupSums] = {}
     groups: set[int] = set()
@@ -119,7 +119,7 @@ def bias_report(store: TableStore) -> Bias:
     return Bias(consumed=_kind("consumed", trained), others=others, groups=len(groups), never_trained=never)
 
 
-def _blocks(store: TableStore) -> Iterator[dict[str, npt.NDArray[Any]]]:
+def _blocks(store: HasTable) -> Iterator[dict[str, npt.NDArray[Any]]]:
     first = 0
     while len((table := store.table(first, first + BLOCK))["trajectory"]):
         yield table
