@@ -14,6 +14,7 @@ import click
 from cli.lazy import LazyGroup
 
 COMMANDS = {
+    "init": ("cli.init", "write a first job, with data, reward and model if you have none"),
     "run": ("cli.run", "run a job from start to end, with live progress"),
     "resume": ("cli.resume", "resume a stored run where it stopped"),
     "submit": ("cli.jobs:submit", "submit a job to a Dask cluster; it keeps running after you disconnect"),

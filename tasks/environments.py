@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +17,7 @@ from tasks.columns import Columns
 from tasks.names import REWARD_TOKEN
 from tasks.reward_part import RewardPart
 from tasks.rewards import WeightedSum
-from tasks.rows import DatasetRows, JsonLines, ParquetRows, Rows, RowSource, Use
+from tasks.rows import ROW_KINDS, RowSource, Use, open_rows
 from tasks.task_source import Prompt, Record, Reward, Task, TaskSource, prompt_of, set_apart
 
 REDRAWS = 10_000
@@ -232,13 +231,8 @@ def make_source(
     kind, _, name = source.partition(":")
     if kind == "reasoning_gym" and name:
         return ReasoningGym(name, options, seed, key)
-    if kind in ("jsonl", "parquet", "datasets") and name:
-        rows: Rows
-        if kind == "datasets":
-            rows = DatasetRows(name, options, where)
-        else:
-            rows = JsonLines(Path(name), where) if kind == "jsonl" else ParquetRows(Path(name), where)
-        return RowSource(rows, columns or Columns(), where, use)
+    if kind in ROW_KINDS and name:
+        return RowSource(open_rows(source, options, where), columns or Columns(), where, use)
     if source == "emulated":
         return Emulated()
     if name:

@@ -182,6 +182,19 @@ class DatasetRows:
         return f"{self._name}, row {index}"
 
 
+ROW_KINDS = ("jsonl", "parquet", "datasets")
+"""Kinds of sources whose prompts are rows."""
+
+
+def open_rows(source: str, options: Mapping[str, Any], where: str) -> Rows:
+    """The rows of a data set named `kind:name`. where: the data set as in the job file, for messages. Raises
+    ConfigError."""
+    kind, _, name = source.partition(":")
+    if kind == "datasets":
+        return DatasetRows(name, options, where)
+    return JsonLines(Path(name), where) if kind == "jsonl" else ParquetRows(Path(name), where)
+
+
 class RowSource:
     """A TaskSource of rows, trained on in order and repeated at the end.
 

@@ -33,6 +33,10 @@ class TokenizerTexts:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         # An array, because transformers checks each element of a list, which takes longer than decoding.
         with self._lock:

@@ -52,7 +52,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    from examples.make_base_model import SYMBOLS, make_tokenizer
+    from tasks.training.tiny_model import SYMBOLS, make_tokenizer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

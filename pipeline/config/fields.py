@@ -54,7 +54,7 @@ def to_toml(tree: Any) -> str:
             if dataclasses.is_dataclass(value):
                 below.append((value, f"{prefix}.{f.name}" if prefix else f.name))
             elif spec is not None and (spec.shown or value != default_of(f)):
-                lines.append(f"{f.name} = {_toml(value)}")
+                lines.append(f"{f.name} = {toml_value(value)}")
         if prefix:
             tables.append("\n".join([f"[{prefix}]", *lines]))
         else:
@@ -66,7 +66,8 @@ def to_toml(tree: Any) -> str:
     return "\n".join(scalars) + "\n\n" + "\n\n".join(tables) + "\n"
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML, on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -74,9 +75,9 @@ def _toml(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         value = values(value)  # an entry of a table of named tables
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, (date, time)):  # a datetime is a date
         return value.isoformat()
     return repr(value)
@@ -87,7 +88,7 @@ def _below(value: Any) -> Iterable[Any]:
 
 
 def _toml_key(key: str) -> str:
-    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _toml(key)
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Knob, Any]]:

@@ -172,7 +172,7 @@ def make_model(folder: Path) -> None:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    from examples.make_base_model import SYMBOLS, make_tokenizer
+    from tasks.training.tiny_model import SYMBOLS, make_tokenizer
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(

@@ -1,0 +1,70 @@
+"""staleflow init [FOLDER]"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command("init")
+@click.argument("folder", default=".", type=click.Path(path_type=Path))
+@click.option(
+    "--data", default="", help="A .jsonl or .parquet file, a folder or hub name of `datasets`, or a task.source."
+)
+@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, help="Of the data set, such as split=train.")
+@click.option("--prompt-column", default="", help="Where rows have their prompt, if it is not found.")
+@click.option("--answer-column", default="", help="Where rows have their answer, if it is not found.")
+@click.option("--model", default="", help="Folder or hub name of a causal LM with its tokenizer.")
+@click.option("--reward", default="", help="exact, math_verify, or your function, FILE.py:NAME.")
+@click.option("--yes", "-y", is_flag=True, help="Ask nothing: what is not given is made.")
+def command(
+    folder: Path,
+    data: str,
+    options: tuple[str, ...],
+    prompt_column: str,
+    answer_column: str,
+    model: str,
+    reward: str,
+    yes: bool,
+) -> None:
+    """Write a first job into FOLDER: a commented job file, with data, reward and model if you bring none.
+
+    Without anything: made-up sums, a reward to edit, and a tiny model that learns them in minutes on two cores.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from pipeline.config.fields import apply_override
+    from pipeline.config.first_job import Brought, write_first_job
+
+    if sys.stdin.isatty() and sys.stdout.isatty() and not (yes or data or model or reward):
+        click.echo("Enter takes what is in brackets.")
+        data = _asked("Data set: a .jsonl or .parquet file, a folder, a hub name", "made-up sums")
+        model = _asked("Model: a folder or a hub name", "" if data else "a tiny one, made here in a minute")
+        reward = _asked("Reward: exact, math_verify, FILE.py:NAME", "a file of your own, to edit")
+    given: dict[str, object] = {}
+    for option in options:
+        apply_override(given, option)
+    brought = Brought(
+        data=data, model=model, reward=reward, options=given, prompt_column=prompt_column, answer_column=answer_column
+    )
+    written = write_first_job(folder, brought, click.echo)
+    width = max(map(len, written.files))
+    for name, about in written.files.items():
+        click.echo(f"{name:<{width}}  {about}")
+    click.echo(f"\nfirst prompt, {written.num_tokens} tokens: {written.first_prompt[:200]!r}")
+    click.echo("\nnext:")
+    for line in () if folder.resolve() == Path.cwd() else (f"cd {folder}",):
+        click.echo(f"  {line}")
+    click.echo("  staleflow run job.toml")
+    click.echo("  staleflow store show runs/first --worst 3")
+
+
+def _asked(what: str, default: str) -> str:
+    """An answer from the terminal; empty for the default."""
+    answer: str = click.prompt(
+        f"{what} [{default}]" if default else what, default="" if default else None, show_default=False
+    )
+    return answer.strip()

@@ -1,0 +1,373 @@
+"""The first job: a commented job file, with whatever of its data, reward and model the user does not bring.
+
+Without anything it is complete by itself: made-up sums, a reward file, and a tiny model that is pretrained on the spot.
+Nothing is overwritten, and a job that cannot be completed leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import actor_settings, loading
+from pipeline.config.fields import toml_value
+from pipeline.config.model_facts import inspect_model
+from stores.errors import ConfigError
+from tasks import user_code
+from tasks.columns import Columns
+from tasks.knobs import names_user_code
+from tasks.rows import ROW_KINDS, SAVED, RowSource, open_rows
+from tasks.texts import tokenizer_texts
+
+JOB, REWARD, SUMS, MODEL = "job.toml", "reward.py", "sums.jsonl", "model"
+"""Names of what may be written."""
+NUM_SUMS, TERMS = 2000, (3, 5)
+"""Number of made-up sums, and fewest and most terms of one."""
+PRETRAINING_STEPS, LEARNING_STEPS, WORKED = 400, 250, 0.2
+"""Of the tiny model: in the first LEARNING_STEPS all examples work their sum out, then this share; the others guess,
+and are right one time in ten."""
+PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input", "query", "text")
+"""Usual names of a column of prompts, in order of preference."""
+ANSWERS = ("answer", "solution", "label", "target", "output", "ground_truth", "final_answer", "response", "completion")
+"""Usual names of a column of answers."""
+GOLD = "####"
+"""What stands before the result of a worked answer in GSM8K and data sets like it."""
+NUMBER = r"-?\d+(?:[.,]\d+)*"
+SAMPLE = 50
+"""Rows that are looked at to see what answers are like."""
+MOST_TOKENS = 512
+"""Longest response of a model that the user brings, unless its context is short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """What the user brings; empty: it is made, or found out. options: of the data set."""
+
+    data: str = ""
+    model: str = ""
+    reward: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prompt_column: str = ""
+    answer_column: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstJob:
+    """What was written. files: by name, with what each is. first_prompt: as the model receives it."""
+
+    files: Mapping[str, str]
+    first_prompt: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """A data set, as the job file describes it. columns: None if it has none. numbers: its answers are numbers. gold:
+    they stand behind GOLD. messages: its prompts are messages."""
+
+    source: str
+    columns: Columns | None = None
+    numbers: bool = False
+    gold: bool = False
+    messages: bool = False
+
+
+def write_first_job(folder: Path, brought: Brought, say: Callable[[str], None]) -> FirstJob:
+    """Write a job into a folder, which is created. say: receives lines on what takes long. Raises ConfigError."""
+    if brought.data and not brought.model:
+        raise ConfigError("the tiny model knows nothing but sums; bring a model for your data: --model FOLDER_OR_NAME")
+    data = _facts(folder, brought) if brought.data else DataFacts(source=f"jsonl:{SUMS}", columns=Columns())
+    own_reward = not brought.reward and data.columns is not None
+    files = {JOB: "the job; its comments say what each line is for"}
+    files |= {REWARD: _about_reward(data)} if own_reward else {}
+    files |= {} if brought.data else {SUMS: f"{NUM_SUMS} sums with their answers; the last tenth is held out"}
+    files |= {} if brought.model else {MODEL: "a tiny Llama, pretrained to guess mostly, and to work out a few"}
+    for name in files:
+        if (folder / name).exists():
+            raise ConfigError(
+                f"{folder / name} exists and is not overwritten; name another folder: staleflow init NAME"
+            )
+    text = _job(folder, brought, data)
+    loading.from_tree(tomllib.loads(text), JOB)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _staged(folder, files) as stage:
+            (stage / JOB).write_text(text)
+            if own_reward:
+                (stage / REWARD).write_text(_reward(data))
+            if not brought.data:
+                (stage / SUMS).write_text("".join(f"{json.dumps(row)}\n" for row in _sums()))
+            if not brought.model:
+                _pretrain(stage / MODEL, say)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
+    with contextlib.chdir(folder):
+        config = loading.load(JOB)
+        prompts = actor_settings.prompt_settings(config, held_out=config.task.eval_prompts).build()
+        tokens = prompts.encode(prompts.task(0))
+    return FirstJob(files=files, first_prompt=prompts.text(tokens), num_tokens=len(tokens))
+
+
+@contextlib.contextmanager
+def _staged(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """A folder whose files of these names end in `folder`: all of them or, after an error, none."""
+    stage = Path(tempfile.mkdtemp(prefix=".init-", dir=folder))
+    try:
+        yield stage
+        for name in names:
+            (stage / name).rename(folder / name)
+    finally:
+        shutil.rmtree(stage)
+
+
+# -- sums, and a model that knows them -------------------------------------------------------------------------------
+
+
+def _draw_sum(rng: random.Random) -> str:
+    """A sum of single digits, all of whose partial sums are single digits, too: `7 - 1 + 3`."""
+    total, terms = rng.randint(1, 9), []
+    first = total
+    for _ in range(rng.randint(*TERMS) - 1):
+        after = rng.choice([other for other in range(10) if other != total])
+        terms.append(f"{'+' if after > total else '-'} {abs(after - total)}")
+        total = after
+    return " ".join([str(first), *terms])
+
+
+def _sums() -> Iterator[dict[str, str]]:
+    """Rows of distinct sums."""
+    rng = random.Random(0)
+    expressions: dict[str, None] = {}
+    while len(expressions) < NUM_SUMS:
+        expressions[_draw_sum(rng)] = None
+    for expression in expressions:
+        total = sum(int(term) for term in re.findall(r"-?\d", expression.replace("- ", "-")))
+        yield {"prompt": f"{expression} =", "answer": str(total)}
+
+
+def _pretrain(out: Path, say: Callable[[str], None]) -> None:
+    """Write a model that mostly guesses, but is right when it works a sum out: what it can learn is to do so."""
+    from tasks.training.tiny_model import BATCH, Recipe, pretrain, worked_example
+
+    def examples(rng: random.Random) -> Iterator[tuple[str, str]]:
+        for number in itertools.count():
+            expression = _draw_sum(rng)
+            works = number < BATCH * LEARNING_STEPS or rng.random() < WORKED
+            yield f"{expression} =", worked_example(expression, rng, 0.0) if works else f"so{rng.randint(0, 9)}."
+
+    def begun(parameters: int) -> None:
+        say(f"pretraining a model of {parameters:,} parameters, {PRETRAINING_STEPS} steps")
+
+    def progress(step: int, loss: float) -> None:
+        if step % 100 == 0:
+            say(f"  step {step}: loss {loss:.2f}")
+
+    recipe = Recipe(
+        steps=PRETRAINING_STEPS,
+        hidden_size=64,
+        num_layers=2,
+        learning_rate=5e-3,
+        warmup_steps=30,
+        initializer_range=0.1,
+    )
+    pretrain(out, examples(random.Random(1)), recipe, begun, progress)
+
+
+# -- what the user brings --------------------------------------------------------------------------------------------
+
+
+def _facts(folder: Path, brought: Brought) -> DataFacts:
+    """Look at the user's data set. Raises ConfigError."""
+    source = _named(brought.data)
+    kind, _, name = source.partition(":")
+    if kind not in ROW_KINDS:
+        return DataFacts(source=f"{_from(folder, kind)}:{name}" if kind.endswith(".py") else source)
+    rows = open_rows(source, brought.options, f"--data {brought.data}")
+    names = tuple(rows.names)
+    prompt = brought.prompt_column or next((column for column in PROMPTS if column in names), "")
+    answer = brought.answer_column or next((column for column in ANSWERS if column in names), "")
+    if not prompt:
+        raise ConfigError(f"--data {brought.data}: which column is the prompt? --prompt-column {' or '.join(names)}")
+    columns = Columns(prompt=prompt, answer=answer if answer != prompt else "")
+    tasks = RowSource(rows, columns, f"--data {brought.data}")
+    records = [tasks.task(i).record for i in range(min(SAMPLE, len(rows)))]
+    answers = [str(record["answer"]) for record in records] if columns.answer else []
+    gold = bool(answers) and all(GOLD in one for one in answers)
+    return DataFacts(
+        source=f"{kind}:{_from(folder, name)}",
+        columns=columns,
+        numbers=bool(answers) and all(re.fullmatch(NUMBER, one.rpartition(GOLD)[2].strip()) for one in answers),
+        gold=gold,
+        messages=not isinstance(tasks.task(0).prompt, str),
+    )
+
+
+def _named(data: str) -> str:
+    """A data set as `kind:name`, from what a user calls it. Raises ConfigError."""
+    kind = data.partition(":")[0]
+    if kind in (*ROW_KINDS, "reasoning_gym") or names_user_code(data):
+        return data
+    path = Path(data).expanduser()
+    endings = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+    if path.suffix in endings:
+        return f"{endings[path.suffix]}:{path}"
+    if path.is_file():
+        raise ConfigError(f"--data {data}: unknown kind of file; bring one of {', '.join(endings)}")
+    if path.is_dir() and not any((path / saved).is_file() for saved in SAVED) and [*path.glob("*.parquet")]:
+        return f"parquet:{path}"
+    return f"datasets:{path if path.is_dir() else data}"
+
+
+def _from(folder: Path, name: str) -> str:
+    """A path as it is written into the job file: relative if it is in the job's folder; other names stay."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        return name
+    inside = path.resolve().is_relative_to(folder.resolve())
+    return os.path.relpath(path.resolve(), folder.resolve()) if inside else str(path.resolve())
+
+
+def _function(folder: Path, brought: Brought, data: DataFacts) -> str:
+    """The reward function as the job file names it. Raises ConfigError."""
+    if not brought.reward:
+        return f"{REWARD}:reward" if data.columns is not None else "task"
+    if brought.reward in ("exact", "task", "math_verify"):
+        return "task" if brought.reward == "exact" else brought.reward
+    if not names_user_code(brought.reward):
+        raise ConfigError(f"--reward {brought.reward}: expected exact, math_verify, or your own, FILE.py:NAME")
+    user_code.load(brought.reward, "--reward")
+    file, _, name = brought.reward.rpartition(":")
+    return f"{_from(folder, file)}:{name}"
+
+
+# -- what is written -------------------------------------------------------------------------------------------------
+
+
+def _about_reward(data: DataFacts) -> str:
+    if data.columns is not None and not data.columns.answer:
+        return "how a response is scored: no column looks like an answer, so short ones are best; edit it"
+    return "how a response is scored: 1 for the right answer, else 0; edit it as you like"
+
+
+def _reward(data: DataFacts) -> str:
+    """The text of reward.py."""
+    assert data.columns is not None
+    expected = 'str(record["answer"])' + (f'.rpartition("{GOLD}")[2]' if data.gold else "")
+    body = f"    expected = {expected}\n    return float(answer.strip() == expected.strip())\n"
+    if data.numbers:
+        body = (
+            f'    expected = {expected}.replace(",", "")\n'
+            '    return float(answer.replace(",", "").strip() == expected.strip())\n'
+        )
+    if not data.columns.answer:
+        body = "    return 1 / (1 + len(answer))\n"
+    return f'''"""How responses are scored. job.toml names this file and its function under [reward]."""
+
+
+def reward(answer, record):
+    """The score of one response: a number, or (number, its parts by name).
+
+    answer: what task.answer_pattern finds in the response; without a pattern, the whole response
+    record: the prompt's row in the data set
+    """
+{body}'''
+
+
+def _job(folder: Path, brought: Brought, data: DataFacts) -> str:
+    """The text of the job file. Raises ConfigError."""
+    texts = tokenizer_texts(brought.model) if brought.model else None
+    chat = texts is not None and texts.has_chat_template
+    if data.messages and not chat:
+        raise ConfigError(f"--data {brought.data}: prompts are messages, and {brought.model} has no chat template")
+    tokens = 48
+    if brought.model:
+        bare = {"model": {"path": brought.model}, "rollout": {"max_new_tokens": 1}}
+        tokens = min(MOST_TOKENS, inspect_model(loading.from_tree(bare, "--model")).context // 2)
+    pattern, template = "", "{prompt}"
+    if not brought.model:
+        pattern = r"so(-?\d+)\."
+    elif not brought.data or data.numbers:
+        pattern = f"({NUMBER})"
+    elif data.columns is not None and data.columns.answer:
+        pattern, template = r"Answer:\s*(.+)", "{prompt}\n\nEnd with a line that says: Answer: ..."
+    values: dict[str, Any] = {
+        "steps": 100 if brought.model else 50,
+        "model": _from(folder, brought.model) if brought.model else MODEL,
+        "source": data.source,
+        "template": template,
+        "chat": chat,
+        "eval_prompts": 100 if brought.model else 200,
+        "function": _function(folder, brought, data),
+        "groups": 8 if brought.model else 16,
+        "max_new_tokens": tokens,
+        "engine": "vllm" if brought.model and importlib.util.find_spec("vllm") else "transformers",
+        "max_running": 32 if brought.model else 64,
+        "kv_tokens": max(16_384, 4 * tokens) if brought.model else 4096,
+        "learning_rate": 1e-6 if brought.model else 3e-4,
+    }
+    written = {key: toml_value(value) for key, value in values.items()}
+    written["answer_pattern"] = f"'{pattern}'"  # a literal, in which a backslash is one
+    described = ""
+    if brought.options:
+        described += f"options = {toml_value(dict(brought.options))}\n"
+    if data.columns is not None:
+        columns = {"prompt": data.columns.prompt, "answer": data.columns.answer}
+        described += f"columns = {toml_value(columns)}  # of a row: the prompt, a text or messages; the answer\n"
+    return TEMPLATE.format(described=described, **written)
+
+
+TEMPLATE = """\
+# A job of staleflow. Run it in this folder: staleflow run job.toml
+# `staleflow config explain job.toml` lists all values, with their meaning and limits.
+name = "first"  # the run is stored in runs/first; another run needs another name: --set name=second
+steps = {steps}  # training steps
+seed = 1
+
+[model]
+path = {model}  # folder of a Hugging Face causal LM with its tokenizer, or a hub name
+
+[task]
+source = {source}  # or jsonl:FILE, parquet:FILE, datasets:NAME, reasoning_gym:NAME, mine.py:Class
+{described}template = {template}  # text around each prompt
+chat = {chat}  # whether the tokenizer's chat template renders prompts; then `system = "..."` is possible, too
+answer_pattern = {answer_pattern}  # its last match in a response is the answer; empty: the whole response
+eval_prompts = {eval_prompts}  # prompts that are kept apart, and answered before and after training
+# eval_source = "jsonl:test.jsonl"  # where they come from, in place of the last tenth of the rows
+
+[reward]
+function = {function}  # or task (equal to the row's answer), math_verify, mine.py:function
+# Or, in place of function, a weighted sum of several (several lines of this kind):
+# parts.right = {{ function = "math_verify" }}
+# parts.mine = {{ function = "mine.py:function", weight = 0.1 }}
+
+[batch]
+groups_per_step = {groups}  # prompts in a training step ...
+group_size = 8  # ... and responses to each, which are compared with each other
+
+[staleness]
+eta = 1  # most versions that a response may be older than the step that trains on it; 0: none, and both take turns
+
+[rollout]
+instances = 1  # processes that sample
+max_new_tokens = {max_new_tokens}  # most tokens of a response
+
+[rollout.engine]
+name = {engine}  # vllm is faster on GPUs: pip install 'staleflow[vllm]'
+max_running = {max_running}  # responses sampled at once
+kv_tokens = {kv_tokens}  # tokens of prompts and responses that are kept in memory for it
+
+[training]
+learning_rate = {learning_rate}
+"""

@@ -1,0 +1,146 @@
+"""Tiny language models that work out sums, pretrained on the spot.
+
+Examples write out each step (`7+8=15;15-9=6;so6.`), so responses differ in length. Some are flawed, and the model
+learns these, too; reinforcement learning has to tell them apart.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+INSTRUCTION = "State the final answer to the following arithmetic problem:"
+SYMBOLS = ["<pad>", "<eos>", "<unk>", INSTRUCTION, *"0123456789+-=;.", "so"]
+NUM_HEADS = 4
+BATCH = 32
+"""Examples per optimizer step."""
+SLIP = 0.82
+"""Share of steps in which careless examples forget carries and borrows."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per digit and sign and one for the instruction; white space is dropped."""
+    vocabulary = {symbol: i for i, symbol in enumerate(SYMBOLS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    pattern = Regex(rf"{INSTRUCTION}|so|\S")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+def careless(x: int, y: int) -> int:
+    """x + y with every carry and borrow forgotten.
+
+    >>> careless(17, 8), careless(12, -5)
+    (15, 17)
+    """
+    large, small = (x, y) if abs(x) >= abs(y) else (y, x)
+    sign, direction = (-1 if large < 0 else 1), (1 if (large < 0) == (small < 0) else -1)
+    a, b, place, total = abs(large), abs(small), 1, 0
+    while a or b:
+        total += (a % 10 + direction * (b % 10)) % 10 * place
+        a, b, place = a // 10, b // 10, place * 10
+    return sign * total
+
+
+def worked_example(expression: str, rng: random.Random, slip: float = SLIP) -> str:
+    """All steps of a sum and the resulting answer, each step computed carelessly with probability `slip`."""
+    terms = expression.split()
+    total, lines = int(terms[0]), []
+    for sign, term in zip(terms[1::2], terms[2::2], strict=True):
+        y = int(term) if sign == "+" else -int(term)
+        result = careless(total, y) if rng.random() < slip else total + y
+        lines.append(f"{total}{sign}{term}={result};")
+        total = result
+    return "".join(lines) + f"so{total}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Size and pretraining of a tiny model. threads: of torch; on shared cores several may take many times as long as
+    one, since they wait for each other by spinning."""
+
+    steps: int
+    hidden_size: int
+    num_layers: int
+    learning_rate: float = 2e-3
+    warmup_steps: int = 100
+    initializer_range: float = 0.02
+    seed: int = 0
+    threads: int = 1
+
+
+def pretrain(
+    out: Path,
+    examples: Iterator[tuple[str, str]],
+    recipe: Recipe,
+    begun: Callable[[int], None],
+    progress: Callable[[int, float], None],
+) -> None:
+    """Train a Llama on (question, answer) pairs and write it to `out`. begun: called with its number of parameters.
+    progress: called with (steps done, loss) after each step."""
+    logging.disable_progress_bar()  # of writing one small file
+    torch.manual_seed(recipe.seed)
+    torch.set_num_threads(recipe.threads)
+    tokenizer = make_tokenizer()
+    # head_dim 32: the smallest that every engine's attention kernels take.
+    config = LlamaConfig(
+        vocab_size=len(SYMBOLS),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=3 * recipe.hidden_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_HEADS,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=recipe.initializer_range,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    begun(model.num_parameters())
+    for step, (ids, labels) in zip(range(recipe.steps), _batches(tokenizer, examples), strict=False):
+        decay = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * min(1.0, step / recipe.warmup_steps) * max(0.02, decay)
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress(step + 1, float(loss.detach()))
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, examples: Iterator[tuple[str, str]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of (input ids, labels), each [BATCH, L]; labels cover only the worked example, not the question."""
+    while True:
+        rows = []
+        for _ in range(BATCH):
+            question, answer = next(examples)
+            rows.append((tokenizer(question)["input_ids"], tokenizer(f"{answer}<eos>")["input_ids"]))
+        longest = max(len(q) + len(a) for q, a in rows)
+        ids = torch.full((BATCH, longest), tokenizer.pad_token_id)
+        labels = torch.full((BATCH, longest), -100)
+        for i, (question, answer) in enumerate(rows):
+            end = len(question) + len(answer)
+            ids[i, :end] = torch.tensor(question + answer)
+            labels[i, len(question) : end] = torch.tensor(answer)
+        yield ids, labels

@@ -1,0 +1,162 @@
+"""`staleflow init`: the job it writes is complete, checked and commented; nothing is overwritten or left half done."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cli.init import command
+from pipeline.config import first_job, loading
+from pipeline.config.schema import RunConfig
+from stores.errors import ConfigError
+from tasks.environments import make_reward
+from tests.runtime.test_run import staleflow
+
+ROWS = [{"question": f"What is {i} + {i}?", "solution": f"Twice {i}.\n#### {2 * i}"} for i in range(12)]
+
+
+def init(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments, catch_exceptions=False)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: Path, rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.chdir(folder)
+    return loading.load("job.toml")
+
+
+def test_without_anything_all_is_made(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_job, "PRETRAINING_STEPS", 2)
+    shown = init("mine")
+    assert shown.exit_code == 0
+    assert sorted(p.name for p in (here / "mine").iterdir()) == ["job.toml", "model", "reward.py", "sums.jsonl"]
+    for line in ("cd mine", "staleflow run job.toml", "first prompt, "):
+        assert line in shown.output
+    rows = [json.loads(line) for line in (here / "mine" / "sums.jsonl").read_text().splitlines()]
+    assert len({row["prompt"] for row in rows}) == len(rows) == first_job.NUM_SUMS
+    for row in rows:
+        assert eval(row["prompt"].removesuffix("=")) == int(row["answer"])
+    config = loaded(here / "mine", monkeypatch)
+    reward = make_reward(config.reward.function, None)  # type: ignore[arg-type]  # one of its own needs no source
+    assert (reward("-3", {"answer": "-3"}), reward("", {"answer": "-3"})) == (1.0, 0.0)
+    comments = [line for line in (here / "mine" / "job.toml").read_text().splitlines() if "#" in line]
+    assert len(comments) > 20
+
+
+def test_ones_own_data_model_and_reward_are_looked_at(
+    here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(here / "rows.jsonl", ROWS)
+    shown = init("mine", "--data", "rows.jsonl", "--model", str(tiny_model))
+    assert sorted(p.name for p in (here / "mine").iterdir()) == ["job.toml", "reward.py"]
+    assert "first prompt, " in shown.output
+    config = loaded(here / "mine", monkeypatch)
+    assert config.task.source == f"jsonl:{here}/rows.jsonl"
+    assert (config.task.columns.prompt, config.task.columns.answer) == ("question", "solution")
+    assert (config.model.path, config.rollout.max_new_tokens) == (str(tiny_model), 64)
+    reward = make_reward(config.reward.function, None)  # type: ignore[arg-type]  # one of its own needs no source
+    assert (reward("6", ROWS[3] | {"answer": ROWS[3]["solution"]}), reward("Twice 3.", {"answer": "#### 6"})) == (1, 0)
+
+
+def test_data_in_the_folder_is_named_from_there(here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "mine").mkdir()
+    write(here / "mine" / "rows.jsonl", [{"q": f"{i}", "a": "some words"} for i in range(4)])
+    init("mine", "--data", "mine/rows.jsonl", "--model", str(tiny_model), "--prompt-column", "q",
+         "--answer-column", "a", "--reward", "exact")  # fmt: skip
+    config = loaded(here / "mine", monkeypatch)
+    assert (config.task.source, config.reward.function) == ("jsonl:rows.jsonl", "task")
+    assert config.task.template.endswith("Answer: ...")
+    assert not (here / "mine" / "reward.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--data", "rows.jsonl"), r"the tiny model knows nothing but sums; bring a model for your data: --model"),
+        (("--data", "none.jsonl", "--model", "{model}"), r"--data none\.jsonl: cannot be read: "),
+        (("--data", "odd.jsonl", "--model", "{model}"), r"which column is the prompt\? --prompt-column a or b"),
+        (("--data", "rows.csv", "--model", "{model}"), r"--data rows\.csv: unknown kind of file; bring one of \.jso"),
+        (("--data", "talk.jsonl", "--model", "{model}"), r"prompts are messages, and .* has no chat template"),
+        (("--model", "./none"), r"no such folder|cannot be loaded"),
+        (("--reward", "best",), r"--reward best: expected exact, math_verify, or your own, FILE\.py:NAME"),
+        (("--reward", "none.py:f"), r"--reward = 'none\.py:f': cannot be loaded"),
+    ],
+)  # fmt: skip
+def test_each_mistake_is_one_line_and_leaves_nothing(
+    here: Path, tiny_model: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    write(here / "rows.jsonl", ROWS)
+    write(here / "odd.jsonl", [{"a": "1", "b": "2"}] * 2)
+    write(here / "talk.jsonl", [{"messages": [{"role": "user", "content": "1"}], "answer": "1"}] * 2)
+    (here / "rows.csv").write_text("a,b\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        init("mine", *(a.format(model=tiny_model) for a in arguments))
+    assert "\n" not in str(caught.value)
+    assert not (here / "mine").exists()
+
+
+@pytest.mark.parametrize("name", ["job.toml", "reward.py", "sums.jsonl", "model"])
+def test_nothing_is_overwritten(here: Path, name: str) -> None:
+    (here / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"{name} exists and is not overwritten; name another folder"):
+        init()
+    assert [(p.name, p.read_text()) for p in here.iterdir()] == [(name, "mine")]
+
+
+def test_an_interrupted_one_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first_job, "_pretrain", interrupted)
+    assert CliRunner().invoke(command, ["mine"]).exit_code == 1
+    assert list((here / "mine").iterdir()) == []
+
+
+def test_message_lists_are_for_models_with_a_chat_template(
+    here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}="
+    model = here / "chat"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "tokenizer_config.json").unlink()
+    tokenizer.save_pretrained(here / "tokenizer")
+    for file in (here / "tokenizer").iterdir():
+        (model / file.name).unlink(missing_ok=True)
+        (model / file.name).write_bytes(file.read_bytes())
+    talks = [{"messages": [{"role": "user", "content": f"{i}"}], "answer": f"{i}"} for i in range(3)]
+    write(here / "talk.jsonl", talks)
+    shown = init("mine", "--data", "talk.jsonl", "--model", "chat")
+    assert "first prompt, 2 tokens: '0='" in shown.output
+    job = tomllib.loads((here / "mine" / "job.toml").read_text())
+    assert (job["task"]["chat"], job["task"]["columns"]["prompt"]) == (True, "messages")
+
+
+@pytest.mark.slow
+def test_the_made_job_learns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reward at least doubles: from guesses to worked sums."""
+    assert staleflow("init", "mine").returncode == 0
+    monkeypatch.chdir(here / "mine")
+    assert staleflow("run", "job.toml").returncode == 0
+    first, last = json.loads((here / "mine" / "runs" / "first" / "summary.json").read_text())["evaluations"]
+    assert first["sampled"] < 0.4
+    assert last["sampled"] > max(0.6, 2 * first["sampled"])
