@@ -115,7 +115,7 @@ def write_first_job(folder: Path, brought: Brought, say: Callable[[str], None]) 
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
     with contextlib.chdir(folder):
         config = loading.load(JOB)
-        prompts = actor_settings.prompt_settings(config, held_out=config.task.eval_prompts).build()
+        prompts = actor_settings.prompt_settings(config, held_out=config.task.eval_prompts, longest=None).build()
         tokens = prompts.encode(prompts.task(0))
     return FirstJob(files=files, first_prompt=prompts.text(tokens), num_tokens=len(tokens))
 
