@@ -96,7 +96,7 @@ def _best_model(points: Sequence[StepPoint], prefill: float) -> tuple[CostModel,
     kv = np.array([p.kv_tokens for p in points], float)
     seconds = np.array([p.step_s for p in points], float)
     # Responses know of these, single steps do not.
-    more = [[p.prefilled for p in points], [p.ended for p in points]] if any(p.ended for p in points) else []
+    more = [[p.prefilled for p in points], [p.ended for p in points]] if any(p.prefilled for p in points) else []
     levels = np.unique(running)
     borders = [-np.inf, *((levels[1:] + levels[:-1]) / 2), np.inf]
     best: tuple[float, CostModel, float] | None = None

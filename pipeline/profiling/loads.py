@@ -48,6 +48,8 @@ SAMPLES_KEPT = 4096
 LEVELS, PARTS, LENGTHS = 32, 2, 4
 """Decode steps are averaged over responses that ran beside equally many, in so many levels; each level in so many parts
 by KV tokens; and each part in so many by length, which tells decoding from delays."""
+MOST_DELAY = 0.3
+"""Share of a response's time that may be delay of its messages; where a fit says more, it is not believed."""
 LEAST = 0.01
 """Least share of a decode step that does not depend on the KV cache."""
 WARM_ENOUGH = 64
@@ -323,10 +325,14 @@ class LoadWatch:
         rows = np.asarray([sample[:-1] for sample in samples if sample.instance not in slow], np.float64)
         if len(rows) < FEWEST:
             return None
-        fit = fit_steps(_averaged(rows))
-        # While messages travel an instance runs fewer than the coordinator has there.
-        rows[:, :2] *= 1 - min(0.9, fit.delay_s * len(rows) / rows[:, 2].sum())
-        fit = fit_steps(_averaged(rows))
+        points = _averaged(rows)
+        share = fit_steps(points).delay_s * len(rows) / float(rows[:, 2].sum())
+        if share > MOST_DELAY:  # responses of one length, say: then nothing tells delays from decoding
+            points = [replace(point, ended=0.0) for point in points]
+        else:  # while messages travel an instance runs fewer than the coordinator has there
+            rows[:, :2] *= 1 - share
+            points = _averaged(rows)
+        fit = fit_steps(points)
         if fit.model.compute_s(1) <= 0:  # all ran under one load, which only its KV tokens explain
             fit = replace(fit, model=replace(fit.model, k4=LEAST * float(rows[:, 2].sum() / rows[:, 3].sum())))
         running, kv_tokens, seconds, tokens, prefilled = rows.T

@@ -237,6 +237,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
 def finished_run(folder: Path, refit: Fit | None) -> Path:
     """A run's folder, as far as profile reads it: one step of one trajectory, which took what the numbers below say."""
     folder.mkdir()
+    (folder / "config.toml").write_text('name = "ran"\n')
     summary = {"cost_model": {"refit": dataclasses.asdict(refit) if refit else None}}
     (folder / "summary.json").write_text(json.dumps(summary))
     book = Journal(folder / "events.jsonl")
