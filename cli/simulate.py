@@ -90,9 +90,9 @@ def command(
     jobs = [(row, job_with(row.overrides)) for row in rows]
     if out is not None:
         claim_folder(Path(out), "--out")
+    results = simulate_all(jobs, quiet=as_json)
     if not run and not as_json and (line := assumptions(job, config_path)):
         click.echo(line, err=True)
-    results = simulate_all(jobs, quiet=as_json)
     if out is not None:
         write_results(Path(out), jobs, results)
     if as_json:
