@@ -177,6 +177,6 @@ def test_a_browser_shows_live_data() -> None:
             await tell(client, "one", STEP | {"step": 3.0, "reward": 0.75})
             await page.get_by_text("reward 0.750").wait_for()
             await page.get_by_text("two<b>").click()  # the other job's page
-            await page.get_by_text("its submission has not arrived yet").wait_for()
+            await page.get_by_text("no worker has taken its driver yet").wait_for()
 
     with_two_jobs(look)

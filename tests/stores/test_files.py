@@ -269,6 +269,7 @@ def test_weights_that_stop_arriving_are_one_line_and_leave_nothing(tmp_path: Pat
 
 OWN_WAYS = {
     "stores/files.py": "the one way",
+    "pipeline/config/first_job.py": "into a folder whose files are published at the end",
     "pipeline/jobs/tracking.py": "discards what a package prints",
     "pipeline/offline/exporting.py": "inside the folder that is published at the end",
     "pipeline/offline/reprocessing.py": "code for a worker's import, in a temporary folder of its own",
