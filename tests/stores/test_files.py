@@ -59,8 +59,10 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, replac
     torch = RuntimeError("enforce fail at inline_container\nframe #0")
     with pytest.raises(StoreError, match="cannot be written: enforce fail at inline_container; free space"):
         replace(path, fails(torch), REMEDY, failures=(RuntimeError,))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     with pytest.raises(KeyboardInterrupt):
         replace(path, lambda part: signal.raise_signal(signal.SIGINT), REMEDY)
+    signal.signal(signal.SIGINT, before)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         replace(path, fails(RuntimeError("a fault of ours")), REMEDY)
     assert os.listdir(tmp_path) == ["a"]
