@@ -227,4 +227,7 @@ def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 if __name__ == "__main__":
-    _serve(*_own_pipes())
+    try:
+        _serve(*_own_pipes())
+    except (BrokenPipeError, EOFError):  # whoever asked is gone, so nobody waits for what is left in the pipe
+        os._exit(0)

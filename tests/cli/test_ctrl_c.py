@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from stores.audit import audit
-from stores.versioned import VersionedStore
+from stores.versioned import VersionedStore, repository_at
+from tests.earlier import asking
 from tests.support.terminal import Terminal, terminal
 
 EMULATED = """
@@ -85,3 +86,25 @@ def test_a_simulation_ends(tmp_path: Path) -> None:
         shown.ctrl_c()
         ended_well(shown)
         assert "interrupted" in shown.text
+
+
+SLOW = """
+import pathlib, time
+
+def slow(answer, record):
+    pathlib.Path("{begun}").touch()
+    time.sleep(2)
+    return 1.0
+"""
+
+
+def test_reprocessing_ends_and_leaves_no_branch(tmp_path: Path) -> None:
+    run = asking.unpack("finished", tmp_path)
+    (tmp_path / "slow.py").write_text(SLOW.format(begun=tmp_path / "begun"))
+    words = ("store", "reprocess", run, "--reward", f"{tmp_path}/slow.py:slow", "--branch", "slow")
+    with terminal(*words, cwd=tmp_path) as shown:
+        shown.until_there(tmp_path / "begun")
+        shown.ctrl_c()
+        ended_well(shown)
+        assert "interrupted" in shown.text
+    assert "slow" not in repository_at(run / "store").list_branches()

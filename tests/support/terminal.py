@@ -56,6 +56,13 @@ class Terminal:
             assert time.monotonic() < deadline
             assert self._read(), f"ended:\n{self.text[-3000:]}"
 
+    def until_there(self, path: Path, within_s: float = 120.0) -> None:
+        """Read until a file exists."""
+        deadline = time.monotonic() + within_s
+        while not path.exists():
+            assert time.monotonic() < deadline, f"{path} did not come:\n{self.text[-3000:]}"
+            assert self._read(), f"ended:\n{self.text[-3000:]}"
+
     def ctrl_c(self) -> None:
         os.write(self._ours, b"\x03")
 
