@@ -52,7 +52,6 @@ def look(run: StoredRun, at: Callable[[Any, str], Awaitable[None]], **context: A
 
     async def scenario() -> None:
         async with serving(run.run_dir) as address, opened(viewport=DESKTOP, **context) as page:
-            page.set_default_timeout(60_000)
             await at(page, address)
 
     asyncio.run(scenario())
