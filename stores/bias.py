@@ -12,15 +12,14 @@ Memory is a few numbers per group, and one block of rows at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from stores.layout import FATES, FINISHES, REASONS
-from stores.trajectory import AbortReason, Fate, FinishReason
+from stores.trajectory import AbortReason, Fate, FinishReason, ended_as
 
 FEWEST = 20
 """Least number of groups on each side of a comparison."""
@@ -36,10 +35,10 @@ DROPPED, TRUNCATED = "dropped", "truncated"
 Array = npt.NDArray[np.float64]
 
 
-class HasTable(Protocol):
+class HasColumns(Protocol):
     """What a store must offer."""
 
-    def table(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]: ...
+    def columns(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +101,21 @@ class Bias:
         return lines
 
 
-def bias_report(store: HasTable) -> Bias:
-    """Compare the trajectories of a store, by how they ended."""
+def bias_report(store: HasColumns) -> Bias:
+    """Compare the trajectories of a store, by how they ended. Reads it in blocks."""
+    return bias_of(_blocks(store))
+
+
+def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> Bias:
+    """`bias_report` of a store's columns, in blocks of rows."""
     sums: dict[str, _GroupSums] = {}
     groups: set[int] = set()
-    for table in _blocks(store):
+    for table in blocks:
         groups.update(np.unique(table["group"]).tolist())
         for name, chosen in _kinds(table).items():
             if chosen.any():
                 sums.setdefault(name, _GroupSums()).add({column: values[chosen] for column, values in table.items()})
-    trained = sums.pop(_name(Fate.CONSUMED, AbortReason.NONE), _GroupSums())
+    trained = sums.pop(ended_as(Fate.CONSUMED, AbortReason.NONE), _GroupSums())
     whole = sums.pop("whole", _GroupSums())
     order = sorted(sums, key=lambda name: (name != DROPPED, name == TRUNCATED, -sums[name].trajectories))
     others = tuple(_compared(name, sums[name], whole if name == TRUNCATED else trained) for name in order)
@@ -119,26 +123,22 @@ def bias_report(store: HasTable) -> Bias:
     return Bias(consumed=_kind("consumed", trained), others=others, groups=len(groups), never_trained=never)
 
 
-def _blocks(store: HasTable) -> Iterator[dict[str, npt.NDArray[Any]]]:
+def _blocks(store: HasColumns) -> Iterator[dict[str, npt.NDArray[Any]]]:
     first = 0
-    while len((table := store.table(first, first + BLOCK))["trajectory"]):
+    while len((table := store.columns(first, first + BLOCK))["trajectory"]):
         yield table
         first += BLOCK
 
 
 def _kinds(table: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.bool_]]:
     """Which rows are of which kind; a row may be of several."""
-    consumed = table["fate"] == FATES.index(Fate.CONSUMED)
-    cut = consumed & (table["finish"] == FINISHES.index(FinishReason.LENGTH))
-    ended = table["reason"] == REASONS.index(AbortReason.RUN_ENDED)
+    consumed = table["fate"] == Fate.CONSUMED.value
+    cut = consumed & (table["finish"] == FinishReason.LENGTH.value)
+    ended = table["reason"] == AbortReason.RUN_ENDED.value
     kinds = {TRUNCATED: cut, "whole": consumed & ~cut, DROPPED: ~consumed & ~ended}
     for fate, reason in {*zip(table["fate"].tolist(), table["reason"].tolist(), strict=True)}:
-        kinds[_name(FATES[fate], REASONS[reason])] = (table["fate"] == fate) & (table["reason"] == reason)
+        kinds[ended_as(Fate(fate), AbortReason(reason))] = (table["fate"] == fate) & (table["reason"] == reason)
     return kinds
-
-
-def _name(fate: Fate, reason: AbortReason) -> str:
-    return f"{fate.value}:{reason.value}"
 
 
 @dataclass(slots=True)
@@ -156,10 +156,10 @@ class _GroupSums:
     def add(self, rows: Mapping[str, npt.NDArray[Any]]) -> None:
         group = rows["group"]
         # A reward that failed is none; of what was dropped, the mask does not tell, and a failed one counts as scored.
-        consumed = rows["fate"] == FATES.index(Fate.CONSUMED)
+        consumed = rows["fate"] == Fate.CONSUMED.value
         scored = (rows["rewarded_s"] > 0) & ~(consumed & (rows["loss_mask"] == 0))
         self.trajectories += len(group)
-        self.stopped += int((rows["finish"] == FINISHES.index(FinishReason.UNFINISHED)).sum())
+        self.stopped += int((rows["finish"] == FinishReason.UNFINISHED.value).sum())
         for name, values in (
             ("count", np.ones(len(group))),
             ("response_tokens", rows["response_tokens"]),

@@ -371,9 +371,9 @@ class VersionedStore:
         columns: dict[str, npt.NDArray[Any]] = {name: ints[:, i] for i, name in enumerate(INT_COLUMNS)}
         return columns | {name: floats[:, i] for i, name in enumerate(FLOAT_COLUMNS)}
 
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
+    def columns(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
         """As `table`, for display: fate, reason and finish in words, without the columns of the layout."""
-        table = self.table()
+        table = self.table(first, last)
         for name, members in (("fate", FATES), ("reason", REASONS), ("finish", FINISHES)):
             table[name] = np.asarray([m.value for m in members])[table[name]]
         return {name: column for name, column in table.items() if name not in ("offset", "text_offset", "text_bytes")}

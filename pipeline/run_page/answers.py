@@ -191,9 +191,15 @@ class Answers:
         return {"texts": texts}
 
     def distribution(self, branch: str, where: str, column: str) -> dict[str, Any]:
-        """The histogram of a column over the selected trajectories, and what was trained on against what was not."""
-        columns = self._need(branch).columns
-        return {**listing.distribution(columns, where, column), "by_fate": listing.by_fate(columns, where)}
+        """The histogram of a column over the selected trajectories, what was trained on against what was not, and how
+        the two differ in the whole run."""
+        stored = self._need(branch)
+        columns = stored.columns
+        return {
+            **listing.distribution(columns, where, column),
+            "by_fate": listing.by_fate(columns, where),
+            "bias": stored.bias,
+        }
 
     def trajectory(self, branch: str, id: int) -> dict[str, Any]:
         """One trajectory with its tokens, its siblings' ids and what the journal says of it."""

@@ -27,6 +27,7 @@ from pipeline.runtime.evaluation import Evaluation, read_evaluations
 from pipeline.runtime.resumption import parts
 from pipeline.runtime.run_folder import LOCK, load_job
 from stores.base import StepRecord
+from stores.bias import bias_of
 from stores.errors import ConfigError
 from stores.versioned import MAIN, VersionedStore
 from tasks.texts import NumberTexts, Texts
@@ -66,6 +67,16 @@ class Stored:
     @cached_property
     def _columns(self) -> dict[str, npt.NDArray[Any]]:
         return self.store.columns()
+
+    @property
+    def bias(self) -> list[str]:
+        """How what was not trained on differs from what was, a line each; see stores/bias.py."""
+        with self._lock:
+            return self._bias
+
+    @cached_property
+    def _bias(self) -> list[str]:
+        return bias_of([self._columns]).lines
 
     def position(self, trajectory: int) -> int:
         """Where a trajectory is stored. Raises ConfigError."""

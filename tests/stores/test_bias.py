@@ -13,9 +13,9 @@ import pytest
 
 from stores import bias
 from stores.bias import bias_report, difference
-from stores.layout import FATES, FINISHES, REASONS
 from stores.trajectory import AbortReason, Fate, FinishReason
 from tests.commands import command
+from tests.run_page.asking import Page
 from tests.support.simulated_store import stored_simulation
 
 
@@ -33,14 +33,14 @@ class Table:
                 {
                     "trajectory": group * 8, "group": group, "prompt_tokens": np.full(count, 50),
                     "response_tokens": np.exp(log_length + own + rng.normal(0, 0.3, count)).astype(int),
-                    "finish": np.full(count, FINISHES.index(finish)), "fate": np.full(count, FATES.index(fate)),
-                    "reason": np.full(count, REASONS.index(reason)), "loss_mask": np.ones(count, int),
+                    "finish": np.full(count, finish.value), "fate": np.full(count, fate.value),
+                    "reason": np.full(count, reason.value), "loss_mask": np.ones(count, int),
                     "reward": reward + rng.normal(0, 0.2, count), "rewarded_s": np.ones(count),
                 }
             )  # fmt: skip
         self._columns = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
 
-    def table(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
+    def columns(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
         return {name: column[first:last] for name, column in self._columns.items()}
 
 
@@ -109,7 +109,7 @@ def test_the_tail_is_that_of_students_t(monkeypatch: pytest.MonkeyPatch, t: floa
     assert found is not None and found.p == pytest.approx(p, rel=0.03)
 
 
-def test_an_audit_says_what_was_not_trained_on(tmp_path: Path) -> None:
+def test_audit_and_page_say_what_was_not_trained_on(tmp_path: Path) -> None:
     run = stored_simulation(
         tmp_path, "steps=16", "staleness.admission=credits", "staleness.alpha=2", "workload.group_correlation=0.9"
     )
@@ -120,3 +120,5 @@ def test_an_audit_says_what_was_not_trained_on(tmp_path: Path) -> None:
     assert told["lines"][0] == line.removeprefix("  not trained on: ")
     assert told["others"][0]["name"] == "dropped"
     assert told["never_trained"] > bias.FEWEST
+    page = Page(run)
+    assert page.ask("distribution", column="reward", where="reward > 0")["bias"] == told["lines"], "of the whole run"

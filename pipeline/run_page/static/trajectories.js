@@ -74,6 +74,13 @@ export async function trajectoriesView(run) {
         ),
         histogram(spread),
         fates(spread.by_fate),
+        spread.bias.length
+          ? h(
+              "ul",
+              { class: "notes" },
+              spread.bias.map((line) => h("li", {}, `In the whole run, ${line}`)),
+            )
+          : null,
       ),
       h(
         "div",
