@@ -14,7 +14,7 @@ import click
 
 from cli.jobs import cluster_options
 from cli.output import claim_folder
-from cli.stored import open_store, print_errors, progress_bar, quiet_libraries
+from cli.stored import open_store, print_errors, progress_bar, quiet_libraries, selection_option
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
@@ -114,13 +114,7 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 @click.option(
     "--branch", default="", help="Store the logprobs on a new branch; `store show --branch` colours tokens by them."
 )
-@click.option(
-    "--where",
-    "selection",
-    default="",
-    metavar="EXPR",
-    help='Only trajectories that match, such as "staleness <= 1 and reward > 0".',
-)
+@selection_option
 @worker_options
 def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
     """Compute logprobs of the stored responses under a checkpoint, and its distance from the sampling policy."""
@@ -170,13 +164,7 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
     "--out", default="", help="Output folder (a file for jsonl); NAME.parquet, NAME.jsonl or NAME.hf by default."
 )
 @click.option("--branch", default="main", show_default=True, help="Branch whose rewards to use.")
-@click.option(
-    "--where",
-    "selection",
-    default="",
-    metavar="EXPR",
-    help='Only trajectories that match, such as "staleness <= 1 and reward > 0".',
-)
+@selection_option
 @worker_options
 def export(run: str, to: str, out: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
     """Export trajectories, as texts and tokens, for other tools."""

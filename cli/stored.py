@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 
 ERRORS_SHOWN = 10
 
+selection_option = click.option(
+    "--where",
+    "selection",
+    default="",
+    metavar="EXPR",
+    help='Only trajectories that match, such as "staleness <= 1 and reward > 0".',
+)
+
 
 def open_store(run: Path, at_step: int | None = None, branch: str = "main") -> VersionedStore:
     """The store of a run folder. Raises ConfigError, StoreError."""

@@ -14,7 +14,7 @@ import click
 
 from cli.jobs import cluster_options
 from cli.output import claim_folder
-from cli.stored import open_store, print_errors, quiet_libraries
+from cli.stored import open_store, print_errors, quiet_libraries, selection_option
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 @click.command("train-offline")
 @click.argument("run", type=click.Path())
 @click.option("--branch", default="main", show_default=True, help="Branch whose rewards and advantages to use.")
-@click.option(
-    "--where",
-    "selection",
-    default="",
-    metavar="EXPR",
-    help='Only trajectories that match, such as "staleness <= 1 and reward > 0".',
-)
+@selection_option
 @click.option("--epochs", type=click.IntRange(1), default=1, show_default=True, help="Passes over the stored batches.")
 @click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of [training], [model], or seed."
