@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import logging
@@ -114,9 +115,12 @@ async def start(num_workers: int, threads: int, modules: Sequence[str], *, dashb
             silence_logs=log_level(),
             asynchronous=True,
         )
+        opening = asyncio.ensure_future(starting)
         try:
-            local = await starting
+            local = await asyncio.shield(opening)
         except BaseException:
+            # A cluster knows its workers only once all have started; closed earlier, it would leave them behind.
+            await asyncio.wait([opening])
             await starting.close()
             raise
     if not dashboard:
