@@ -15,6 +15,8 @@ from tasks.knobs import knobs, shown, values
 from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP
 from tasks.training.loss import LOSSES
 
+MOST_TRAJECTORIES, MOST_STEPS = 1_000_000, 1_000_000_000
+"""Sizes of a step and of a run beyond which a number is a slip: all trajectories of a step are in memory at once."""
 SHOWN_TEMPLATE = 200
 """Most characters of a corrected template that a message shows."""
 
@@ -35,6 +37,14 @@ def check_across(config: RunConfig, where: str) -> None:
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
             f"{config.trajectories_per_step} trajectories of a step"
         )
+    started = config.groups_started * config.members_started
+    if started > MOST_TRAJECTORIES:
+        raise ConfigError(
+            f"{where}: batch.groups_per_step and batch.group_size make {started} "
+            f"trajectories a step; it must be at most {MOST_TRAJECTORIES}"
+        )
+    if config.steps > MOST_STEPS:
+        raise ConfigError(f"{where}: steps = {config.steps} is out of range; it must be at most {MOST_STEPS}")
     rollout = config.rollout
     if rollout.min_instances > rollout.instances:
         raise ConfigError(

@@ -510,6 +510,10 @@ VIRTUAL = (
     Case(name="simulate: onto a file", command="simulate job.toml --out data.jsonl", says=("data.jsonl", "--out")),
     Case(name="simulate: no recorded run", says=("runs/none",),
          command="simulate job.toml --set workload.kind=recorded --set workload.run=runs/none"),
+    Case(name="job: more groups than there is memory", says=("batch.groups_per_step", "at most 1000000"),
+         command="simulate job.toml --set batch.groups_per_step=4611686018427387904"),
+    Case(name="job: more steps than there is time", says=("steps", "at most 1000000000"),
+         command="simulate job.toml --set steps=4611686018427387904"),
     Case(name="profile: nowhere", command="profile job.toml --out /proc/none/x.json", says=("/proc/none", "--out")),
     Case(name="profile: too few steps", command="profile job.toml --steps 1", says=("--steps", "4")),
 )  # fmt: skip
