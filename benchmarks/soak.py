@@ -29,8 +29,9 @@ from pathlib import Path
 
 from benchmarks.soaking.cluster import Cluster
 from benchmarks.soaking.counting import Recoveries, audited, prompts, sampled
-from benchmarks.soaking.faults import FAULTS, Scene
+from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, Scene
 from benchmarks.soaking.job import Job
+from benchmarks.soaking.machine import Machine, isolated
 from benchmarks.soaking.running import Run
 from benchmarks.soaking.watching import Watch
 
@@ -85,7 +86,11 @@ class Soak:
 
     async def strike(self) -> tuple[str, str, float]:
         """Choose a fault that can strike now; returns its name, what it did, and when."""
-        names = [name for name in FAULTS if not self.only or name in self.only]
+        machine = self.scene.machine
+        left_out = set(NEEDS_ROOT[:1] if machine.disk is None else ()) | set(
+            () if machine.namespace else NEEDS_ROOT[1:]
+        )
+        names = [name for name in FAULTS if (not self.only or name in self.only) and name not in left_out]
         while True:
             name = self.rng.choices(names, [FAULTS[n][0] for n in names])[0]
             at = time.monotonic()
@@ -118,6 +123,8 @@ class Soak:
     async def look(self) -> None:
         """Start again what has ended, of the cluster and of the run."""
         scene = self.scene
+        if not scene.full:
+            scene.machine.keep_space()
         for name in scene.cluster.revive():
             self.say(f"{name} is started again")
         await scene.watch.look()
@@ -214,13 +221,13 @@ class Soak:
         print("findings:" if self.findings else "no findings", *self.findings, sep="\n  ")
 
 
-async def soak(args: argparse.Namespace, folder: Path) -> list[str]:
+async def soak(args: argparse.Namespace, folder: Path, machine: Machine) -> list[str]:
     rng = random.Random(args.seed)
     job = Job(folder=folder, seed=args.seed, eta=rng.choice((1, 2, 3)))
     job.write()
-    cluster = Cluster(folder)
+    cluster = Cluster(folder, machine)
     watch = Watch(cluster.file, job.run_dir)
-    scene = Scene(job, cluster, watch, Run(job, cluster, watch, rng), rng)
+    scene = Scene(job, cluster, machine, watch, Run(job, cluster, watch, rng), rng)
     one = Soak(scene=scene, every_s=args.every, rng=rng, only=tuple(args.only))
     try:
         await one.run(args.faults)
@@ -250,7 +257,14 @@ def main() -> None:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="staleflow-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {args.seed}, {args.faults} faults, in {folder}", flush=True)
-    findings = asyncio.run(soak(args, folder.resolve()))
+    machine = isolated(folder.resolve() / "runs")
+    for lacking, what in ((machine.disk is None, NEEDS_ROOT[:1]), (not machine.namespace, NEEDS_ROOT[1:])):
+        if lacking:
+            print(f"left out, as this process may not mount or make a network: {', '.join(what)}")
+    findings = asyncio.run(soak(args, folder.resolve(), machine))
+    if machine.disk is not None and (findings or args.folder):
+        shutil.copytree(machine.disk, folder / "kept")  # the disk ends with this process
+        print(f"the run is kept in {folder / 'kept'}")
     if findings:
         sys.exit(1)
     if args.folder is None:

@@ -1,6 +1,7 @@
 """A Dask cluster by hand: a scheduler and workers with nannies, each a process of its own, as an operator starts them.
 
 Whatever ends is started again, as systemd or Slurm would. Everything lives in one folder; `close` leaves no process.
+Two of the workers are on a second host, if there is one (benchmarks/soaking/machine.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.soaking.machine import THERE, Machine
+
 ROLES = {
     "trainer": "trainer=1",
     "server": "server=1",
@@ -25,6 +28,8 @@ ROLES = {
     "rollout-c": "rollout=1",
 }
 """Workers by name, and the roles they declare: one instance more than the job needs, and no other spare."""
+FAR = ("rollout-b", "rollout-c")
+"""Those on the second host."""
 REVIVE_S = 1.0
 """Seconds from the end of a process to its next start."""
 ENVIRONMENT = {
@@ -53,6 +58,7 @@ class Cluster:
     """The cluster's processes. Logs are in folder/logs."""
 
     folder: Path
+    machine: Machine
     processes: dict[str, Process] = field(default_factory=dict)
     port: int = 0
 
@@ -63,9 +69,9 @@ class Cluster:
     def start(self) -> None:
         (self.folder / "logs").mkdir(exist_ok=True)
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+            free.bind((self.machine.address, 0))
             self.port = free.getsockname()[1]
-        self._launch("scheduler", ["scheduler", "--port", str(self.port), "--host", "127.0.0.1"])
+        self._launch("scheduler", ["scheduler", "--port", str(self.port), "--host", self.machine.address])
         for name, resources in ROLES.items():
             self.join(name, resources)
 
@@ -73,7 +79,9 @@ class Cluster:
         """Start a worker."""
         folder = str(self.folder / "workers")
         options = ["--nthreads", "1", "--memory-limit", "0", "--local-directory", folder, "--resources", resources]
-        self._launch(name, ["worker", "--name", name, *options])
+        far = bool(self.machine.namespace) and name in FAR
+        address = THERE if far else self.machine.address
+        self._launch(name, ["worker", "--name", name, "--host", address, *options], far=far)
 
     def revive(self) -> list[str]:
         """Start again what has ended a while ago; returns its names."""
@@ -122,8 +130,10 @@ class Cluster:
         process.gone, process.ended_at = False, 0.0
         process.popen = self._popen(process.name, process.command)
 
-    def _launch(self, name: str, words: list[str]) -> None:
+    def _launch(self, name: str, words: list[str], *, far: bool = False) -> None:
         command = [sys.executable, "-m", "dask", *words, "--no-dashboard", "--scheduler-file", str(self.file)]
+        if far:
+            command = self.machine.on_second_host(command)
         self.processes[name] = Process(name, command, self._popen(name, command))
 
     def _popen(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:

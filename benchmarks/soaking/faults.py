@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.soaking.cluster import Cluster, send
 from benchmarks.soaking.job import Job
+from benchmarks.soaking.machine import Machine
 from benchmarks.soaking.running import Run
 from benchmarks.soaking.watching import Watch
 
@@ -20,6 +21,11 @@ KILLED_AFTER = 0.3
 """Share of the stopped processes that are killed and not continued."""
 SLOW_S = (1.0, 8.0)
 """Least and most seconds that the disk is slow: below call_s, since a commit that takes longer is a lost server."""
+FULL_S = (1.0, 10.0)
+"""Least and most seconds that the disk is full."""
+APART_S = (0.5, 15.0)
+"""Least and most seconds that something is wrong between the hosts: below and beyond call_s."""
+NEEDS_ROOT = ("disk full", "transfers slow", "transfers torn", "transfers refused")
 ROLES = ("trainer", "server", "reward", "rollout", "driver", "scheduler")
 
 
@@ -29,10 +35,13 @@ class Scene:
 
     job: Job
     cluster: Cluster
+    machine: Machine
     watch: Watch
     run: Run
     rng: random.Random
     passing: set[asyncio.Task[None]] = field(default_factory=set)
+    full: bool = False
+    """Whether the disk is full now."""
 
     def victim(self, role: str) -> tuple[str, int] | None:
         """An actor of a role and its process; None if there is none now."""
@@ -135,6 +144,47 @@ def hanging_reward(scene: Scene) -> str:
     return "one call"
 
 
+def full_disk(scene: Scene) -> str:
+    """The disk that holds the run's folder is full for a while."""
+    if scene.full or not scene.machine.fill_disk():
+        return ""
+    scene.full = True
+    seconds = scene.rng.uniform(*FULL_S)
+
+    async def free() -> None:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            scene.machine.free_disk()
+            scene.full = False
+
+    scene.later(free())
+    return f"for {seconds:.1f} s"
+
+
+def network(begin: Callable[[Machine], None], end: Callable[[Machine], None] | None = None) -> Fault:
+    """Something happens between the hosts, and ends after a while."""
+
+    def strike(scene: Scene) -> str:
+        if not scene.machine.namespace:
+            return ""
+        begin(scene.machine)
+        if end is None:
+            return "all connections between the hosts"
+        seconds = scene.rng.uniform(*APART_S)
+
+        async def mend() -> None:
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                end(scene.machine)
+
+        scene.later(mend())
+        return f"for {seconds:.1f} s"
+
+    return strike
+
+
 FAULTS: dict[str, tuple[float, Fault]] = {
     **{f"kill -9 {role}": (1.0, killing(role)) for role in ROLES},
     **{f"SIGSTOP {role}": (0.5, stopping(role)) for role in ROLES},
@@ -143,5 +193,9 @@ FAULTS: dict[str, tuple[float, Fault]] = {
     "worker leaves, SIGTERM": (0.5, leaving(kill=False)),
     "slow commits": (0.5, slow_commits),
     "reward hangs": (0.5, hanging_reward),
+    "disk full": (0.5, full_disk),
+    "transfers slow": (0.4, network(Machine.slow_network, Machine.fast_network)),
+    "transfers torn": (0.4, network(Machine.cut_connections)),
+    "transfers refused": (0.4, network(Machine.part_network, Machine.join_network)),
 }
 """Faults by name, with how often they strike in proportion."""
