@@ -12,13 +12,13 @@ from typing import Any
 
 from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion
-from tasks.actors.calls import call, fails_by_name
+from tasks.actors.calls import answers_calls, call
 
 CHUNK_BYTES = 64 * 2**20
 """Chunk size of a transfer: large enough that the network is the limit, small enough to hold twice in memory."""
 
 
-@fails_by_name
+@answers_calls
 class ParameterServer:
     """The parameter server's Dask actor. `ensure` is idempotent."""
 

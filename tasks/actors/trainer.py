@@ -13,7 +13,7 @@ from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
-from tasks.actors.calls import call, fails_by_name
+from tasks.actors.calls import answers_calls, call
 from tasks.training.packing import PackedRows, Row
 from tasks.training.policy import Policy, PolicySettings
 
@@ -30,7 +30,7 @@ class StepResult:
     """Logprobs of the probe's tokens under these weights; see Engine.logprobs."""
 
 
-@fails_by_name
+@answers_calls
 class Trainer:
     """The trainer's Dask actor: fetches batches from the trajectory server, trains in a thread, publishes weights."""
 
