@@ -50,7 +50,7 @@ SLOW_PULL_S = 5.0
 """Pulls that take longer, in seconds, are logged."""
 CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
-Deadline = Literal["start_s", "call_s", "train_s"]
+Deadline = Literal["start_s", "call_s", "train_s", "commit_s"]
 """The knob of [deadlines] that limits a call."""
 
 

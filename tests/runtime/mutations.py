@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.runtime import actors, committing, driver, instance_link, membership, scoring
 from tests.runtime import test_actors as on_actors
+from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
 from tests.runtime import test_instance_link as on_link
 from tests.support.bodies import Body, Runtime
@@ -190,6 +191,16 @@ MUTATIONS = (
         old="        return [*self._background, ",
         new="        return [",
         check=check(on_driver.test_a_run_without_faults_does_its_steps_and_keeps_its_promises),
+    ),
+    Mutation(
+        name="training_runs_away",
+        module="committing",
+        breaks="at most two trained steps wait for their commit",
+        old="        if self._num_uncommitted < MOST_UNCOMMITTED:\n",
+        new="        if True:\n",
+        check=check(
+            on_commits.test_a_run_killed_while_commits_fall_behind_has_a_resume_point_that_the_store_has_reached
+        ),
     ),
     # -- the link ------------------------------------------------------------------------------------------------
     Mutation(
