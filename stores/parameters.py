@@ -1,8 +1,7 @@
 """Weights by policy version: one contiguous safetensors file per version in an in-memory folder, one folder per host.
 
-A version is published by rename, so a reader sees all of it or nothing. Its fingerprint is computed from the names,
-shapes and bytes of the tensors, on the publisher's model and again on what an instance has loaded: equal fingerprints
-mean equal weights, however they were transferred.
+A version is published by rename, so a reader sees all of it or nothing. Whether an instance has loaded what was
+published is proved by fingerprints (stores/weight_hash.py), not by how the file came to its host.
 
 torch is loaded only where there are tensors: who hands a version's file on needs none.
 """
@@ -11,37 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from stores.errors import StoreError
 from stores.files import replace_file, replace_folder
 from stores.trajectory import PolicyVersion
+from stores.weight_hash import Tensors
 
 if TYPE_CHECKING:
     import torch
 
-Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-def fingerprint(tensors: Tensors) -> str:
-    """Hash of the tensors' names, shapes, dtypes and bytes in name order: 32 hex digits."""
-    import torch
-
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous().cpu()
-        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:

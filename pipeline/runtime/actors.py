@@ -149,11 +149,14 @@ class Actors:
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
-        initial: StepResult = await self.ask("trainer", "publish_initial", self._probe, version, deadline="start_s")
-        if resumption is not None and resumption.fingerprint not in ("", initial.fingerprint):
+        recorded = "" if resumption is None else resumption.fingerprint
+        initial: StepResult = await self.ask(
+            "trainer", "publish_initial", self._probe, version, recorded, deadline="start_s"
+        )
+        if not initial.as_recorded:
             raise StoreError(
                 f"{self._run_dir}/resume: version {version} is {initial.fingerprint}, its step published "
-                f"{resumption.fingerprint}; remove the damaged resume point to use an older one"
+                f"{recorded}; remove the damaged resume point to use an older one"
             )
         self.publish(initial)
         if version:

@@ -371,8 +371,8 @@ MUTATIONS = (
         name="other_weights_resumed",
         module="actors",
         breaks="a run is resumed from the weights its step published",
-        old='resumption.fingerprint not in ("", initial.fingerprint)',
-        new='resumption.fingerprint == ""',
+        old="        if not initial.as_recorded:\n",
+        new="        if initial is None:\n",
         check=check(on_driver.test_weights_that_are_not_those_of_the_stored_step_are_refused),
     ),
     Mutation(

@@ -311,9 +311,10 @@ class PlayedTrainer:
         self.saved: list[str] = []
         """Folders of the saved checkpoints."""
 
-    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion) -> StepResult:
+    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
         self._probe, self._version = probe, version
-        return self._publish({})
+        result = self._publish({})
+        return dataclasses.replace(result, as_recorded=recorded in ("", result.fingerprint))
 
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]

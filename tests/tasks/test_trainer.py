@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from stores.errors import ActorFailed, StoreError
 from stores.trajectory import PolicyVersion
+from stores.weight_hash import fingerprint
 from tasks.actors.calls import call
 from tasks.actors.trainer import Trainer
 from tasks.training.packing import PackedRows, Row
@@ -94,6 +96,21 @@ def test_resume_points_are_written_beside_what_follows(tmp_path: Path) -> None:
 
     asyncio.run(whole())
     assert sorted(p.name for p in (tmp_path / "resume").iterdir()) == [f"v{v:08d}.pt" for v in (1, 2, 3)]
+
+
+def test_a_resumed_version_is_compared_by_the_scheme_its_fingerprint_was_recorded_by(tmp_path: Path) -> None:
+    """A store of an earlier version holds fingerprints that are computed in another way."""
+    header = f"w:(1,):{torch.float32};".encode()
+    earlier = hashlib.blake2b(header + bytes(4), digest_size=16).hexdigest()
+
+    async def whole() -> list[bool]:
+        actor = trainer(tmp_path, Weights())
+        recorded = ("", fingerprint({"w": torch.zeros(1)}), fingerprint({"w": torch.ones(1)}), earlier, "0" * 32)
+        found = [(await actor.publish_initial((), PolicyVersion(0), one)).as_recorded for one in recorded]
+        await actor.close()
+        return found
+
+    assert asyncio.run(whole()) == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError(5, "Input/output error")])
