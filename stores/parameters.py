@@ -13,14 +13,16 @@ import fcntl
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from stores.errors import StoreError
-from stores.files import replace_file, replace_folder
+from stores.files import replace_folder, replacing
+from stores.incoming import PIECE_BYTES, Incoming
 from stores.trajectory import PolicyVersion
 from stores.weight_hash import Tensors
 
@@ -107,17 +109,19 @@ class ParameterFolder:
         from safetensors.torch import save_file
 
         held = {n: t.detach().contiguous().cpu() for n, t in tensors.items()}
-        return self._publish(version, lambda part: save_file(held, part))
+        with self._replacing(version) as part:
+            save_file(held, part)
+        return self.path(version)
 
-    def receive(self, version: PolicyVersion, chunks: Iterable[bytes]) -> Path:
-        """Write a version received from another host in chunks, and make it visible atomically. Raises StoreError."""
-
-        def write(part: Path) -> None:
-            with part.open("wb") as file:
-                for chunk in chunks:
-                    file.write(chunk)
-
-        return self._publish(version, write)
+    @contextlib.contextmanager
+    def incoming(self, version: PolicyVersion, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[Incoming]:
+        """A version that is on its way to this host; visible when the block ends, if it is complete by then, else
+        removed. Raises StoreError."""
+        with self._replacing(version) as part:
+            incoming = Incoming(part, num_bytes, piece_bytes)
+            yield incoming
+            if incoming.missing:
+                raise StoreError(f"{part}: {len(incoming.missing)} pieces of version {version} have not arrived")
 
     def read_chunk(self, version: PolicyVersion, offset: int, size: int) -> bytes:
         """Read `size` bytes of a published file from `offset`; fewer at its end."""
@@ -140,11 +144,9 @@ class ParameterFolder:
         self._release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _publish(self, version: PolicyVersion, write: Callable[[Path], None]) -> Path:
-        path = self.path(version)
+    def _replacing(self, version: PolicyVersion) -> AbstractContextManager[Path]:
         remedy = "free memory, or set cluster.shared_memory to a larger folder"
-        replace_file(path, write, remedy, failures=(SafetensorError,), flush=False)
-        return path
+        return replacing(self.path(version), remedy, failures=(SafetensorError,), flush=False)
 
 
 def checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -17,7 +17,16 @@ from stores.errors import ActorFailed, ActorLost, StaleflowError
 
 logger = logging.getLogger(__name__)
 
+LEAST_BYTES_PER_S = 25e6
+"""Bytes a second that a host reads, hashes or loads at least, a fifth of what gigabit Ethernet carries: what is slower
+counts as stuck."""
+
 Class = TypeVar("Class", bound=type)
+
+
+def within(call_s: float, num_bytes: int) -> float:
+    """Seconds that work on so many bytes may take, if short calls are answered within call_s."""
+    return call_s + num_bytes / LEAST_BYTES_PER_S
 
 
 def fails_by_name(cls: Class) -> Class:
