@@ -25,8 +25,16 @@ logger = logging.getLogger(__name__)
 
 PICKLED = "staleflow.pickled"
 """Before what is pickled, in arguments and results."""
+LEAST_BYTES_PER_S = 25e6
+"""Bytes a second that a host reads, hashes or loads at least, a fifth of what gigabit Ethernet carries: what is slower
+counts as stuck."""
 
 Class = TypeVar("Class", bound=type)
+
+
+def within(call_s: float, num_bytes: int) -> float:
+    """Seconds that work on so many bytes may take, if short calls are answered within call_s."""
+    return call_s + num_bytes / LEAST_BYTES_PER_S
 
 
 def answers_calls(cls: Class) -> Class:
