@@ -1,0 +1,147 @@
+"""The faults of a soak. Each is done to real processes from outside, as a machine would do it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from benchmarks.soaking.cluster import Cluster, send
+from benchmarks.soaking.job import Job
+from benchmarks.soaking.running import Run
+from benchmarks.soaking.watching import Watch
+
+STOPPED_S = (0.5, 25.0)
+"""Least and most seconds that a process stays stopped: below and beyond every deadline of the job's calls."""
+KILLED_AFTER = 0.3
+"""Share of the stopped processes that are killed and not continued."""
+SLOW_S = (1.0, 8.0)
+"""Least and most seconds that the disk is slow: below call_s, since a commit that takes longer is a lost server."""
+ROLES = ("trainer", "server", "reward", "rollout", "driver", "scheduler")
+
+
+@dataclass(slots=True)
+class Scene:
+    """What faults are done to. passing: those that end by themselves."""
+
+    job: Job
+    cluster: Cluster
+    watch: Watch
+    run: Run
+    rng: random.Random
+    passing: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def victim(self, role: str) -> tuple[str, int] | None:
+        """An actor of a role and its process; None if there is none now."""
+        if role == "scheduler":
+            return role, self.cluster.scheduler
+        if role == "driver":
+            return (role, pid) if (pid := self.run.driver) is not None else None
+        actors = sorted(self.watch.actors(role).items())
+        return self.rng.choice(actors) if actors else None
+
+    def later(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self.passing.add(task)
+        task.add_done_callback(self.passing.discard)
+
+
+Fault = Callable[[Scene], str]
+"""Strikes; says whom and how, or nothing if it could not."""
+
+
+def killing(role: str) -> Fault:
+    def strike(scene: Scene) -> str:
+        victim = scene.victim(role)
+        if victim is None or not send(victim[1], signal.SIGKILL):
+            return ""
+        return f"{victim[0]}, process {victim[1]}"
+
+    return strike
+
+
+def stopping(role: str) -> Fault:
+    def strike(scene: Scene) -> str:
+        victim = scene.victim(role)
+        if victim is None or not send(victim[1], signal.SIGSTOP):
+            return ""
+        seconds = scene.rng.uniform(*STOPPED_S)
+        then = signal.SIGKILL if scene.rng.random() < KILLED_AFTER else signal.SIGCONT
+
+        async def end() -> None:
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                send(victim[1], then)
+
+        scene.later(end())
+        return f"{victim[0]}, process {victim[1]}, for {seconds:.1f} s, then {then.name}"
+
+    return strike
+
+
+def submitter(scene: Scene) -> str:
+    """End the run, and kill the process that submits it next."""
+    victim = scene.victim("driver")
+    if victim is None:
+        return ""
+    scene.run.kill_submitter = True
+    scene.run.kill()
+    send(victim[1], signal.SIGKILL)
+    return f"driver {victim[1]} killed, and the next to submit it"
+
+
+def leaving(*, kill: bool) -> Fault:
+    """A worker leaves with its nanny, and comes back later."""
+
+    def strike(scene: Scene) -> str:
+        here = [name for name, p in scene.cluster.processes.items() if name != "scheduler" and not p.gone]
+        name = scene.rng.choice(sorted(here))
+        scene.cluster.leave(name, kill=kill)
+        seconds = scene.rng.uniform(0.0, 10.0)
+
+        async def back() -> None:
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                scene.cluster.come_back(name)
+
+        scene.later(back())
+        return f"{name}, back after {seconds:.1f} s"
+
+    return strike
+
+
+def slow_commits(scene: Scene) -> str:
+    """Hold the store's lock, as a disk that does not answer would."""
+    if not (scene.job.run_dir / "store").is_dir():
+        return ""
+    seconds = scene.rng.uniform(*SLOW_S)
+
+    async def hold() -> None:
+        with (scene.job.run_dir / ".store.lock").open("a") as lock:
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+            await asyncio.sleep(seconds)
+
+    scene.later(hold())
+    return f"for {seconds:.1f} s"
+
+
+def hanging_reward(scene: Scene) -> str:
+    scene.job.hang.touch()
+    return "one call"
+
+
+FAULTS: dict[str, tuple[float, Fault]] = {
+    **{f"kill -9 {role}": (1.0, killing(role)) for role in ROLES},
+    **{f"SIGSTOP {role}": (0.5, stopping(role)) for role in ROLES},
+    "kill -9 submitter": (0.5, submitter),
+    "worker leaves, killed": (0.5, leaving(kill=True)),
+    "worker leaves, SIGTERM": (0.5, leaving(kill=False)),
+    "slow commits": (0.5, slow_commits),
+    "reward hangs": (0.5, hanging_reward),
+}
+"""Faults by name, with how often they strike in proportion."""
