@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ledger": ((),),
     "coordinator": ((),),
     "board": ((),),
+    "transfer": ((),),
     "simulated": (("--out", "{folder}"),),
     "ablation": (("--out", "{folder}/ablation.md"),),
     "reality": (("emulated",), ("overhead",), ("transformers",)),

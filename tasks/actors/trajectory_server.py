@@ -2,7 +2,7 @@
 
 Tokens and texts go directly from worker to worker; the driver and the coordinator see ids,
 lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits run in a
-thread.
+thread, and prompts are drawn and encoded in another, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stores.trajectory import (
     ended_as,
 )
 from stores.versioned import VersionedStore
-from tasks.actors.calls import fails_by_name
+from tasks.actors.calls import answers_calls
 from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
@@ -76,7 +76,7 @@ class Payload(NamedTuple):
     """UNFINISHED if sampling goes on after `sampled`; else it has ended by itself."""
 
 
-@fails_by_name
+@answers_calls
 class TrajectoryServer:
     """The trajectory server's Dask actor. Safe to ask twice: draws are numbered, deliveries carry whole segments."""
 
@@ -105,6 +105,7 @@ class TrajectoryServer:
         self._fingerprints: dict[int, asyncio.Future[str]] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompts")
 
     async def resume(self) -> LedgerState:
         """Continue a stored run: commit what was in flight at its last commit, which is lost, as aborted. Returns the
@@ -147,7 +148,7 @@ class TrajectoryServer:
         """Draw the next groups from the task source; returns their ids and lengths."""
         first = self._num_drawn
         self._num_drawn += num_groups
-        tasks = await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, first, num_groups)
+        tasks = await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, first, num_groups)
         now = self._now()
         for group, (task, tokens) in enumerate(tasks, first):
             self._records[GroupId(group)] = task.record
@@ -165,7 +166,7 @@ class TrajectoryServer:
         def encode() -> list[HeldOut]:
             return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in self._prompts.held_out(count)]
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, encode)
 
     async def held_out_notice(self) -> str:
         """One line on training prompts found to be held out so far; empty if there were none."""
@@ -272,6 +273,7 @@ class TrajectoryServer:
         return metrics | {"commit_s": time.monotonic() - begin}
 
     async def close(self) -> None:
+        self._encoding.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=True)
 
     # -- inside --------------------------------------------------------------------------------------------------
