@@ -97,6 +97,8 @@ class TrajectoryServer:
         self._live: dict[TrajectoryId, Trajectory] = {}
         # Of each one's latest routing: what an instance of an earlier one still delivers is not taken.
         self._epochs: dict[TrajectoryId, int] = {}
+        # Of each one's latest delivery: an instance that heard no answer delivers once more.
+        self._delivered: dict[TrajectoryId, int] = {}
         self._records: dict[GroupId, Record] = {}
         self._num_drawn = 0
         # Ended since the last commit; the consumed ones under their step, in the trainer's order.
@@ -198,6 +200,10 @@ class TrajectoryServer:
             t = self._live.get(item.trajectory)
             if t is None or item.epoch < self._epochs.get(item.trajectory, 0):
                 continue
+            if item.epoch == self._delivered.get(item.trajectory):
+                totals[item.trajectory] = t.num_tokens
+                continue
+            self._delivered[item.trajectory] = item.epoch
             for segment in item.segments:
                 t = t.with_segment(segment)
             t = replace(t, finish=item.finish, timings=replace(t.timings, sampled_s=now))
@@ -229,8 +235,11 @@ class TrajectoryServer:
     ) -> PackedRows:
         """The rows of training step `step`, group by group; from now on they count as consumed.
 
-        versions: each trajectory's v_traj, as decided by the ledger.
+        trajectories: none for a step that was trained before and is asked for again, stored or not. versions: each
+        trajectory's v_traj, as decided by the ledger.
         """
+        if step not in self._consumed and not trajectories:
+            return await asyncio.to_thread(lambda: _packed(list(self._store.ended(step))))
         if step not in self._consumed:
             placed = zip(trajectories, versions, strict=True)
             self._consume(step, [replace(self._live[t], v_traj=v) for t, v in placed])
@@ -241,6 +250,7 @@ class TrajectoryServer:
         for ending, version in zip(endings, versions, strict=True):
             t = replace(self._live.pop(ending.trajectory), v_traj=version)
             self._epochs.pop(ending.trajectory, None)
+            self._delivered.pop(ending.trajectory, None)
             self._ended.append(
                 Ended(trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False)
             )
@@ -251,11 +261,11 @@ class TrajectoryServer:
         Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit.
         """
         begin = time.monotonic()
-        consumed = self._consumed.pop(record.step, []) if record.kind == "step" else []
+        consumed = self._consumed.get(record.step, []) if record.kind == "step" else []
         ended, self._ended = [*consumed, *self._ended], []
         # Groups that are drawn but not yet in the ledger have not been started there.
         started = record.ledger.num_started
-        training = {e.trajectory.id for rows in self._consumed.values() for e in rows}
+        training = {e.trajectory.id for step, rows in self._consumed.items() if rows is not consumed for e in rows}
         live = id_ranges(i for i in (*self._live, *training) if i < started)
         metrics = self._metrics.pop(record.step, {}) if record.kind == "step" else {}
         record = replace(
@@ -265,6 +275,8 @@ class TrajectoryServer:
             batch_fingerprint=await self._fingerprints.pop(record.step) if record.kind == "step" else "",
         )
         await asyncio.get_running_loop().run_in_executor(self._thread, self._store.commit, record, ended)
+        if record.kind == "step":
+            del self._consumed[record.step]
         for group in {e.trajectory.group for e in ended}:
             first = group * self._settings.members_started
             members = range(first, first + self._settings.members_started)
@@ -308,6 +320,7 @@ class TrajectoryServer:
         for t in batch:
             del self._live[t.id]
             self._epochs.pop(t.id, None)
+            self._delivered.pop(t.id, None)
         self._consumed[step] = consumed
         # In the background: the trainer is waiting for the batch.
         self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(

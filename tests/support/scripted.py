@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,10 @@ class World:
     """Size of a version."""
     loads_wrong: bool = False
     """Whether engines end up with weights other than those they read."""
+    trained: list[tuple[int, str]] = field(default_factory=list)
+    """(step, digest of its rows) of each step that a trainer trained, in that order."""
+    chance: str = ""
+    """What a step that is trained again ends in other weights by; empty: its kernels are deterministic."""
     drift: float = 0.0
     """Error of the engines' logprobs of the probe, nats."""
 
@@ -339,11 +344,13 @@ class PlayedTrainer:
     ) -> StepResult:
         if step != self._version:
             raise ProtocolViolation(f"step {step} is to be trained, the weights are of version {self._version}")
-        await call(server, "batch", step, trajectories, versions, within_s=self._call_s, who="trajectory server")
+        rows = await call(server, "batch", step, trajectories, versions, within_s=self._call_s, who="server")
+        digest = hashlib.blake2b(b"".join(array.tobytes() for array in dataclasses.astuple(rows))).hexdigest()
         if self._saving is not None:
             await self._saving
         await asyncio.sleep(self._world.train_s)
         self._version = PolicyVersion(step + 1)
+        self._world.trained.append((step, digest))
         await asyncio.sleep(self._world.publish_s)
         if self._point_every and self._version % self._point_every == 0:
             loop = asyncio.get_running_loop()
@@ -354,6 +361,13 @@ class PlayedTrainer:
         """Write a resume point that is complete, after its time."""
         await asyncio.sleep(self._world.point_s)
         self._points.write(version, lambda part: zipfile.ZipFile(part, "w").close())
+
+    def _chance(self) -> str:
+        again = sum(step == self._version - 1 for step, _ in self._world.trained) > 1
+        return self._world.chance if again else ""
+
+    async def version(self) -> PolicyVersion:
+        return self._version
 
     async def save_checkpoint(self, folder: str) -> None:
         self.saved.append(folder)
@@ -366,7 +380,7 @@ class PlayedTrainer:
         return StepResult(
             version=self._version,
             metrics=metrics,
-            fingerprint=self._world.fingerprint(self._version),
+            fingerprint=self._world.fingerprint(self._version) + self._chance(),
             path=self._world.path(self._version),
             num_bytes=self._world.num_bytes,
             probe=tuple(word_logprobs(np.asarray(self._probe[1:], np.int32)).tolist()),
