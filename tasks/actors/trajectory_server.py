@@ -112,7 +112,7 @@ class TrajectoryServer:
     async def resume(self) -> LedgerState:
         """Continue a stored run: commit what was in flight at its last commit, which is lost, as aborted. Returns the
         ledger state after that. Idempotent."""
-        records = self._store.steps()
+        records = self._store.steps(-1)
         if not records:
             return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
         state = records[-1].ledger
