@@ -20,6 +20,7 @@ import numpy as np
 from stores.base import RunHeader
 from stores.errors import ProtocolViolation, StoreError
 from stores.memory import MemoryStore
+from stores.resume_points import ResumePoints
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from tasks.actors.calls import call
 from tasks.actors.parameter_server import ParameterServer
@@ -62,6 +63,8 @@ class World:
     """Published versions present, by host."""
     loads_wrong: bool = False
     """Whether engines end up with weights other than those they read."""
+    writes_points: bool = False
+    """Whether the trainer writes resume points: empty files, for others to see."""
     drift: float = 0.0
     """Error of the engines' logprobs of the probe, nats."""
 
@@ -179,6 +182,10 @@ class VirtualEngine:
             self._sampled += tokens - held.request.num_prior
         return [self._result(held, tokens, FinishReason.UNFINISHED) for held, tokens in stopped]
 
+    def peek(self) -> list[Sampled]:
+        self._advance()
+        return [self._result(r, self._tokens(r), FinishReason.UNFINISHED) for r in self._requests.values()]
+
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self.interrupt(trajectories)
         self._ended = [e for e in self._ended if e.trajectory not in trajectories]
@@ -254,7 +261,13 @@ class VirtualEngine:
                 segments.append(
                     Segment(version=version, instance=self._instance, tokens=ids, logprobs=word_logprobs(ids))
                 )
-        return Sampled(trajectory=key, epoch=held.request.epoch, segments=tuple(segments), finish=finish)
+        return Sampled(
+            trajectory=key,
+            epoch=held.request.epoch,
+            first=held.request.num_prior,
+            segments=tuple(segments),
+            finish=finish,
+        )
 
 
 class VirtualRolloutInstance(RolloutInstance):
@@ -306,6 +319,7 @@ class PlayedTrainer:
         point_every: int,
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
+        self._points = ResumePoints(Path(points))
         self._probe: tuple[int, ...] = ()
         self._version = PolicyVersion(0)
         self.saved: list[str] = []
@@ -324,6 +338,8 @@ class PlayedTrainer:
         await asyncio.sleep(self._world.train_s)
         self._version = PolicyVersion(step + 1)
         await asyncio.sleep(self._world.publish_s)
+        if self._world.writes_points:
+            self._points.write(self._version, Path.touch)
         return self._publish({"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s})
 
     async def save_checkpoint(self, folder: str) -> None:
