@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
-from tasks.actors.calls import call, fails_by_name
+from stores.weight_hash import fingerprint, matches
+from tasks.actors.calls import answers_calls, call
 from tasks.training.packing import PackedRows, Row
 from tasks.training.policy import Policy, PolicySettings
 
@@ -28,9 +29,13 @@ class StepResult:
     path: str
     probe: tuple[float, ...] = ()
     """Logprobs of the probe's tokens under these weights; see Engine.logprobs."""
+    num_bytes: int = 0
+    """Size of the published file."""
+    as_recorded: bool = True
+    """Whether these are the weights whose fingerprint was recorded for this version."""
 
 
-@fails_by_name
+@answers_calls
 class Trainer:
     """The trainer's Dask actor: fetches batches from the trajectory server, trains in a thread, publishes weights."""
 
@@ -49,14 +54,18 @@ class Trainer:
         self._probe: tuple[int, ...] = ()
         self._points, self._point_every = ResumePoints(Path(points)), point_every
         self._saving: Future[None] | None = None
+        self._version = PolicyVersion(0)
 
-    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion) -> StepResult:
+    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
         """Publish the base model as version 0, or a later version from its resume point. probe: tokens whose logprobs
-        are published with every version."""
+        are published with every version. recorded: the version's fingerprint when it was first published, if known."""
         self._probe = probe
         if version:
             await self._in_thread(self._policy.load_state, self._points.path(version))
         result: StepResult = await self._in_thread(self._publish, version, {})
+        if recorded not in ("", result.fingerprint):
+            same = await self._in_thread(lambda: matches(self._policy.published(), recorded))
+            result = replace(result, as_recorded=same)
         return result
 
     async def train(
@@ -66,7 +75,7 @@ class Trainer:
         v_traj. The resume point is written afterwards, before the next step, which fails if that has failed."""
         begin = time.monotonic()
         packed: PackedRows = await call(
-            server, "batch", step, trajectories, versions, within_s=self._call_s, who="trajectory server"
+            server, "batch", step, trajectories, versions, within_s=self._call_s, who="server"
         )
         fetched = time.monotonic()
         await self._saved()
@@ -74,6 +83,10 @@ class Trainer:
         if self._point_every and result.version % self._point_every == 0:
             self._saving = self._executor.submit(self._points.write, result.version, self._policy.save_state)
         return result
+
+    async def version(self) -> PolicyVersion:
+        """The version that was published last. Answers while a step is being trained, too."""
+        return self._version
 
     async def save_checkpoint(self, folder: str) -> None:
         """Save the current weights in the format of `from_pretrained`."""
@@ -95,11 +108,13 @@ class Trainer:
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
         named = self._policy.published()
         path = self._folder.publish(version, named)
+        self._version = version
         return StepResult(
             version=version,
             metrics=dict(metrics),
-            fingerprint=parameters.fingerprint(named),
+            fingerprint=fingerprint(named),
             path=str(path),
+            num_bytes=path.stat().st_size,
             probe=self._policy.probe(self._probe) if self._probe else (),
         )
 

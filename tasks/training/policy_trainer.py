@@ -7,7 +7,6 @@ always be fetched, also while the next step trains.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stores import parameters
-from stores.errors import StoreError
+from stores import parameters, resume_points
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
 from tasks.training.logprobs import LogprobModel
@@ -150,13 +148,11 @@ class PolicyTrainer:
 
     def load_state(self, path: Path) -> None:
         """Restore what `save_state` wrote. Raises StoreError."""
-        try:
+        with resume_points.loading(path):
             state = torch.load(path, map_location=self.device, weights_only=True)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self._rng.bit_generator.state = state["random"]
-        except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
-            raise StoreError(f"{path}: no resume point of this job: {error}; remove it to use an older one") from error
 
     def _before(self, rows: Sequence[Row]) -> tuple[list[np.ndarray[Any, Any]], Mismatch]:
         """Compute each row's response logprobs before the step (the proximal policy), and compare the stored ones. If

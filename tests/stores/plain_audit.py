@@ -13,6 +13,7 @@ from stores.errors import StoreError
 from stores.findings import Finding
 from stores.reading import StoreReader
 from stores.trajectory import Ended, Fate, ended_as
+from stores.weight_hash import comparable
 
 
 def plain_audit(store: StoreReader) -> Audit:
@@ -203,6 +204,6 @@ def _fingerprints(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
                 yield Finding(check="fingerprints", where=where, what=what)
         for instance, (version, held) in record.loaded_fingerprints.items():
             expected = published.get(version)
-            if expected is not None and held != expected:
+            if expected is not None and comparable(held, expected) and held != expected:
                 what = f"{instance} held weights other than those published as version {version}"
                 yield Finding(check="fingerprints", where=where, what=what)

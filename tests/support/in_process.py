@@ -135,6 +135,9 @@ class InProcessWorkers:
     async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
         return await self._create(neighbour.future, name, role, cls, args)
 
+    def forget(self, name: str) -> None:
+        del self.placed[name]
+
     def lose(self, name: str) -> None:
         lost = self.placed.pop(name)
         for other in [p for p in self.placed.values() if p.future is lost.future]:
@@ -175,7 +178,7 @@ class InProcessWorkers:
             raise fault.error
         self.names.append(name)
         if fault.dies or fault.silent:
-            raise ActorLost(f"{name} could not start on {process.address}")
+            raise ActorLost(f"{name} could not start on {process.address}", name)
         actor = self._actors[cls](process.host, *copy.deepcopy(args))
         self._objects[name] = actor
         proxy = Proxy(self, name, process, actor)
