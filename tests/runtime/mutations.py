@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.runtime import actors, committing, driver, instance_link, membership, scoring
 from tests.runtime import test_actors as on_actors
+from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
 from tests.runtime import test_instance_link as on_link
 from tests.support.bodies import Body, Runtime
@@ -191,6 +192,16 @@ MUTATIONS = (
         new="        return [",
         check=check(on_driver.test_a_run_without_faults_does_its_steps_and_keeps_its_promises),
     ),
+    Mutation(
+        name="training_runs_away",
+        module="committing",
+        breaks="at most two trained steps wait for their commit",
+        old="        if self._num_uncommitted < MOST_UNCOMMITTED:\n",
+        new="        if True:\n",
+        check=check(
+            on_commits.test_a_run_killed_while_commits_fall_behind_has_a_resume_point_that_the_store_has_reached
+        ),
+    ),
     # -- the link ------------------------------------------------------------------------------------------------
     Mutation(
         name="answer_dropped",
@@ -322,8 +333,8 @@ MUTATIONS = (
         name="version_before_it_is_loaded",
         module="actors",
         breaks="an instance serves a version once it holds it",
-        old="        await self._place_parameters(instance.placed)  #",
-        new="        instance.version = version\n        await self._place_parameters(instance.placed)  #",
+        old="        path = await self._fetch(instance.placed, version)\n",
+        new="        instance.version = version\n        path = await self._fetch(instance.placed, version)\n",
         check=check(on_actors.test_an_instance_serves_a_version_once_it_has_pulled_it),
     ),
     Mutation(
@@ -346,8 +357,8 @@ MUTATIONS = (
         name="parameter_server_not_replaced",
         module="actors",
         breaks="a host whose parameter server is gone gets another",
-        old="        await self._place_parameters(instance.placed)  #",
-        new="        await asyncio.sleep(0)  #",
+        old="                await self._place_parameters(one)  #",
+        new="                await asyncio.sleep(0)  #",
         check=check(on_actors.test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another),
     ),
     Mutation(
@@ -378,8 +389,8 @@ MUTATIONS = (
         name="other_weights_resumed",
         module="actors",
         breaks="a run is resumed from the weights its step published",
-        old='resumption.fingerprint not in ("", initial.fingerprint)',
-        new='resumption.fingerprint == ""',
+        old="        if not initial.as_recorded:\n",
+        new="        if initial is None:\n",
         check=check(on_driver.test_weights_that_are_not_those_of_the_stored_step_are_refused),
     ),
     Mutation(

@@ -163,8 +163,8 @@ class TestVersionedStore(TrajectoryStoreTests):
             VersionedStore.create(folder, HEADER)
 
 
-def sound_store(folder: Path, num_steps: int = 4) -> VersionedStore:
-    """A store as a faultless run writes it."""
+def sound_store(folder: Path, num_steps: int = 4, scheme: str = "") -> VersionedStore:
+    """A store as a faultless run writes it. scheme: prefix of the fingerprints of what instances held."""
     rng = np.random.default_rng(1)
     header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=2, members_started=2)
     store = VersionedStore.create(folder, header)
@@ -182,7 +182,7 @@ def sound_store(folder: Path, num_steps: int = 4) -> VersionedStore:
                     version=step,
                 ),
                 weight_fingerprint=f"w{step + 1}",
-                loaded_fingerprints={"rollout-0": (step, f"w{step}")} if step else {},
+                loaded_fingerprints={"rollout-0": (step, f"{scheme}w{step}")} if step else {},
                 batch_fingerprint=batch_fingerprint((e.trajectory, e.advantage) for e in batch),
             ),
             batch,
@@ -254,6 +254,11 @@ def test_a_sound_store_passes(tmp_path: Path) -> None:
     result = audit(sound_store(tmp_path / "s"))
     assert result.findings == ()
     assert (result.num_steps, result.num_trajectories, result.max_staleness) == (4, 18, 1)
+
+
+def test_fingerprints_of_another_scheme_are_no_contradiction(tmp_path: Path) -> None:
+    """An earlier version published a step's weights, this one loaded them when it resumed the run."""
+    assert audit(sound_store(tmp_path / "s", scheme="sha256-tree:")).findings == ()
 
 
 def test_an_audit_counts_tokens_and_not_the_padding_of_chunks(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from stores.errors import ActorFailed, StoreError
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
+from stores.weight_hash import fingerprint
 from tasks.actors.calls import call
 from tasks.actors.trainer import Trainer
 from tasks.training.emulated import EmulatedTraining
@@ -114,16 +116,31 @@ def test_an_emulated_trainer_goes_on_from_its_resume_points(tmp_path: Path) -> N
         assert points.whole() == [1, 2]
         second = started()
         for result in published:
-            again = await second.publish_initial((), result.version)
+            again = await second.publish_initial((), result.version, result.fingerprint)
             assert (again.version, again.fingerprint) == (result.version, result.fingerprint)
         torn = points.path(PolicyVersion(2))
         torn.write_bytes(torn.read_bytes()[:-20])
         assert points.whole() == [1]
         with pytest.raises(StoreError, match="no resume point of this job"):
-            await second.publish_initial((), PolicyVersion(2))
+            await second.publish_initial((), PolicyVersion(2), "")
         await second.close()
 
     asyncio.run(whole())
+
+
+def test_a_resumed_version_is_compared_by_the_scheme_its_fingerprint_was_recorded_by(tmp_path: Path) -> None:
+    """A store of an earlier version holds fingerprints that are computed in another way."""
+    header = f"w:(1,):{torch.float32};".encode()
+    earlier = hashlib.blake2b(header + bytes(4), digest_size=16).hexdigest()
+
+    async def whole() -> list[bool]:
+        actor = trainer(tmp_path, Weights())
+        recorded = ("", fingerprint({"w": torch.zeros(1)}), fingerprint({"w": torch.ones(1)}), earlier, "0" * 32)
+        found = [(await actor.publish_initial((), PolicyVersion(0), one)).as_recorded for one in recorded]
+        await actor.close()
+        return found
+
+    assert asyncio.run(whole()) == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError(5, "Input/output error")])
