@@ -369,11 +369,8 @@ class TrajectoryServer:
         Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit.
         """
         begin = time.monotonic()
-        if self._last_record is not None and (record.kind, record.step) == (
-            self._last_record.kind,
-            self._last_record.step,
-        ):
-            return {"commit_s": 0.0}  # it is asked for again, by one that did not hear of it
+        if self._is_stored(record):  # it is asked for again, by one that did not hear of it
+            return {"commit_s": 0.0, **(self._last_record.metrics if self._last_record else {})}
         step = record.step if record.kind == "step" else None
         rows = [*(self._rows_of(step) if step is not None else []), *self._flight.ended]
         # Groups that are drawn but not yet in the ledger have not been started there.
@@ -392,8 +389,9 @@ class TrajectoryServer:
         return metrics | {"commit_s": time.monotonic() - begin}
 
     async def close(self) -> None:
-        for thread in (self._store_thread, self._prompt_thread, self._spool_thread):
-            thread.shutdown(wait=True)
+        self._prompt_thread.shutdown(wait=False, cancel_futures=True)
+        self._spool_thread.shutdown(wait=True)
+        self._store_thread.shutdown(wait=True)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -428,6 +426,14 @@ class TrajectoryServer:
             self._spool.rotate(min(self._points.versions(), default=None))
 
         await self._in(self._spool_thread, prune)
+
+    def _is_stored(self, record: StepRecord) -> bool:
+        last = self._last_record
+        return (
+            last is not None
+            and replace(record.ledger, live=()) == replace(last.ledger, live=())
+            and ((record.kind, record.step) == (last.kind, last.step))
+        )
 
     @property
     def _last_ledger(self) -> LedgerState:

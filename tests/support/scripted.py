@@ -336,7 +336,6 @@ class PlayedTrainer:
         point_every: int,
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
-        self._points = ResumePoints(Path(points))
         self._probe: tuple[int, ...] = ()
         self._version = PolicyVersion(0)
         self._points, self._point_every = ResumePoints(Path(points)), point_every
