@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from pipeline.jobs.execution import RunEnd
 
 
+store_option = click.option(
+    "--store",
+    default="",
+    metavar="URL",
+    help="Store the trajectories in a bucket: s3://BUCKET/PREFIX; the same as --set store=URL.",
+)
+
+
 def load_new(config_path: str, overrides: tuple[str, ...]) -> RunConfig:
     """The job of a file, with absolute paths. Raises ConfigError, also if its run's name is taken."""
     from pipeline.config import checks, loading, user_files

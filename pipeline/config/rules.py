@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.config.schema import RunConfig
 from pipeline.strategies.admission import ADMISSION
 from pipeline.strategies.routing import ROUTING
+from stores.bucket_url import parsed
 from stores.errors import ConfigError
 from tasks.engines.settings import ENGINES
 from tasks.knobs import knobs, shown, values
@@ -60,6 +61,11 @@ def check_across(config: RunConfig, where: str) -> None:
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if config.cluster.kind == kind and not getattr(config.cluster, key):
             raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
+    if config.store:
+        try:
+            parsed(config.store_url)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: store = {config.store!r}: {error}") from error
     _check_engine(config, where)
     _check_virtual(config, where)
 
