@@ -132,7 +132,7 @@ class RolloutInstance:
 
     async def report(self) -> EngineLoad:
         """The engine's current load."""
-        return self._engine.load_statistics()
+        return await asyncio.to_thread(self._engine.load_statistics)  # it may wait for the engine's lock
 
     async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
         """Sample one response to each prompt with the current weights. Only while the instance is otherwise idle."""
@@ -149,7 +149,7 @@ class RolloutInstance:
     async def close(self) -> None:
         self._commands.shutdown(wait=False, cancel_futures=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
-        self._engine.close()
+        await asyncio.to_thread(self._engine.close)
 
     async def _deliver(self, server: Any, ended: list[Sampled] | list[Sampled | Failed]) -> list[Outcome]:
         sampled = [e for e in ended if isinstance(e, Sampled)]

@@ -2,13 +2,14 @@
 
 Tokens and texts go directly from worker to worker; the driver and the coordinator see ids,
 lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits run in a
-thread.
+thread, and so do decoding texts and packing batches.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,7 @@ from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Record, Task
 from tasks.training.advantage import advantages
-from tasks.training.packing import PackedRows
+from tasks.training.packing import BatchPart, PackedRows, part_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +174,7 @@ class TrajectoryServer:
 
     async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
         """Decode token ids to texts."""
-        return [self._prompts.text(r) for r in responses]
+        return await asyncio.to_thread(self._texts, responses)
 
     async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
         """The payloads of trajectories that are still live. routed: (trajectory, epoch) of each routing; what instances
@@ -207,7 +208,9 @@ class TrajectoryServer:
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, str, Record]]:
         """(id, response text, record) of each trajectory that is still live."""
         alive = [t for i in trajectories if (t := self._live.get(i)) is not None]
-        return [(t.id, self._prompts.text(t.response_tokens.tolist()), self._records[t.group]) for t in alive]
+        records = [self._records[t.group] for t in alive]
+        texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in alive))
+        return list(zip((t.id for t in alive), texts, records, strict=True))
 
     async def rewarded(self, scored: list[tuple[TrajectoryId, ScoredResponse]]) -> None:
         """Record the rewards of trajectories that are still live."""
@@ -224,16 +227,20 @@ class TrajectoryServer:
                 )
 
     async def batch(
-        self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
-    ) -> PackedRows:
-        """The rows of training step `step`, group by group; from now on they count as consumed.
+        self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], first: int
+    ) -> BatchPart:
+        """Rows of training step `step` from row `first` on, group by group, as many as fit into a message; from now on
+        all of them count as consumed.
 
         versions: each trajectory's v_traj, as decided by the ledger.
         """
         if step not in self._consumed:
             placed = zip(trajectories, versions, strict=True)
             self._consume(step, [replace(self._live[t], v_traj=v) for t, v in placed])
-        return _packed(self._consumed[step])
+        consumed = self._consumed[step]
+        last = part_end(consumed, first)
+        packed = await asyncio.to_thread(PackedRows.of, consumed[first:last])
+        return BatchPart(packed=packed, rest=len(consumed) - last)
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
@@ -283,6 +290,10 @@ class TrajectoryServer:
         tasks = [self._prompts.task(i) for i in range(first, first + count)]
         return [(task, self._prompts.encode(task)) for task in tasks]
 
+    def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
+        """Decode responses; takes up to a microsecond a token, so not on the event loop."""
+        return [self._prompts.text(r) for r in responses]
+
     def _consume(self, step: int, batch: list[Trajectory]) -> None:
         errors = [t for t in batch if t.error]
         if len(errors) > self._settings.max_error_share * len(batch):
@@ -312,19 +323,6 @@ class TrajectoryServer:
             self._thread, batch_fingerprint, [(e.trajectory, e.advantage) for e in consumed]
         )
         self._metrics[step] = _batch_metrics(consumed, rewards, valid)
-
-
-def _packed(consumed: list[Ended]) -> PackedRows:
-    trajectories = [e.trajectory for e in consumed]
-    return PackedRows(
-        prompt_tokens=np.concatenate([t.prompt_tokens for t in trajectories]),
-        response_tokens=np.concatenate([s.tokens for t in trajectories for s in t.segments]),
-        behaviour=np.concatenate([s.logprobs for t in trajectories for s in t.segments]),
-        lengths=np.asarray([(len(t.prompt_tokens), t.num_tokens) for t in trajectories], np.int64),
-        advantages=np.asarray([e.advantage for e in consumed], np.float32),
-        staleness=np.asarray([e.staleness for e in consumed], np.int64),
-        trained=np.asarray([e.loss_mask for e in consumed], bool),
-    )
 
 
 def _batch_metrics(

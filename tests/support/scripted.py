@@ -30,6 +30,7 @@ from tasks.actors.trajectory_server import ServerSettings, TrajectoryServer
 from tasks.engines.base import EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.emulated import word_logprobs, words
 from tasks.scoring import ScoredResponse
+from tasks.training.packing import BatchPart
 from tasks.workload import DrawnWorkload, WorkloadSettings
 
 PROMPTS = DrawnWorkload(
@@ -323,7 +324,12 @@ class PlayedTrainer:
     ) -> StepResult:
         if step != self._version:
             raise ProtocolViolation(f"step {step} is to be trained, the weights are of version {self._version}")
-        await call(server, "batch", step, trajectories, versions, within_s=self._call_s, who="trajectory server")
+        first, rest = 0, 1
+        while rest:
+            part: BatchPart = await call(
+                server, "batch", step, trajectories, versions, first, within_s=self._call_s, who="trajectory server"
+            )
+            first, rest = first + len(part.packed.lengths), part.rest
         await asyncio.sleep(self._world.train_s)
         self._version = PolicyVersion(step + 1)
         await asyncio.sleep(self._world.publish_s)

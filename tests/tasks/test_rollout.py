@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import pytest
 
 from pipeline.config import actor_settings, loading
 from stores.errors import ProtocolViolation
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
 from tasks.actors.trajectory_server import TrajectoryServer
+from tasks.engines.base import Sampled
+from tasks.scoring import ScoredResponse
+from tasks.training.packing import PackedRows
 from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.scripted import VirtualRolloutInstance, VirtualSettings, World, response, server_class
@@ -106,3 +110,87 @@ def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> N
         assert held.sampled == tuple(response(0, 9))
 
     virtual_time.run(scenario())
+
+
+class Gate:
+    """What a thread waits at until the event loop opens it: never, if the loop waits for that thread."""
+
+    def __init__(self) -> None:
+        self._reached, self._opened = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self._reached.set()
+        assert self._opened.wait(20), "the event loop waits for a thread"
+
+    async def open(self) -> None:
+        """Open it once it is waited at."""
+        while not self._reached.is_set():
+            await asyncio.sleep(0.001)
+        self._opened.set()
+
+
+def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
+    gate = Gate()
+
+    class Busy:
+        version = PolicyVersion(0)
+
+        def load_statistics(self) -> str:
+            gate.wait()
+            return "load"
+
+        def close(self) -> None: ...
+
+    class Settings:
+        def build(self, instance: InstanceId, threads: int) -> Busy:
+            return Busy()
+
+    async def scenario() -> None:
+        one = RolloutInstance(Settings(), InstanceId("one"), 1, 100, 30.0)  # type: ignore[arg-type]
+        report, _ = await asyncio.gather(one.report(), gate.open())
+        assert report == "load"
+        await one.close()
+
+    asyncio.run(scenario())
+
+
+def whole_response(trajectory: TrajectoryId) -> Sampled:
+    tokens = np.asarray(response(trajectory, 9), np.int32)
+    segment = Segment(
+        version=PolicyVersion(0), instance=InstanceId("one"), tokens=tokens, logprobs=np.zeros(9, np.float32)
+    )
+    return Sampled(trajectory=trajectory, epoch=1, segments=(segment,), finish=FinishReason.STOP)
+
+
+def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        world = World(length=lambda _: 9)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        await server.draw(1)
+        ids = (TrajectoryId(0), TrajectoryId(1))
+        await server.deliver([whole_response(i) for i in ids])
+        decoding, packing = Gate(), Gate()
+        text, pack = server._prompts.text, PackedRows.of
+
+        def decode(tokens: list[int]) -> str:
+            decoding.wait()
+            return text(tokens)
+
+        def packed(rows: list[Ended]) -> PackedRows:
+            packing.wait()
+            return pack(rows)
+
+        monkeypatch.setattr(server._prompts, "text", decode)
+        monkeypatch.setattr(PackedRows, "of", packed)
+        scoring, _ = await asyncio.gather(server.scoring_items(ids), decoding.open())
+        assert [(i, t) for i, t, _ in scoring] == [(i, text(response(i, 9))) for i in ids]
+        monkeypatch.setattr(server._prompts, "text", text)
+        await server.rewarded([(i, ScoredResponse(reward=1.0)) for i in ids])
+        part, _ = await asyncio.gather(server.batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
+        assert (len(part.packed.rows()), part.rest) == (2, 0)
+        await server.close()
+
+    asyncio.run(scenario())
