@@ -82,15 +82,35 @@ def sweep(parent: Path) -> list[Path]:
     return gone
 
 
+def _owned(folder: Path) -> int | None:
+    """Create a folder and lock it as one in use; returns the lock's file descriptor, or None if a sweep removed the
+    folder before it was locked. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(owner, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(owner), (folder / OWNER).stat()):
+            return owner
+    except FileNotFoundError:
+        pass
+    except OSError:
+        os.close(owner)
+        raise
+    os.close(owner)
+    return None
+
+
 class ParameterFolder:
     """One host's published versions. While this object exists, `sweep` does not remove the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT)
-            fcntl.flock(owner, fcntl.LOCK_SH)
+            while (owner := _owned(folder)) is None:
+                continue
         except OSError as error:
             raise StoreError(
                 f"{folder}: cannot be created: {error}; set cluster.shared_memory to another folder"

@@ -216,6 +216,9 @@ class DeadlineConfig:
         120.0, "seconds an instance with work may sample nothing; after that it is replaced", above=0
     )
     train_s: float = knob(3600.0, "seconds for one training step", above=0)
+    commit_s: float = knob(
+        3600.0, "seconds for the commit of one step; training goes on meanwhile, at most two steps ahead", above=0
+    )
     stuck_s: float = knob(
         300.0, "seconds without progress before the run stops and reports what it was waiting for", above=0
     )

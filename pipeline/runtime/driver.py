@@ -1,13 +1,16 @@
 """Runs a coordinator on actors: carries out its commands as calls and feeds the results back as events.
 
-It decides nothing itself. One asyncio loop; pipeline/runtime/base.py hides where the actors run.
+It decides nothing itself. One asyncio loop; pipeline/runtime/base.py hides where the actors run. Beside the main loop
+work Commits (committing.py), Scoring (scoring.py) and the links of the instances (membership.py).
 
 Invariants:
 - Every event is journalled with the commands it led to, in the order in which they were carried out.
 - Commands to one rollout instance leave in order (see InstanceLink). So do retirements and commits to the trajectory
-  server: what a step consumed is queued for commit before its version is announced to the coordinator.
+  server: what a step consumed is queued for commit before its version is announced to the coordinator. A step begins
+  only when at most one trained before it is not stored.
 - A lost rollout instance or reward worker is an event, not an exception: it is replaced, and what it held is sampled
-  or scored again. The loss of the trainer or the server, or a failed commit, ends the run with one error.
+  or scored again. A lost trainer is restored from its resume point, and sent its step again. The loss of the server, or
+  a failed commit, ends the run with one error.
 - A stop lets the training step in flight finish; a second stop does not.
 - Whatever happens, `close` leaves no task behind and does not raise.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +30,20 @@ from pipeline.coordination.coordinator import Coordinator
 from pipeline.coordination.events import (
     Event,
     GroupsArrived,
-    InstanceJoined,
-    InstanceLost,
     InstanceReported,
     NewGroup,
     RunResumed,
     StopRequested,
     Tick,
-    TrajectoryScored,
     VersionPublished,
 )
 from pipeline.coordination.journal import Journal
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.profiling.fit import CostWatch
-from pipeline.runtime.actors import Actors, InstanceHandle
-from pipeline.runtime.base import NoFreeWorker
+from pipeline.runtime.actors import Actors
+from pipeline.runtime.background import Background
 from pipeline.runtime.clock import now_s
+from pipeline.runtime.committing import Commits
 from pipeline.runtime.evaluation import (
     evaluate,
     fewer_prompts,
@@ -51,11 +52,11 @@ from pipeline.runtime.evaluation import (
     write_evaluations,
 )
 from pipeline.runtime.fingerprints import Fingerprints
-from pipeline.runtime.instance_link import InstanceLink
 from pipeline.runtime.measurements import Measurements
+from pipeline.runtime.membership import Membership
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.resumption import Resumption
-from stores import errors
+from pipeline.runtime.scoring import Scoring
 from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
 from stores.metrics import with_rate
@@ -69,8 +70,6 @@ TICK_S = 0.5
 """Seconds between two ticks of the coordinator."""
 STARTING_S = 2.0
 """Seconds between two lines on how far the start is."""
-SCORE_BATCH = 32
-"""Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
 
 
 class Driver:
@@ -101,15 +100,23 @@ class Driver:
         self._coordinator: Coordinator = deciding.make_coordinator(config)
         self._journal = Journal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
-        self._commits: asyncio.Queue[Retire | StepRecord] = asyncio.Queue()
-        self._scores: asyncio.Queue[TrajectoryId] = asyncio.Queue()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Background(self._inbox.put_nowait)
+        self._commits = Commits(actors, config.deadlines, self._stored, self._say)
+        self._scoring = Scoring(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
         self._stop_requested = ""
         self.training = False
         """Whether the training loop runs, between the evaluations."""
         self._task: asyncio.Task[Any] | None = None
         self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
-        self._drift_said = self._reward_failure_said = False
+        self._membership = Membership(
+            config,
+            actors,
+            self._cost_watch,
+            self._background,
+            self._inbox.put_nowait,
+            lambda: self._measurements.elapsed_s,
+        )
+        self._drift_said = False
         self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
         """Each instance's latest report: tokens of the responses it samples."""
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
@@ -135,12 +142,13 @@ class Driver:
         self._measurements.start()
         if resumed is not None:
             self._handle(resumed)
-        self._spawn(self._commit_in_order(), "commits")
-        self._spawn(self._tick(), "clock")
-        for i in range(self._config.reward.workers):
-            self._spawn(self._score_on(f"reward-{i}"), f"reward-{i}")
-        for instance in list(self._actors.instances.values()):
-            self._join(instance)
+        self._background.spawn(self._commits.work(), "commits")
+        self._background.spawn(self._tick(), "clock")
+        self._background.spawn(self._actors.restoring.watch(), "watch")
+        for work in self._scoring.work():
+            self._background.spawn(work, "scoring")
+        self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
+        self._membership.join_all()
         self.training = True
         try:
             await self._main_loop()
@@ -203,7 +211,7 @@ class Driver:
         self._journal.close()
 
     def _tasks(self) -> list[asyncio.Task[None]]:
-        return [*self._background, *(t for i in self._actors.instances.values() for t in i.tasks)]
+        return [*self._background, *self._membership.tasks()]
 
     async def _main_loop(self) -> None:
         """Events in, commands out, until all steps are trained or a stop is asked for."""
@@ -220,7 +228,7 @@ class Driver:
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
                     self._give_up_rest()
-            if self._is_progress(item):
+            if self._is_progress(item) or self._commits.full or self._actors.restoring.busy:  # these have deadlines
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
@@ -228,7 +236,7 @@ class Driver:
             self._check_progress(now_s() - last_progress)
         self._give_up_rest()
         step = self._coordinator.ledger.next_step
-        self._commits.put_nowait(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+        self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
 
     def _is_progress(self, event: Event) -> bool:
         """Whether an event shows that work goes on. A report does if some response has grown since the last one."""
@@ -273,14 +281,14 @@ class Driver:
                 if instance is not None:  # else its loss is already on the way
                     instance.outbox.put_nowait(command)
             case Draw():
-                self._spawn(self._draw(command), "draw")
+                self._background.spawn(self._draw(command), "draw")
             case Score():
-                self._scores.put_nowait(command.trajectory)
+                self._scoring.put(command.trajectory)
             case Retire():
-                self._commits.put_nowait(command)
+                self._commits.put(command)
             case Train():
                 self._measurements.training_began()
-                self._spawn(self._train(command), "train")
+                self._background.spawn(self._train(command), "train")
 
     # -- carrying out --------------------------------------------------------------------------------------------
 
@@ -290,10 +298,8 @@ class Driver:
         self._inbox.put_nowait(GroupsArrived(groups=groups))
 
     async def _train(self, command: Train) -> None:
-        server = self._actors.actor("server")
-        result: StepResult = await self._actors.ask(
-            "trainer", "train", server, command.step, command.trajectories, command.versions, deadline="train_s"
-        )
+        await self._commits.room()
+        result = await self._actors.train(command.step, command.trajectories, command.versions)
         self._measurements.training_ended(result.metrics)
         self._inbox.put_nowait(result)
 
@@ -312,28 +318,21 @@ class Driver:
                 i.id: (i.version, i.fingerprint) for i in self._actors.instances.values() if i.fingerprint
             },
         )
-        self._commits.put_nowait(record)
+        self._commits.put(record)
         every = self._config.training.checkpoint_every
         if every and result.version % every == 0 and result.version < self._config.steps:
-            self._spawn(self._actors.checkpoint(f"step-{result.version:06d}"), "checkpoint")
+            self._background.spawn(self._actors.checkpoint(f"step-{result.version:06d}"), "checkpoint")
         ordered = {PolicyVersion(view.version) for view in self._coordinator.snapshot().instances}
-        self._spawn(self._actors.prune(ordered), "prune")
+        self._background.spawn(self._actors.prune(ordered), "prune")
         return VersionPublished(version=result.version)
 
-    async def _commit_in_order(self) -> None:
-        """Tell the server how trajectories ended and have it commit steps, in the order decided."""
-        while True:
-            item = await self._commits.get()
-            if isinstance(item, Retire):
-                await self._actors.ask("server", "retire", item.endings, item.versions)
-            else:
-                metrics = await self._actors.ask("server", "commit", item)
-                if item.kind == "step":
-                    step = {"step": float(item.step), **item.metrics, **metrics}
-                    self.outcomes.steps.append(with_rate(step, next(reversed(self.outcomes.steps), None)))
-                    self._log_resume_points()
-                    self._say("")
-            self._commits.task_done()
+    def _stored(self, record: StepRecord, metrics: dict[str, float]) -> None:
+        """Note a step that is committed, with its batch's metrics."""
+        if record.kind == "step":
+            step = {"step": float(record.step), **record.metrics, **metrics}
+            self.outcomes.steps.append(with_rate(step, next(reversed(self.outcomes.steps), None)))
+            self._log_resume_points()
+            self._say("")
 
     def _log_resume_points(self) -> None:
         """Log the resume points that have come since the last time; the trainer writes them in its own process."""
@@ -344,7 +343,7 @@ class Driver:
 
     async def _finish_commits(self) -> None:
         """Wait until everything is stored, or raise what kept it from being stored."""
-        done = asyncio.ensure_future(self._commits.join())
+        done = asyncio.ensure_future(self._commits.finished())
         while not done.done():
             await asyncio.wait({done}, timeout=0.1)
             while not self._inbox.empty():
@@ -352,33 +351,6 @@ class Driver:
                 if isinstance(item, BaseException):
                     done.cancel()
                     raise item
-
-    async def _score_on(self, name: str) -> None:
-        """Feed one reward worker; replace it when it is lost, and score again what it held."""
-        while True:
-            batch = [await self._scores.get()]
-            while len(batch) < SCORE_BATCH and not self._scores.empty():
-                batch.append(self._scores.get_nowait())
-            allowed_s = self._config.deadlines.call_s + len(batch) * self._config.reward.timeout_s
-            try:
-                server = self._actors.actor("server")
-                scored = await self._actors.ask(
-                    name, "score", server, tuple(batch), deadline="call_s", within_s=allowed_s
-                )
-            except (errors.ActorLost, errors.ActorFailed) as lost:
-                self._actors.lose(name, lost, self._measurements.elapsed_s)
-                await self._actors.place_reward(name)
-                for trajectory in batch:
-                    self._scores.put_nowait(trajectory)
-                continue
-            for trajectory, reward, error in scored:
-                if error:  # the first in full: they are many and alike, and each is stored with its trajectory
-                    level = logging.DEBUG if self._reward_failure_said else logging.WARNING
-                    logger.log(
-                        level, "trajectory %d: reward failed: %s; further ones: steps count them", trajectory, error
-                    )
-                    self._reward_failure_said = True
-                self._inbox.put_nowait(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))
 
     async def _tick(self) -> None:
         """Let time pass for the coordinator and for the display, and note how stale the work is."""
@@ -395,63 +367,13 @@ class Driver:
                 )
             self._progress(snapshot, self.outcomes, "")
 
-    # -- instances -----------------------------------------------------------------------------------------------
-
-    def _join(self, instance: InstanceHandle) -> None:
-        """Start an instance's link and report the instance to the coordinator."""
-        config = self._config
-        link = InstanceLink(
-            instance, self._actors, config.deadlines, config.time_scale, self._cost_watch, self._inbox.put_nowait
-        )
-        for work in link.work():
-            instance.tasks.append(asyncio.ensure_future(self._guard(instance, work)))
-        engine = config.rollout.engine
-        self._inbox.put_nowait(
-            InstanceJoined(
-                instance=instance.id,
-                version=instance.version,
-                kv_capacity=engine.kv_tokens,
-                max_running=engine.max_running,
-            )
-        )
-
-    async def _guard(self, instance: InstanceHandle, work: Coroutine[Any, Any, None]) -> None:
-        """A lost instance is an event and is replaced; any other failure ends the run."""
-        try:
-            try:
-                await work
-            except (errors.ActorLost, errors.ActorFailed) as lost:
-                if instance.id in self._actors.instances:  # else another of its tasks saw it first
-                    for task in instance.tasks:
-                        if task is not asyncio.current_task():
-                            task.cancel()
-                    self._inbox.put_nowait(InstanceLost(instance=instance.id, why=str(lost)))
-                    self._actors.lose(instance.placed.name, lost, self._measurements.elapsed_s)
-                    self._spawn(self._replace(instance.index), "replace")
-        except Exception as error:  # noqa: BLE001  carried to the main loop, which raises it
-            self._inbox.put_nowait(error)
-
-    async def _replace(self, index: int) -> None:
-        """Place a lost instance again, as soon as there is a worker for it. Raises NoFreeWorker if there is none for
-        start_s and too few instances are left."""
-        rollout = self._config.rollout
-        while True:
-            try:
-                self._join(await self._actors.place_instance(index))
-                return
-            except NoFreeWorker as error:
-                left = len(self._actors.instances)
-                if left < rollout.min_instances:
-                    raise
-                logger.warning("the run goes on with %d of %d instances: %s", left, rollout.instances, error)
+    # -- evaluating ----------------------------------------------------------------------------------------------
 
     async def _evaluate(self, version: PolicyVersion) -> None:
         if not self._config.task.eval_prompts or self._config.emulated:  # there is no policy to judge
             return
         self._say(f"evaluating version {version}")
-        for instance in self._actors.instances.values():
-            for task in instance.tasks:
-                task.cancel()  # they would take the evaluation's answers for the run's
+        self._membership.rest()  # the links would take the evaluation's answers for the run's
         evaluation = await evaluate(self._actors, self._config, version, self._prints, self._changed)
         asked = self._config.task
         self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.eval_source or asked.source))
@@ -475,13 +397,14 @@ class Driver:
 
     def _sum_up(self) -> None:
         """Fill in the outcomes that are known only once the run has ended, well or not."""
+        # First: what follows may take a second, which is none of the run's.
+        self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
         self.outcomes.snapshot = self._coordinator.snapshot()
         self.outcomes.cost_ratio = self._cost_watch.ratio
         self.outcomes.cost_drifted = self._cost_watch.drifted
         self.outcomes.cost_refit = self._cost_watch.refit()
         self.outcomes.diagnosis = self._measurements.diagnosis
         self.outcomes.profile = self._measurements.profile(str(self._run_dir))
-        self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
 
     def _say(self, what: str) -> None:
         self._progress(self._coordinator.snapshot(), self.outcomes, what)
@@ -491,16 +414,3 @@ class Driver:
         if line and line not in self.outcomes.notes:
             self.outcomes.notes.append(line)
             self._announce(line)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Run in the background; a failure reaches the main loop."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._background.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                logger.debug("%s failed", what, exc_info=error)
-                self._inbox.put_nowait(error)
-
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(ended)

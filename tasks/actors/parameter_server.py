@@ -22,7 +22,7 @@ from stores.errors import ActorFailed, ActorLost, StoreError, TransferFailed
 from stores.incoming import PIECE_BYTES, Incoming, Piece
 from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion
-from tasks.actors.calls import call, fails_by_name
+from tasks.actors.calls import answers_calls, call
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class SourceFailed(Exception):
     """A source could not hand on a piece."""
 
 
-@fails_by_name
+@answers_calls
 class ParameterServer:
     """The parameter server's Dask actor. Safe to ask twice."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from stores.errors import ProtocolViolation
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.actors.calls import call, fails_by_name
+from tasks.actors.calls import answers_calls, call
 from tasks.engines.answering import answers
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.settings import EngineSettings
@@ -48,7 +48,7 @@ class Evaluated:
     tokens: tuple[int, ...] | None
 
 
-@fails_by_name
+@answers_calls
 class RolloutInstance:
     """The rollout instance's Dask actor. Slow work runs in two threads, one for commands in order, one for waiting."""
 
@@ -62,6 +62,8 @@ class RolloutInstance:
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._undelivered: list[Sampled | Failed] = []
+        self._stopped: list[Sampled] = []
+        """Interrupted, and not yet with the server."""
         self._whole: list[Sampled] = []
         """Routed here, and found to have ended already."""
 
@@ -69,7 +71,7 @@ class RolloutInstance:
         """Start sampling trajectories from the tokens the server holds for them. Skips those that have ended; a
         response that is whole already is answered as sampled."""
         routed = tuple((i.trajectory, i.epoch) for i in items)
-        payloads = await call(server, "payloads", routed, within_s=self._call_s, who="trajectory server")
+        payloads = await call(server, "payloads", routed, within_s=self._call_s, who="server")
 
         def submit() -> list[Sampled]:
             requests, whole = [], []
@@ -101,9 +103,12 @@ class RolloutInstance:
         self._whole += await self._command(submit)
 
     async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[Outcome]:
-        """Stop sampling trajectories and send the tokens they have to the server."""
-        stopped: list[Sampled] = await self._command(self._engine.interrupt, trajectories)
-        return await self._deliver(server, stopped)
+        """Stop sampling trajectories and send the tokens they have to the server. If that fails, they are sent with the
+        next ones, or when this is asked again."""
+        self._stopped += await self._command(self._engine.interrupt, trajectories)
+        outcomes = await self._deliver(server, self._stopped)
+        self._stopped = []
+        return outcomes
 
     async def abort(self, trajectories: tuple[TrajectoryId, ...]) -> None:
         """Stop sampling trajectories and discard their tokens."""
@@ -155,7 +160,7 @@ class RolloutInstance:
         sampled = [e for e in ended if isinstance(e, Sampled)]
         totals: dict[TrajectoryId, int] = {}
         if sampled:
-            totals = await call(server, "deliver", sampled, within_s=self._call_s, who="trajectory server")
+            totals = await call(server, "deliver", sampled, within_s=self._call_s, who="server")
         return [
             Outcome(
                 trajectory=e.trajectory,

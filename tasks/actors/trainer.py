@@ -14,7 +14,7 @@ from stores.parameters import ParameterFolder
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
 from stores.weight_hash import fingerprint, matches
-from tasks.actors.calls import call, fails_by_name
+from tasks.actors.calls import answers_calls, call
 from tasks.training.packing import BatchPart, Row
 from tasks.training.policy import Policy, PolicySettings
 
@@ -35,7 +35,7 @@ class StepResult:
     """Whether these are the weights whose fingerprint was recorded for this version."""
 
 
-@fails_by_name
+@answers_calls
 class Trainer:
     """The trainer's Dask actor: fetches batches from the trajectory server, trains in a thread, publishes weights."""
 
@@ -54,6 +54,7 @@ class Trainer:
         self._probe: tuple[int, ...] = ()
         self._points, self._point_every = ResumePoints(Path(points)), point_every
         self._saving: Future[None] | None = None
+        self._version = PolicyVersion(0)
 
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
         """Publish the base model as version 0, or a later version from its resume point. probe: tokens whose logprobs
@@ -81,6 +82,10 @@ class Trainer:
             self._saving = self._executor.submit(self._points.write, result.version, self._policy.save_state)
         return result
 
+    async def version(self) -> PolicyVersion:
+        """The version that was published last. Answers while a step is being trained, too."""
+        return self._version
+
     async def save_checkpoint(self, folder: str) -> None:
         """Save the current weights in the format of `from_pretrained`."""
         await self._saved()
@@ -98,7 +103,7 @@ class Trainer:
         rest = 1
         while rest:
             part: BatchPart = await call(
-                server, "batch", step, trajectories, versions, len(rows), within_s=self._call_s, who="trajectory server"
+                server, "batch", step, trajectories, versions, len(rows), within_s=self._call_s, who="server"
             )
             rows += part.packed.rows()
             rest = part.rest
@@ -115,6 +120,7 @@ class Trainer:
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
         named = self._policy.published()
         path = self._folder.publish(version, named)
+        self._version = version
         return StepResult(
             version=version,
             metrics=dict(metrics),

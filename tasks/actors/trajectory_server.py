@@ -2,7 +2,8 @@
 
 Tokens and texts go directly from worker to worker; the driver and the coordinator see ids,
 lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits run in a
-thread, and so do decoding texts and packing batches.
+thread, and prompts are drawn and encoded in another, so that neither waits for the other; texts are decoded and batches
+packed beside both.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from stores.trajectory import (
     ended_as,
 )
 from stores.versioned import VersionedStore
-from tasks.actors.calls import fails_by_name
+from tasks.actors.calls import answers_calls
 from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
@@ -77,7 +78,7 @@ class Payload(NamedTuple):
     """UNFINISHED if sampling goes on after `sampled`; else it has ended by itself."""
 
 
-@fails_by_name
+@answers_calls
 class TrajectoryServer:
     """The trajectory server's Dask actor. Safe to ask twice: draws are numbered, deliveries carry whole segments."""
 
@@ -98,19 +99,25 @@ class TrajectoryServer:
         self._live: dict[TrajectoryId, Trajectory] = {}
         # Of each one's latest routing: what an instance of an earlier one still delivers is not taken.
         self._epochs: dict[TrajectoryId, int] = {}
+        # Of each one's latest delivery: an instance that heard no answer delivers once more.
+        self._delivered: dict[TrajectoryId, int] = {}
         self._records: dict[GroupId, Record] = {}
         self._num_drawn = 0
         # Ended since the last commit; the consumed ones under their step, in the trainer's order.
         self._ended: list[Ended] = []
         self._consumed: dict[int, list[Ended]] = {}
+        self._again: list[Ended] = []
+        """The rows of a stored step that is trained again, number `_again_step`."""
+        self._again_step = -1
         self._fingerprints: dict[int, asyncio.Future[str]] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompts")
 
     async def resume(self) -> LedgerState:
         """Continue a stored run: commit what was in flight at its last commit, which is lost, as aborted. Returns the
         ledger state after that. Idempotent."""
-        records = self._store.steps()
+        records = self._store.steps(-1)
         if not records:
             return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
         state = records[-1].ledger
@@ -148,7 +155,7 @@ class TrajectoryServer:
         """Draw the next groups from the task source; returns their ids and lengths."""
         first = self._num_drawn
         self._num_drawn += num_groups
-        tasks = await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, first, num_groups)
+        tasks = await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, first, num_groups)
         now = self._now()
         for group, (task, tokens) in enumerate(tasks, first):
             self._records[GroupId(group)] = task.record
@@ -166,7 +173,7 @@ class TrajectoryServer:
         def encode() -> list[HeldOut]:
             return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in self._prompts.held_out(count)]
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, encode)
 
     async def held_out_notice(self) -> str:
         """One line on training prompts found to be held out so far; empty if there were none."""
@@ -198,6 +205,10 @@ class TrajectoryServer:
             t = self._live.get(item.trajectory)
             if t is None or item.epoch < self._epochs.get(item.trajectory, 0):
                 continue
+            if item.epoch == self._delivered.get(item.trajectory):
+                totals[item.trajectory] = t.num_tokens
+                continue
+            self._delivered[item.trajectory] = item.epoch
             for segment in item.segments:
                 t = t.with_segment(segment)
             t = replace(t, finish=item.finish, timings=replace(t.timings, sampled_s=now))
@@ -232,21 +243,27 @@ class TrajectoryServer:
         """Rows of training step `step` from row `first` on, group by group, as many as fit into a message; from now on
         all of them count as consumed.
 
-        versions: each trajectory's v_traj, as decided by the ledger.
+        trajectories: none for a step that was trained before and is asked for again, stored or not. versions: each
+        trajectory's v_traj, as decided by the ledger.
         """
+        if step not in self._consumed and not trajectories:
+            if step != self._again_step or not first:
+                self._again, self._again_step = await asyncio.to_thread(lambda: list(self._store.ended(step))), step
+            part = await self._part(self._again, first)
+            if not part.rest:
+                self._again, self._again_step = [], -1
+            return part
         if step not in self._consumed:
             placed = zip(trajectories, versions, strict=True)
             self._consume(step, [replace(self._live[t], v_traj=v) for t, v in placed])
-        consumed = self._consumed[step]
-        last = part_end(consumed, first)
-        packed = await asyncio.to_thread(PackedRows.of, consumed[first:last])
-        return BatchPart(packed=packed, rest=len(consumed) - last)
+        return await self._part(self._consumed[step], first)
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
         for ending, version in zip(endings, versions, strict=True):
             t = replace(self._live.pop(ending.trajectory), v_traj=version)
             self._epochs.pop(ending.trajectory, None)
+            self._delivered.pop(ending.trajectory, None)
             self._ended.append(
                 Ended(trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False)
             )
@@ -257,11 +274,11 @@ class TrajectoryServer:
         Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit.
         """
         begin = time.monotonic()
-        consumed = self._consumed.pop(record.step, []) if record.kind == "step" else []
+        consumed = self._consumed.get(record.step, []) if record.kind == "step" else []
         ended, self._ended = [*consumed, *self._ended], []
         # Groups that are drawn but not yet in the ledger have not been started there.
         started = record.ledger.num_started
-        training = {e.trajectory.id for rows in self._consumed.values() for e in rows}
+        training = {e.trajectory.id for step, rows in self._consumed.items() if rows is not consumed for e in rows}
         live = id_ranges(i for i in (*self._live, *training) if i < started)
         metrics = self._metrics.pop(record.step, {}) if record.kind == "step" else {}
         record = replace(
@@ -271,6 +288,8 @@ class TrajectoryServer:
             batch_fingerprint=await self._fingerprints.pop(record.step) if record.kind == "step" else "",
         )
         await asyncio.get_running_loop().run_in_executor(self._thread, self._store.commit, record, ended)
+        if record.kind == "step":
+            del self._consumed[record.step]
         for group in {e.trajectory.group for e in ended}:
             first = group * self._settings.members_started
             members = range(first, first + self._settings.members_started)
@@ -279,6 +298,7 @@ class TrajectoryServer:
         return metrics | {"commit_s": time.monotonic() - begin}
 
     async def close(self) -> None:
+        self._encoding.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=True)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -289,6 +309,11 @@ class TrajectoryServer:
     def _encode(self, first: int, count: int) -> list[tuple[Task, tuple[int, ...]]]:
         tasks = [self._prompts.task(i) for i in range(first, first + count)]
         return [(task, self._prompts.encode(task)) for task in tasks]
+
+    async def _part(self, consumed: list[Ended], first: int) -> BatchPart:
+        last = part_end(consumed, first)
+        packed = await asyncio.to_thread(PackedRows.of, consumed[first:last])
+        return BatchPart(packed=packed, rest=len(consumed) - last)
 
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
         """Decode responses; takes up to a microsecond a token, so not on the event loop."""
@@ -317,6 +342,7 @@ class TrajectoryServer:
         for t in batch:
             del self._live[t.id]
             self._epochs.pop(t.id, None)
+            self._delivered.pop(t.id, None)
         self._consumed[step] = consumed
         # In the background: the trainer is waiting for the batch.
         self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(

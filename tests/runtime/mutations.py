@@ -9,13 +9,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.runtime import actors, driver, instance_link
+from pipeline.runtime import actors, committing, driver, instance_link, membership, restoring, scoring
 from tests.runtime import test_actors as on_actors
+from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
 from tests.runtime import test_instance_link as on_link
+from tests.runtime import test_restoring as on_restoring
 from tests.support.bodies import Body, Runtime
 
-MODULES = {"actors": actors, "instance_link": instance_link, "driver": driver}
+MODULES = {
+    "restoring": restoring,
+    "actors": actors,
+    "instance_link": instance_link,
+    "committing": committing,
+    "scoring": scoring,
+    "membership": membership,
+    "driver": driver,
+}
 """In the order in which they import each other."""
 Check = Callable[[Body], Any]
 
@@ -43,8 +53,8 @@ MUTATIONS = (
         name="announced_before_commit",
         module="driver",
         breaks="a step is queued for commit before its version is announced",
-        old="        self._commits.put_nowait(record)\n",
-        new="        asyncio.get_running_loop().call_later(0.01, self._commits.put_nowait, record)\n",
+        old="        self._commits.put(record)\n",
+        new="        asyncio.get_running_loop().call_later(0.01, self._commits.put, record)\n",
         check=check(on_driver.test_a_step_is_queued_for_commit_before_its_version_is_announced),
     ),
     Mutation(
@@ -63,13 +73,13 @@ MUTATIONS = (
         name="retirement_forgotten",
         module="driver",
         breaks="conservation: trajectories end and are not stored",
-        old="            case Retire():\n                self._commits.put_nowait(command)\n",
+        old="            case Retire():\n                self._commits.put(command)\n",
         new="            case Retire():\n                pass\n",
         check=check(on_driver.test_a_step_is_queued_for_commit_before_its_version_is_announced),
     ),
     Mutation(
         name="scores_dropped",
-        module="driver",
+        module="scoring",
         breaks="every answer is passed on: some rewards are not",
         old="            for trajectory, reward, error in scored:\n",
         new="            for trajectory, reward, error in scored[1:]:\n",
@@ -77,15 +87,15 @@ MUTATIONS = (
     ),
     Mutation(
         name="scored_batch_lost",
-        module="driver",
+        module="scoring",
         breaks="what a lost reward worker held is scored again",
-        old="                    self._scores.put_nowait(trajectory)\n                continue\n",
+        old="                    self._queue.put_nowait(trajectory)\n                continue\n",
         new="                    pass\n                continue\n",
         check=check(on_driver.test_a_reward_worker_that_dies_is_replaced_and_scores_again_what_it_held, "before"),
     ),
     Mutation(
         name="lost_once_a_task",
-        module="driver",
+        module="membership",
         breaks="a loss is one event: each task of the link sees it, and none cancels the others",
         old=(
             "                if instance.id in self._actors.instances:  # else another of its tasks saw it first\n"
@@ -98,17 +108,17 @@ MUTATIONS = (
     ),
     Mutation(
         name="loss_not_told",
-        module="driver",
+        module="membership",
         breaks="a lost instance is an event",
-        old="                    self._inbox.put_nowait(InstanceLost(instance=instance.id, why=str(lost)))\n",
+        old="                    self._tell(InstanceLost(instance=instance.id, why=str(lost)))\n",
         new="",
         check=check(on_driver.test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced, "route", "after"),
     ),
     Mutation(
         name="not_replaced",
-        module="driver",
+        module="membership",
         breaks="a lost instance is replaced",
-        old='                    self._spawn(self._replace(instance.index), "replace")\n',
+        old='                    self._background.spawn(self._replace(instance.index), "replace")\n',
         new="",
         check=check(on_driver.test_a_lost_instances_trajectories_are_sampled_again_from_their_tokens),
     ),
@@ -130,11 +140,11 @@ MUTATIONS = (
     ),
     Mutation(
         name="training_without_deadline",
-        module="driver",
-        breaks="a trainer that never answers ends the run after train_s, and says so",
-        old='command.versions, deadline="train_s"\n',
-        new="command.versions, within_s=1e9\n",
-        check=check(on_driver.test_a_trainer_that_never_answers_ends_the_run_after_train_s),
+        module="actors",
+        breaks="a trainer that never answers is replaced after train_s, and that is said",
+        old='trajectories, versions, deadline="train_s"',
+        new="trajectories, versions, within_s=1e9",
+        check=check(on_restoring.test_a_trainer_that_never_answers_is_replaced_after_train_s),
     ),
     Mutation(
         name="deaf_to_stops",
@@ -172,8 +182,8 @@ MUTATIONS = (
         name="links_go_on_in_evaluation",
         module="driver",
         breaks="nothing else runs while it is evaluated",
-        old="                task.cancel()  # they",
-        new="                pass  # they",
+        old="        self._membership.rest()  #",
+        new="        pass  #",
         check=check(on_driver.test_a_run_is_evaluated_before_and_after_and_nothing_else_runs_meanwhile),
     ),
     Mutation(
@@ -183,6 +193,57 @@ MUTATIONS = (
         old="        return [*self._background, ",
         new="        return [",
         check=check(on_driver.test_a_run_without_faults_does_its_steps_and_keeps_its_promises),
+    ),
+    Mutation(
+        name="training_runs_away",
+        module="committing",
+        breaks="at most two trained steps wait for their commit",
+        old="        if self._num_uncommitted < MOST_UNCOMMITTED:\n",
+        new="        if True:\n",
+        check=check(
+            on_commits.test_a_run_killed_while_commits_fall_behind_has_a_resume_point_that_the_store_has_reached
+        ),
+    ),
+    # -- what has failed -----------------------------------------------------------------------------------------
+    Mutation(
+        name="who_asked_is_lost",
+        module="membership",
+        breaks="who failed is who is lost, not who asked",
+        old='                if lost.who != instance.id and not lost.who.startswith("parameters-"):\n',
+        new="                if False:\n",
+        check=check(on_driver.test_a_server_that_answers_nobody_any_more_is_who_is_lost, "payloads"),
+    ),
+    Mutation(
+        name="who_asks_is_not_waited_for",
+        module="actors",
+        breaks="who failed is heard of before who asked counts as silent",
+        old="            allowed_s += self._config.deadlines.call_s\n",
+        new="            pass\n",
+        check=check(on_driver.test_a_server_that_is_slow_once_is_lost_to_nobody_and_neither_is_who_asked, "payloads"),
+    ),
+    Mutation(
+        name="later_point_used",
+        module="restoring",
+        breaks="a trainer goes on from what the run has seen published",
+        old="if v <= version), default",
+        new="), default",
+        check=check(on_restoring.test_a_trainer_that_dies_goes_on_from_its_resume_point, 3, "after"),
+    ),
+    Mutation(
+        name="other_weights_under_one_version",
+        module="actors",
+        breaks="a version has one fingerprint",
+        old="        if result.fingerprint != self._trained[result.version]:\n",
+        new="        if not result.fingerprint:\n",
+        check=check(on_restoring.test_a_step_that_gives_other_weights_when_trained_again_ends_the_run),
+    ),
+    Mutation(
+        name="idle_trainer_unseen",
+        module="restoring",
+        breaks="the loss of a trainer that nobody calls is noticed",
+        old='            await self._actors.ask("trainer", "version", deadline="train_s")\n',
+        new="            pass\n",
+        check=check(on_restoring.test_the_loss_of_an_idle_trainer_is_noticed),
     ),
     # -- the link ------------------------------------------------------------------------------------------------
     Mutation(
@@ -250,16 +311,16 @@ MUTATIONS = (
         name="interrupted_not_told",
         module="instance_link",
         breaks="every answer is passed on: what an interrupt gave back",
-        old='for o in await self._actors.ask(self._name, "interrupt", server, ids):\n',
-        new='for o in (await self._actors.ask(self._name, "interrupt", server, ids))[1:]:\n',
+        old='for o in await self._actors.ask(self._name, "interrupt", SERVER, ids):\n',
+        new='for o in (await self._actors.ask(self._name, "interrupt", SERVER, ids))[1:]:\n',
         check=check(on_link.test_an_interrupted_response_is_told_with_its_tokens),
     ),
     Mutation(
         name="poll_without_deadline",
         module="instance_link",
         breaks="silence is a loss at the deadline",
-        old="        within_s = self._deadlines.call_s + POLL_S\n",
-        new="        within_s = 1e9\n",
+        old="        within_s = self._deadlines.call_s + POLL_S  #",
+        new="        within_s = 1e9  #",
         check=check(on_link.test_silence_is_a_loss_at_the_deadline_of_the_call, "next_events"),
     ),
     Mutation(
@@ -405,4 +466,4 @@ def mutated_runtime(mutation: Mutation) -> Runtime:
             built[key] = fresh
     finally:
         sys.modules.update(kept)
-    return Runtime(**built)
+    return Runtime(**{name: built[name] for name in ("actors", "instance_link", "driver")})

@@ -53,6 +53,7 @@ start_s = 50
 call_s = 3
 sample_s = 20
 train_s = 40
+commit_s = 60
 stuck_s = 30
 """
 """A job of three steps of four trajectories on two instances. All deadlines differ."""

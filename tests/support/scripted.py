@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import zipfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from stores.base import RunHeader
+from stores.base import RunHeader, StepRecord
 from stores.errors import ProtocolViolation, StoreError
 from stores.memory import MemoryStore
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from stores.resume_points import ResumePoints
+from stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from tasks.actors.calls import call
 from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
 from tasks.actors.reward_worker import RewardWorker
@@ -57,6 +61,10 @@ class World:
     """The error that scoring a response fails with; empty if it succeeds."""
     train_s: float = 1.0
     publish_s: float = 0.1
+    point_s: float = 0.0
+    """Seconds a resume point takes, in the trainer's thread."""
+    commit_s: float = 0.0
+    """Seconds a commit takes, in the server's thread."""
     reward_s: float = 0.02
     stores: dict[str, MemoryStore] = field(default_factory=dict)
     weights: dict[str, set[int]] = field(default_factory=dict)
@@ -65,6 +73,10 @@ class World:
     """Size of a version."""
     loads_wrong: bool = False
     """Whether engines end up with weights other than those they read."""
+    trained: list[tuple[int, str]] = field(default_factory=list)
+    """(step, digest of its rows) of each step that a trainer trained, in that order."""
+    chance: str = ""
+    """What a step that is trained again ends in other weights by; empty: its kernels are deterministic."""
     drift: float = 0.0
     """Error of the engines' logprobs of the probe, nats."""
 
@@ -97,12 +109,18 @@ def response(trajectory: int, count: int) -> list[int]:
 def server_class(world: World) -> type[TrajectoryServer]:
     """The trajectory server, with a store of the world's."""
 
+    class SlowStore(MemoryStore):
+        async def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:  # type: ignore[override]
+            """As in a thread: the commit is there at the end of its time."""
+            await asyncio.sleep(world.commit_s)
+            return super().commit(record, ended)
+
     class Stores:
         @staticmethod
         def create(path: Path, header: RunHeader) -> MemoryStore:
             if str(path) in world.stores:
                 raise StoreError(f"{path}: is there already")
-            return world.stores.setdefault(str(path), MemoryStore(header))
+            return world.stores.setdefault(str(path), SlowStore(header) if world.commit_s else MemoryStore(header))
 
         @staticmethod
         def open(path: Path) -> MemoryStore:
@@ -311,6 +329,9 @@ class PlayedTrainer:
         self._world, self._host, self._call_s = world, host, call_s
         self._probe: tuple[int, ...] = ()
         self._version = PolicyVersion(0)
+        self._points, self._point_every = ResumePoints(Path(points)), point_every
+        self._thread = ThreadPoolExecutor(1)
+        self._saving: asyncio.Future[Any] | None = None
         self.saved: list[str] = []
         """Folders of the saved checkpoints."""
 
@@ -324,16 +345,36 @@ class PlayedTrainer:
     ) -> StepResult:
         if step != self._version:
             raise ProtocolViolation(f"step {step} is to be trained, the weights are of version {self._version}")
-        first, rest = 0, 1
-        while rest:
-            part: BatchPart = await call(
-                server, "batch", step, trajectories, versions, first, within_s=self._call_s, who="trajectory server"
+        parts: list[BatchPart] = []
+        while not parts or parts[-1].rest:
+            first = sum(len(part.packed.lengths) for part in parts)
+            parts.append(
+                await call(server, "batch", step, trajectories, versions, first, within_s=self._call_s, who="server")
             )
-            first, rest = first + len(part.packed.lengths), part.rest
+        arrays = [array for part in parts for array in dataclasses.astuple(part.packed)]
+        digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays)).hexdigest()
+        if self._saving is not None:
+            await self._saving
         await asyncio.sleep(self._world.train_s)
         self._version = PolicyVersion(step + 1)
+        self._world.trained.append((step, digest))
         await asyncio.sleep(self._world.publish_s)
+        if self._point_every and self._version % self._point_every == 0:
+            loop = asyncio.get_running_loop()
+            self._saving = loop.run_in_executor(self._thread, self._write_point, self._version)
         return self._publish({"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s})
+
+    async def _write_point(self, version: PolicyVersion) -> None:
+        """Write a resume point that is complete, after its time."""
+        await asyncio.sleep(self._world.point_s)
+        self._points.write(version, lambda part: zipfile.ZipFile(part, "w").close())
+
+    def _chance(self) -> str:
+        again = sum(step == self._version - 1 for step, _ in self._world.trained) > 1
+        return self._world.chance if again else ""
+
+    async def version(self) -> PolicyVersion:
+        return self._version
 
     async def save_checkpoint(self, folder: str) -> None:
         self.saved.append(folder)
@@ -346,7 +387,7 @@ class PlayedTrainer:
         return StepResult(
             version=self._version,
             metrics=metrics,
-            fingerprint=self._world.fingerprint(self._version),
+            fingerprint=self._world.fingerprint(self._version) + self._chance(),
             path=self._world.path(self._version),
             num_bytes=self._world.num_bytes,
             probe=tuple(word_logprobs(np.asarray(self._probe[1:], np.int32)).tolist()),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -429,6 +431,34 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert [p.name for p in parameters.sweep(tmp_path)] == ["staleflow-dead-1"]
     assert [p.name for p in tmp_path.iterdir()] == ["staleflow-living-2"]
     living.remove()
+
+
+@pytest.mark.parametrize(("owner", "step"), [(Path, "mkdir"), (fcntl, "flock")])
+def test_a_folder_swept_while_it_is_created_is_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, step: str
+) -> None:
+    """Another run's sweep comes after the folder, once, or before its lock."""
+    path, real = tmp_path / "staleflow-new", getattr(owner, step)
+    swept = []
+
+    def disturbed(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(owner, step, real)
+        if step == "mkdir":
+            real(*args, **options)
+            path.rmdir()
+            swept.append(path)
+        else:
+            swept.extend(parameters.sweep(tmp_path))
+            real(*args, **options)
+
+    monkeypatch.setattr(owner, step, disturbed)
+    folder = ParameterFolder(path)
+    assert swept == [path]
+    published = folder.publish(PolicyVersion(1), tensors(1))
+    assert fingerprint(parameters.read(published)) == fingerprint(tensors(1))
+    assert parameters.sweep(tmp_path) == []
+    assert (path / parameters.OWNER).exists(), "else no sweep would find what a killed run leaves"
+    folder.remove()
 
 
 def test_truncated_weights_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""Work of a run that nobody waits for: endless loops, and calls whose results come back as events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Background:
+    """The tasks of one run that work beside its main loop. failed: is told the error of each that fails."""
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[asyncio.Task[None]]:
+        return iter(tuple(self._tasks))
+
+    def spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Start a task. what: for the log, should it fail."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.debug("%s failed", what, exc_info=error)
+                self._failed(error)
+
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(ended)

@@ -1,0 +1,78 @@
+"""Scoring of sampled responses by the run's reward workers.
+
+Invariant: every response that was put here is scored and told, or its reward worker is being replaced; what a lost
+worker held is scored again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.events import TrajectoryScored
+from pipeline.runtime.actors import SERVER, Actors
+from stores import errors
+from stores.trajectory import TrajectoryId
+
+logger = logging.getLogger(__name__)
+
+SCORE_BATCH = 32
+"""Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
+
+
+class Scoring:
+    """The responses of one run that wait for a reward worker. tell: called with every score. elapsed_s: seconds of the
+    run so far."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        actors: Actors,
+        tell: Callable[[TrajectoryScored], None],
+        elapsed_s: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._actors = actors
+        self._tell = tell
+        self._elapsed_s = elapsed_s
+        self._queue: asyncio.Queue[TrajectoryId] = asyncio.Queue()
+        self._failure_said = False
+
+    def put(self, trajectory: TrajectoryId) -> None:
+        """Queue a sampled response."""
+        self._queue.put_nowait(trajectory)
+
+    def work(self) -> list[Coroutine[Any, Any, None]]:
+        """An endless coroutine for each reward worker, to be run side by side."""
+        return [self._score_on(f"reward-{i}") for i in range(self._config.reward.workers)]
+
+    async def _score_on(self, name: str) -> None:
+        """Feed one reward worker; replace it when it is lost, and score again what it held."""
+        while True:
+            batch = [await self._queue.get()]
+            while len(batch) < SCORE_BATCH and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            allowed_s = self._config.deadlines.call_s + len(batch) * self._config.reward.timeout_s
+            try:
+                scored = await self._actors.ask(
+                    name, "score", SERVER, tuple(batch), deadline="call_s", within_s=allowed_s
+                )
+            except (errors.ActorLost, errors.ActorFailed) as lost:
+                if lost.who != name:
+                    raise
+                self._actors.lose(name, lost, self._elapsed_s())
+                await self._actors.place_reward(name)
+                for trajectory in batch:
+                    self._queue.put_nowait(trajectory)
+                continue
+            for trajectory, reward, error in scored:
+                if error:  # the first in full: they are many and alike, and each is stored with its trajectory
+                    level = logging.DEBUG if self._failure_said else logging.WARNING
+                    logger.log(
+                        level, "trajectory %d: reward failed: %s; further ones: steps count them", trajectory, error
+                    )
+                    self._failure_said = True
+                self._tell(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))

@@ -1,0 +1,68 @@
+"""Commits that are slow: training waits for them, nothing else does, and a run that is killed can be resumed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pipeline.coordination.commands import Draw
+from pipeline.runtime.committing import MOST_UNCOMMITTED
+from stores.resume_points import ResumePoints
+from tests.support.bodies import Body, Run
+from tests.support.scripted import World
+
+
+def quick(commit_s: float) -> World:
+    """Steps take a fifth of a second, commits longer."""
+    return World(commit_s=commit_s, train_s=0.1, publish_s=0.1, length=lambda _: 2)
+
+
+def test_a_run_killed_while_commits_fall_behind_has_a_resume_point_that_the_store_has_reached(body: Body) -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    async def watch(run: Run) -> None:
+        """As if it were killed at any of these moments."""
+        points = ResumePoints(run.config.run_dir / "resume")
+        while True:
+            await asyncio.sleep(0.05)
+            stored = len([r for r in run.records if r.kind == "step"]) if run.world.stores else 0
+            seen.append((stored, [int(v) for v in points.whole()]))
+
+    run = body.run("steps=12", world=quick(2.0), meanwhile=watch)
+    run.check()
+    assert max(stored for stored, _ in seen) > 3
+    for stored, points in seen:
+        assert stored == 0 or any(point <= stored for point in points), f"{stored} steps stored, points of {points}"
+
+
+def test_at_most_two_trained_steps_wait_for_their_commit(body: Body) -> None:
+    run = body.run("steps=8", world=quick(2.0))
+    run.check()
+    commits = [c.at_s for c in run.workers.calls if c.method == "commit"]
+    trained = [c.at_s for c in run.workers.calls if c.method == "train"]
+    for step, began_s in enumerate(trained):
+        stored = sum(at_s + 2.0 < began_s for at_s in commits)
+        assert step - stored < MOST_UNCOMMITTED, f"step {step} began with {stored} stored"
+
+
+def test_a_commit_longer_than_call_s_goes_on_and_is_told(body: Body) -> None:
+    """Prompts are drawn meanwhile, and nothing counts as lost or stuck."""
+    run = body.run("steps=5", "deadlines.stuck_s=5", world=quick(7.0))
+    run.check()
+    assert run.outcomes.losses == []
+    told = [what for _, _, _, what in run.said if what.startswith("committing")]
+    assert told[0] == ("committing step 0 for 3 s (deadlines.commit_s allows 60); training goes on up to 2 steps ahead")
+    assert len(told) >= 2 * 5
+
+
+def test_prompts_are_drawn_while_a_commit_goes_on(body: Body) -> None:
+    run = body.run("steps=8", world=quick(2.5))
+    run.check()
+    arrived = [at_s for at_s, _ in run.events("GroupsArrived")]
+    drawn = [entry.now for entry in run.entries for command in entry.commands if isinstance(command, Draw)]
+    assert len(arrived) > 3
+    assert max(a - d for a, d in zip(arrived, drawn, strict=False)) < 0.1
+
+
+def test_a_commit_longer_than_commit_s_ends_the_run_with_one_line(body: Body) -> None:
+    run = body.run("deadlines.commit_s=9", world=quick(20.0))
+    assert str(run.raised()) == "server did not answer within 9 s (deadlines.commit_s)"
