@@ -158,7 +158,8 @@ class Driver:
             self._sum_up()
         if not self.outcomes.stopped:
             version = self._coordinator.ledger.version
-            await self._actors.pull_all(version)
+            self._membership.rest()  # the links would take the evaluation's answers for the run's
+            await self._membership.pull_all(version)
             await self._evaluate(version)
         self._note(await self._actors.ask("server", "held_out_notice"))
         await self._actors.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
@@ -373,8 +374,9 @@ class Driver:
         if not self._config.task.eval_prompts or self._config.emulated:  # there is no policy to judge
             return
         self._say(f"evaluating version {version}")
-        self._membership.rest()  # the links would take the evaluation's answers for the run's
-        evaluation = await evaluate(self._actors, self._config, version, self._prints, self._changed)
+        evaluation = await evaluate(
+            self._actors, self._membership, self._scoring, self._config, version, self._prints, self._changed
+        )
         asked = self._config.task
         self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.eval_source or asked.source))
         self.outcomes.evaluations.append(evaluation)
