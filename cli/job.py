@@ -86,5 +86,7 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
         with display, logging_to(display.console, verbose):
             return display, asyncio.run(run())
     except Interrupted as stopped:
-        click.echo(f"stopped: {stopped} before the first step; nothing is lost", err=True)
+        begun = (config.run_dir / "store").is_dir()
+        again = f"`staleflow resume {config.run_dir}` begins it" if begun else "the same command begins it again"
+        click.echo(f"stopped: {stopped} before the first step; nothing is lost, {again}", err=True)
         sys.exit(130)

@@ -27,6 +27,8 @@ def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, w
     from pipeline.runtime import resumption
 
     config = resumption.load(Path(run), overrides)
+    if note := resumption.schedule_note(config):
+        click.echo(note, err=True)
     resumption.reached(config)
     if not where.named:
         warm_up(config, verbose)

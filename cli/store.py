@@ -48,17 +48,15 @@ def ls(runs_dir: str, as_json: bool) -> None:
         row: dict[str, Any] = {"run": str(run), "steps": 0, "trajectories": 0, "reward": None, "state": "no store"}
         if (run / "store").is_dir():
             try:
-                records = open_store(run).steps()
+                stored = open_store(run).summary()
             except StaleflowError as error:
                 row["state"] = str(error)
             else:
-                steps = [r for r in records if r.kind == "step"]
-                ended = bool(records) and records[-1].kind == "end"
                 row |= {
-                    "steps": len(steps),
-                    "trajectories": sum(r.num_rows for r in records),
-                    "reward": steps[-1].metrics.get("reward") if steps else None,
-                    "state": "ended" if ended else "unfinished",
+                    "steps": stored.num_steps,
+                    "trajectories": stored.num_rows,
+                    "reward": stored.last_step.metrics.get("reward") if stored.last_step is not None else None,
+                    "state": "ended" if stored.ended else "unfinished",
                 }
         rows.append(row)
     if as_json:

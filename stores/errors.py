@@ -31,6 +31,10 @@ class ActorFailed(StaleflowError, RuntimeError):
         self.who = who
 
 
+class TransferFailed(StaleflowError, ConnectionError):
+    """Weights did not reach a host by a fault of those that have them, which the message names: who asked is there."""
+
+
 class StoreError(StaleflowError, OSError):
     """The store cannot be read or written: nothing half-written is kept."""
 

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from stores.errors import StoreError
+from stores.errors import StaleflowError, StoreError
 
 NAME_CHARS = 50
 """Characters of the final name that a temporary name repeats: at most 200 bytes, where file systems allow 255."""
@@ -34,13 +34,21 @@ def replace_file(
     that `write` raises when it cannot write. flush: False for a file in memory, lost with the machine anyway. A path
     that is no regular file (a pipe, /dev/stdout) is written to directly. Raises StoreError; then `path` is unchanged.
     """
+    with replacing(path, remedy, failures=failures, flush=flush) as part:
+        write(part)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool = True) -> Iterator[Path]:
+    """`replace_file` for a file that is written bit by bit: the temporary path, renamed when the block ends well. What
+    the block raises of our own errors is passed on."""
     with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()  # a symbolic link is kept
         if path.exists() and not path.is_file():
-            write(path)
+            yield path
             return
         with _part(path, folder=False) as part:
-            write(part)
+            yield part
             if flush:
                 _flush(part)
             part.replace(path)
@@ -90,7 +98,7 @@ def _failures_as_store_error(path: Path, remedy: str, failures: Failures) -> Ite
     expected: Failures = (OSError, *failures)
     try:
         yield
-    except StoreError:
+    except StaleflowError:
         raise
     except expected as error:
         lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [type(error).__name__]

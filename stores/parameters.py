@@ -1,8 +1,7 @@
 """Weights by policy version: one contiguous safetensors file per version in an in-memory folder, one folder per host.
 
-A version is published by rename, so a reader sees all of it or nothing. Its fingerprint is computed from the names,
-shapes and bytes of the tensors, on the publisher's model and again on what an instance has loaded: equal fingerprints
-mean equal weights, however they were transferred.
+A version is published by rename, so a reader sees all of it or nothing. Whether an instance has loaded what was
+published is proved by fingerprints (stores/weight_hash.py), not by how the file came to its host.
 
 torch is loaded only where there are tensors: who hands a version's file on needs none.
 """
@@ -11,37 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from stores.errors import StoreError
-from stores.files import replace_file, replace_folder
+from stores.files import replace_folder, replacing
+from stores.incoming import PIECE_BYTES, Incoming
 from stores.trajectory import PolicyVersion
+from stores.weight_hash import Tensors
 
 if TYPE_CHECKING:
     import torch
 
-Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-def fingerprint(tensors: Tensors) -> str:
-    """Hash of the tensors' names, shapes, dtypes and bytes in name order: 32 hex digits."""
-    import torch
-
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous().cpu()
-        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -94,15 +82,35 @@ def sweep(parent: Path) -> list[Path]:
     return gone
 
 
+def _owned(folder: Path) -> int | None:
+    """Create a folder and lock it as one in use; returns the lock's file descriptor, or None if a sweep removed the
+    folder before it was locked. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(owner, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(owner), (folder / OWNER).stat()):
+            return owner
+    except FileNotFoundError:
+        pass
+    except OSError:
+        os.close(owner)
+        raise
+    os.close(owner)
+    return None
+
+
 class ParameterFolder:
     """One host's published versions. While this object exists, `sweep` does not remove the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT)
-            fcntl.flock(owner, fcntl.LOCK_SH)
+            while (owner := _owned(folder)) is None:
+                continue
         except OSError as error:
             raise StoreError(
                 f"{folder}: cannot be created: {error}; set cluster.shared_memory to another folder"
@@ -121,17 +129,19 @@ class ParameterFolder:
         from safetensors.torch import save_file
 
         held = {n: t.detach().contiguous().cpu() for n, t in tensors.items()}
-        return self._publish(version, lambda part: save_file(held, part))
+        with self._replacing(version) as part:
+            save_file(held, part)
+        return self.path(version)
 
-    def receive(self, version: PolicyVersion, chunks: Iterable[bytes]) -> Path:
-        """Write a version received from another host in chunks, and make it visible atomically. Raises StoreError."""
-
-        def write(part: Path) -> None:
-            with part.open("wb") as file:
-                for chunk in chunks:
-                    file.write(chunk)
-
-        return self._publish(version, write)
+    @contextlib.contextmanager
+    def incoming(self, version: PolicyVersion, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[Incoming]:
+        """A version that is on its way to this host; visible when the block ends, if it is complete by then, else
+        removed. Raises StoreError."""
+        with self._replacing(version) as part:
+            incoming = Incoming(part, num_bytes, piece_bytes)
+            yield incoming
+            if incoming.missing:
+                raise StoreError(f"{part}: {len(incoming.missing)} pieces of version {version} have not arrived")
 
     def read_chunk(self, version: PolicyVersion, offset: int, size: int) -> bytes:
         """Read `size` bytes of a published file from `offset`; fewer at its end."""
@@ -154,11 +164,9 @@ class ParameterFolder:
         self._release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _publish(self, version: PolicyVersion, write: Callable[[Path], None]) -> Path:
-        path = self.path(version)
+    def _replacing(self, version: PolicyVersion) -> AbstractContextManager[Path]:
         remedy = "free memory, or set cluster.shared_memory to a larger folder"
-        replace_file(path, write, remedy, failures=(SafetensorError,), flush=False)
-        return path
+        return replacing(self.path(version), remedy, failures=(SafetensorError,), flush=False)
 
 
 def checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -5,10 +5,13 @@ A file becomes visible by rename (stores/files.py), so a process that resumes se
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from stores.errors import StoreError
 from stores.files import replace_file
 from stores.trajectory import PolicyVersion
 
@@ -40,3 +43,13 @@ class ResumePoints:
         replace_file(self.path(version), write, remedy, failures=(RuntimeError,))
         for old in self.versions()[:-KEPT]:
             self.path(old).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def loading(path: Path) -> Iterator[None]:
+    """Raise what loading a resume point with `torch.load` raises as a StoreError that says what to do."""
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise StoreError(f"{path}: no resume point of this job: {what}; remove it to use an older one") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,13 @@ def job(tiny_model: Path, tmp_path: Path) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(runs=tmp_path / "runs", steps=5, model=tiny_model))
     return path
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """An in-memory folder that no other test publishes weights in."""
+    with tempfile.TemporaryDirectory(prefix="test-", dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 REWARDS = """

@@ -60,7 +60,9 @@ class LengthForecast:
         self._groups: dict[GroupId, _Siblings] = {}
         self._log_count, self._log_mean, self._log_square = 0, 0.0, 0.0
         self._pair_count, self._pair_product = 0, 0.0
-        self._errors: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+        # Forecast and length of the latest, and what `error` tells of them, summed: people ask twice a second.
+        self._errors: deque[tuple[float, int]] = deque()
+        self._length_sum, self._error_sum, self._bias_sum = 0, 0.0, 0.0
 
     # -- hearing -------------------------------------------------------------------------------------------------
 
@@ -75,6 +77,9 @@ class LengthForecast:
             self._refresh()
         if forecast > 0:
             self._errors.append((forecast, length))
+            self._sum_error(forecast, length, 1)
+            if len(self._errors) > WINDOW:
+                self._sum_error(*self._errors.popleft(), -1)
         self._learn_siblings(group, math.log(max(1, length)))
 
     def forget(self, group: GroupId) -> None:
@@ -131,13 +136,18 @@ class LengthForecast:
         count = len(self._errors)
         return ForecastError(
             count=count,
-            mean_length=sum(n for _, n in self._errors) / max(1, count),
-            mean_error=sum(abs(f - n) for f, n in self._errors) / max(1, count),
-            bias=sum(f - n for f, n in self._errors) / max(1, count),
+            mean_length=self._length_sum / max(1, count),
+            mean_error=self._error_sum / max(1, count),
+            bias=self._bias_sum / max(1, count),
             sibling_correlation=self._correlation,
         )
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _sum_error(self, forecast: float, length: int, sign: int) -> None:
+        self._length_sum += sign * length
+        self._error_sum += sign * abs(forecast - length)
+        self._bias_sum += sign * (forecast - length)
 
     def _refresh(self) -> None:
         self._since_refresh = 0

@@ -33,10 +33,12 @@ from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores.errors import ConfigError, StoreError
 from stores.files import publish, replace_text
+from stores.reading import Damaged
 from stores.resume_points import ResumePoints
 from stores.selection import Selection
 from stores.trajectory import Ended, InstanceId, PolicyVersion
-from stores.versioned import Damaged, VersionedStore
+from stores.versioned import VersionedStore
+from stores.weight_hash import matches
 
 MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
 """Keys that --set may change: how the policy learns, not what it learns from."""
@@ -280,7 +282,6 @@ class _Training:
     def step(self, number: int, schedule: int, places: npt.NDArray[np.int64]) -> dict[str, float]:
         """Train step `number` on the rows at `places`; returns its metrics. schedule: the step the learning rate is
         of."""
-        from stores import parameters
         from tasks.training.packing import Row
 
         first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so close together
@@ -298,7 +299,7 @@ class _Training:
             "rows": float(len(rows)),
             "train_s": time.monotonic() - begin,
         }
-        same = self._plan.exact and parameters.fingerprint(self.policy.published()) == self._published.get(schedule)
+        same = self._plan.exact and matches(self.policy.published(), self._published.get(schedule, ""))
         self._prints.append(same)
         self.history.append(metrics)
         with (self._part / "history.jsonl").open("a") as file:

@@ -31,7 +31,8 @@ from pipeline.runtime.base import Placed, Workers
 from pipeline.runtime.clock import now_s
 from pipeline.runtime.restoring import Restoring
 from pipeline.runtime.resumption import Resumption
-from stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError
+from pipeline.runtime.transfers import Transfers
+from stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError, TransferFailed
 from stores.parameters import FOLDER_PREFIX
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import call
@@ -51,6 +52,8 @@ NAMED = 4
 """Most actors that are named in a line on the start."""
 PROBE_PROMPTS, PROBE_TOKENS = 8, 64
 """Held-out prompts that the probe is made of, and its tokens at most: one small prefill after each pull."""
+AGAIN_S = 1.0
+"""Seconds until weights that nobody could hand on are asked for again."""
 DOUBTS = 3
 """How often in a row an actor may say that the trajectory server is lost, which answers, before it counts as lost
 itself: it may be the one that is cut off."""
@@ -112,6 +115,7 @@ class Actors:
         self._earlier_starts = 0
         self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
+        self._transfers = Transfers(self, config.deadlines.call_s)
         self._trained: dict[PolicyVersion, str] = {}
         self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every)
         self.instances: dict[InstanceId, InstanceHandle] = {}
@@ -270,6 +274,7 @@ class Actors:
     def publish(self, result: StepResult) -> None:
         """Note a published version; instances can pull it from now on."""
         self._published[result.version] = result
+        self._transfers.publish(result.version, self._workers.placed["trainer"].host, result.num_bytes)
 
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -303,9 +308,9 @@ class Actors:
         of the version as it was published before; empty if it was not, or nobody knows. Raises StoreError if the point
         holds other weights."""
         initial: StepResult = await self.ask_once(
-            "trainer", "publish_initial", self._probe, version, deadline="start_s"
+            "trainer", "publish_initial", self._probe, version, fingerprint, deadline="start_s"
         )
-        if fingerprint not in ("", initial.fingerprint):
+        if not initial.as_recorded:
             raise StoreError(
                 f"{self._run_dir}/resume: version {version} is {initial.fingerprint}, its step published "
                 f"{fingerprint}; remove the damaged resume point to use an older one"
@@ -324,12 +329,11 @@ class Actors:
 
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         begin = now_s()
-        await self._place_parameters(instance.placed)  # the host's own may be gone with another instance's process
-        trainer = await self._trainer()
-        await self._place_parameters(trainer)
-        source = self.actor(f"parameters-{trainer.host}")
-        path = await self.ask(f"parameters-{instance.placed.host}", "ensure", version, source)
-        loaded: Loaded = await self.ask(instance.placed.name, "pull", version, path, self._probe)
+        path = await self._fetch(instance.placed, version)
+        within_s = self._transfers.within_s(version)
+        loaded: Loaded = await self.ask(
+            instance.placed.name, "pull", version, path, self._probe, deadline="call_s", within_s=within_s
+        )
         elapsed_s = now_s() - begin
         level = logging.INFO if elapsed_s > SLOW_PULL_S else logging.DEBUG
         logger.log(level, "%s pulled version %d in %.1f s", instance.id, version, elapsed_s)
@@ -350,6 +354,26 @@ class Actors:
             self.alarms.append(alarm)
             logger.error(alarm)
 
+    async def _fetch(self, placed: Placed, version: PolicyVersion) -> str:
+        """The path of a version on an actor's host, brought there if it is not there. Waits for as long as nobody can
+        hand it on: whether those are gone is for their own calls to tell. Raises ActorLost if the actor itself is."""
+        name = f"parameters-{placed.host}"
+        while True:
+            for one in (await self._trainer(), placed):
+                await self._place_parameters(one)  # a host's own may be gone with another instance's process
+            server = self._workers.placed[name]
+            try:
+                return await self._transfers.fetch(version, placed.host)
+            except TransferFailed as failed:
+                logger.warning("%s waits for weights: %s", placed.name, failed)
+                await asyncio.sleep(AGAIN_S)
+            except ActorLost:
+                if server.address == placed.address:
+                    raise
+                if self._workers.placed.get(name) is server:
+                    logger.warning("%s on %s does not answer; %s gets another", name, server.address, placed.host)
+                    self._workers.forget(name)
+
     async def _trainer(self) -> Placed:
         """Where the trainer is, once it is there."""
         while "trainer" not in self._workers.placed:
@@ -361,6 +385,7 @@ class Actors:
         them until the next time: whether its instances are there is for others to find out."""
         used = wanted | {i.version for i in self.instances.values()}
         used |= {i.fetching for i in self.instances.values() if i.fetching is not None}
+        self._transfers.keep(used)
         for name, placed in list(self._workers.placed.items()):
             if placed.role == "parameters":
                 try:

@@ -55,6 +55,10 @@ class Workers(Protocol):
         """Create a light actor in the process of another."""
         ...
 
+    def forget(self, name: str) -> None:
+        """Give up a light actor alone: its process, and what runs there, are left as they are."""
+        ...
+
     def lose(self, name: str) -> None:
         """Give up an actor that is gone, with whatever was placed beside it. Its process is not used again."""
         ...

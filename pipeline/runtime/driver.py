@@ -399,13 +399,14 @@ class Driver:
 
     def _sum_up(self) -> None:
         """Fill in the outcomes that are known only once the run has ended, well or not."""
+        # First: what follows may take a second, which is none of the run's.
+        self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
         self.outcomes.snapshot = self._coordinator.snapshot()
         self.outcomes.cost_ratio = self._cost_watch.ratio
         self.outcomes.cost_drifted = self._cost_watch.drifted
         self.outcomes.cost_refit = self._cost_watch.refit()
         self.outcomes.diagnosis = self._measurements.diagnosis
         self.outcomes.profile = self._measurements.profile(str(self._run_dir))
-        self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
 
     def _say(self, what: str) -> None:
         self._progress(self._coordinator.snapshot(), self.outcomes, what)

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Literal, Protocol
 
-from pipeline.runtime.base import NoFreeWorker
+from pipeline.runtime.base import NoFreeWorker, Placed
 from pipeline.runtime.clock import now_s
 from stores.errors import ActorLost
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
-
-if TYPE_CHECKING:  # Actors has one of these
-    from pipeline.runtime.actors import Actors
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +29,28 @@ WATCH_S = 2.0
 """Seconds between two looks whether the trainer is there."""
 
 
+class Roles(Protocol):
+    """The actors of one run, as far as the trainer's restoration goes; see Actors."""
+
+    @property
+    def trained(self) -> Mapping[PolicyVersion, str]: ...
+
+    async def ask(self, name: str, method: str, *args: Any, deadline: Literal["train_s"]) -> Any: ...
+
+    def lose(self, name: str, lost: ActorLost, now: float) -> None: ...
+
+    async def place_trainer(self) -> Placed: ...
+
+    async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None: ...
+
+    async def train_again(self, step: int) -> None: ...
+
+
 class Restoring:
     """Restores the roles of one run that hold state of their own, once the run has started. points: the folder of its
     resume points."""
 
-    def __init__(self, actors: Actors, points: Path, every: int) -> None:
+    def __init__(self, actors: Roles, points: Path, every: int) -> None:
         """every: training steps between two resume points; 0 for none."""
         self._actors = actors
         self._points = ResumePoints(points)

@@ -26,8 +26,9 @@ MAY_CHANGE = (
     "deadlines.",
     "training.checkpoint_every",
     "training.resume_every",
+    "training.schedule_steps",
 )
-"""Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes."""
+"""Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes up to there."""
 ROOM = "free space or move the run's folder"
 
 
@@ -45,7 +46,8 @@ class Resumption:
 
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Load the job of a run to resume; overrides may change only keys in MAY_CHANGE. Raises ConfigError."""
+    """Load the job of a run to resume; overrides may change only keys in MAY_CHANGE. With another number of steps a
+    cosine schedule keeps the length it had: the learning rate would jump. Raises ConfigError."""
     require_run(run_dir)
     for override in overrides:
         key = override.partition("=")[0]
@@ -53,7 +55,24 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
             raise ConfigError(f"--set {override}: cannot be changed when resuming; these can: {', '.join(MAY_CHANGE)}")
     if run_dir.resolve().name.startswith("."):
         raise ConfigError(f"{run_dir}: the name of a run's folder must not begin with a dot; rename it")
-    return load_job(run_dir, overrides)
+    config = load_job(run_dir, overrides)
+    length = f"training.schedule_steps={load_job(run_dir).steps}"
+    if config.training.schedule != "cosine" or config.training.schedule_steps or length.endswith(f"={config.steps}"):
+        return config
+    if any(override.startswith("training.schedule_steps=") for override in overrides):
+        return config
+    return load_job(run_dir, (*overrides, length))
+
+
+def schedule_note(config: RunConfig) -> str:
+    """One line on a learning rate that has reached its end before the run has; empty for others."""
+    training = config.training
+    if training.schedule != "cosine" or not 0 < training.schedule_steps < config.steps:
+        return ""
+    return (
+        f"the cosine schedule ends after {training.schedule_steps} of {config.steps} steps (training.schedule_steps); "
+        f"later ones train at a learning rate of {training.learning_rate / 10:g}"
+    )
 
 
 def reached(config: RunConfig) -> PolicyVersion:
@@ -67,9 +86,9 @@ def reached(config: RunConfig) -> PolicyVersion:
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
     refuse_unfit(config, store.header)
-    records = store.steps()
-    trained = sum(r.kind == "step" for r in records)
-    if trained > config.steps or (trained == config.steps and records[-1].kind == "end"):
+    stored = store.summary()
+    trained = stored.num_steps
+    if trained > config.steps or (trained == config.steps and stored.ended):
         raise ConfigError(f"{run_dir}: all {trained} steps are trained; --set steps=N with a larger N trains further")
     points = [v for v in ResumePoints(run_dir / "resume").whole() if v <= trained]
     if trained and not points:

@@ -209,9 +209,11 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return job.plain() | {"admitted": whole, "place": job.place}
 
     def end(self, id: str) -> None:
-        """Release the workers of a job that has ended. It must have left no actors on them."""
+        """Release the workers of a job that has ended. It must have left no actors on them. Ignores a job that this
+        board never had: its scheduler was started anew since, and its driver has found the new one."""
         self.job_queue.leave(id)
-        self.jobs[id].place = ""
+        if id in self.jobs:
+            self.jobs[id].place = ""
         self._serve()
 
     def _serve(self) -> None:

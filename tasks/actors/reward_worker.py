@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stores.trajectory import TrajectoryId
-from tasks.actors.calls import call, fails_by_name
+from tasks.actors.calls import answers_calls, call
 from tasks.scoring import ScoredResponse, Scorer, ScoringSettings
 
 
-@fails_by_name
+@answers_calls
 class RewardWorker:
     """One of several reward actors, each with a scoring process. Idempotent: scoring again stores the same score."""
 

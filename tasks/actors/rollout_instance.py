@@ -16,7 +16,7 @@ from typing import Any
 
 from stores.errors import ProtocolViolation
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.actors.calls import call, fails_by_name
+from tasks.actors.calls import answers_calls, call
 from tasks.engines.answering import answers
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.settings import EngineSettings
@@ -48,7 +48,7 @@ class Evaluated:
     tokens: tuple[int, ...] | None
 
 
-@fails_by_name
+@answers_calls
 class RolloutInstance:
     """The rollout instance's Dask actor. Slow work runs in two threads, one for commands in order, one for waiting."""
 

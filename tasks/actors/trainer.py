@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
-from tasks.actors.calls import call, fails_by_name
+from stores.weight_hash import fingerprint, matches
+from tasks.actors.calls import answers_calls, call
 from tasks.training.packing import PackedRows, Row
 from tasks.training.policy import Policy, PolicySettings
 
@@ -28,9 +29,13 @@ class StepResult:
     path: str
     probe: tuple[float, ...] = ()
     """Logprobs of the probe's tokens under these weights; see Engine.logprobs."""
+    num_bytes: int = 0
+    """Size of the published file."""
+    as_recorded: bool = True
+    """Whether these are the weights whose fingerprint was recorded for this version."""
 
 
-@fails_by_name
+@answers_calls
 class Trainer:
     """The trainer's Dask actor: fetches batches from the trajectory server, trains in a thread, publishes weights."""
 
@@ -51,13 +56,16 @@ class Trainer:
         self._saving: Future[None] | None = None
         self._version = PolicyVersion(0)
 
-    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion) -> StepResult:
+    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
         """Publish the base model as version 0, or a later version from its resume point. probe: tokens whose logprobs
-        are published with every version."""
+        are published with every version. recorded: the version's fingerprint when it was first published, if known."""
         self._probe = probe
         if version:
             await self._in_thread(self._policy.load_state, self._points.path(version))
         result: StepResult = await self._in_thread(self._publish, version, {})
+        if recorded not in ("", result.fingerprint):
+            same = await self._in_thread(lambda: matches(self._policy.published(), recorded))
+            result = replace(result, as_recorded=same)
         return result
 
     async def train(
@@ -104,8 +112,9 @@ class Trainer:
         return StepResult(
             version=version,
             metrics=dict(metrics),
-            fingerprint=parameters.fingerprint(named),
+            fingerprint=fingerprint(named),
             path=str(path),
+            num_bytes=path.stat().st_size,
             probe=self._policy.probe(self._probe) if self._probe else (),
         )
 

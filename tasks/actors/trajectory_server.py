@@ -34,7 +34,7 @@ from stores.trajectory import (
     ended_as,
 )
 from stores.versioned import VersionedStore
-from tasks.actors.calls import fails_by_name
+from tasks.actors.calls import answers_calls
 from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
@@ -76,7 +76,7 @@ class Payload(NamedTuple):
     """UNFINISHED if sampling goes on after `sampled`; else it has ended by itself."""
 
 
-@fails_by_name
+@answers_calls
 class TrajectoryServer:
     """The trajectory server's Dask actor. Safe to ask twice: draws are numbered, deliveries carry whole segments."""
 
@@ -112,7 +112,7 @@ class TrajectoryServer:
     async def resume(self) -> LedgerState:
         """Continue a stored run: commit what was in flight at its last commit, which is lost, as aborted. Returns the
         ledger state after that. Idempotent."""
-        records = self._store.steps()
+        records = self._store.steps(-1)
         if not records:
             return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
         state = records[-1].ledger

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stores import weight_hash
 from stores.errors import ActorLost
 from stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, PolicyVersion, Segment, TrajectoryId
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
@@ -163,7 +164,7 @@ class EmulatedEngine:
             self._version = version
             self._changed.notify_all()
         time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._begin)))
-        fingerprint, elapsed_s = self._parameters.fingerprint(loaded), self._clock.now() - begin
+        fingerprint, elapsed_s = weight_hash.fingerprint(loaded), self._clock.now() - begin
         return Loaded(version=version, fingerprint=fingerprint, elapsed_s=elapsed_s, stalled_s=elapsed_s)
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:

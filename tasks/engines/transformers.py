@@ -20,6 +20,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from stores import parameters
 from stores.errors import ActorLost
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.requests import RunningRequest, RunningRequests
 from tasks.engines.settings import TransformersSettings
@@ -95,8 +96,8 @@ class TransformersEngine:
             for running in interrupted:
                 self._start(running)
             stalled_s = time.monotonic() - paused
-        fingerprint = parameters.fingerprint(named)
-        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=time.monotonic() - begin, stalled_s=stalled_s)
+        held = fingerprint(named)
+        return Loaded(version=version, fingerprint=held, elapsed_s=time.monotonic() - begin, stalled_s=stalled_s)
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         deadline = time.monotonic() + timeout_s

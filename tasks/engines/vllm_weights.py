@@ -28,6 +28,7 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from stores import parameters
+from stores.weight_hash import fingerprint
 from tasks.engines.unfusing import unfused
 
 BACKEND = "staleflow"
@@ -173,7 +174,7 @@ class WorkerExtension:
         if held is None:
             return ""
         # Some kernels keep biases as float32; all is published in the model's own type.
-        return parameters.fingerprint({n: t.to(self.model_runner.dtype) for n, t in held.items()})
+        return fingerprint({n: t.to(self.model_runner.dtype) for n, t in held.items()})
 
 
 def keep_weights_beside_packed_copies() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stores import resume_points
 from tasks.engines.emulated import weights, word_logprobs
 from tasks.training.packing import Row
 
@@ -57,7 +58,14 @@ class EmulatedPolicy:
         """Do nothing: there are no weights to save."""
 
     def save_state(self, path: Path) -> None:
-        path.write_text(str(self._version))
+        """Write the version in the format of every trainer's resume points, by which a torn one is told."""
+        import torch
+
+        torch.save({"version": self._version}, path)
 
     def load_state(self, path: Path) -> None:
-        self._version = int(path.read_text())
+        """Restore what `save_state` wrote. Raises StoreError."""
+        import torch
+
+        with resume_points.loading(path):
+            self._version = int(torch.load(path, weights_only=True)["version"])

@@ -7,7 +7,6 @@ always be fetched, also while the next step trains.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stores import parameters
-from stores.errors import StoreError
+from stores import parameters, resume_points
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
 from tasks.training.logprobs import LogprobModel
@@ -83,7 +81,8 @@ class PolicyTrainer:
             return s.learning_rate * (step + 1) / (s.warmup_steps + 1)
         if s.schedule == "constant":
             return s.learning_rate
-        progress = (step - s.warmup_steps) / max(1, self.settings.num_steps - s.warmup_steps)
+        last = s.schedule_steps or self.settings.num_steps
+        progress = (step - s.warmup_steps) / max(1, last - s.warmup_steps)
         return s.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
@@ -149,13 +148,11 @@ class PolicyTrainer:
 
     def load_state(self, path: Path) -> None:
         """Restore what `save_state` wrote. Raises StoreError."""
-        try:
+        with resume_points.loading(path):
             state = torch.load(path, map_location=self.device, weights_only=True)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self._rng.bit_generator.state = state["random"]
-        except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
-            raise StoreError(f"{path}: no resume point of this job: {error}; remove it to use an older one") from error
 
     def _before(self, rows: Sequence[Row]) -> tuple[list[np.ndarray[Any, Any]], Mismatch]:
         """Compute each row's response logprobs before the step (the proximal policy), and compare the stored ones. If

@@ -28,6 +28,9 @@ class TrainingConfig:
 
     learning_rate: float = knob(1e-5, "peak learning rate of AdamW", above=0, high=1)
     schedule: str = knob("constant", "learning-rate schedule over the run", choices=SCHEDULE_NAMES)
+    schedule_steps: int = knob(
+        0, "training steps of the cosine, a tenth of the rate after it; 0: those of the run", low=0
+    )
     warmup_steps: int = knob(0, "training steps of linear warm-up", low=0)
     minibatches: int = knob(1, "optimizer updates per training step", low=1)
     microbatch_tokens: int = knob(8192, "most padded tokens in one forward and backward pass", low=1)

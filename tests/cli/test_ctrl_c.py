@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from stores.audit import audit
-from stores.versioned import VersionedStore, repository_at
+from stores.repository import repository_at
+from stores.versioned import VersionedStore
 from tests.earlier import asking
 from tests.support.terminal import Terminal, terminal
 
@@ -68,6 +69,9 @@ def test_one_before_the_first_step_ends_a_run_too(tmp_path: Path, cpu_s: float) 
         shown.ctrl_c()
         ended_well(shown)
         assert "interrupted" in shown.text
+    if "before the first step" in shown.text:  # else before the run, or in it
+        begun = (tmp_path / "runs" / "job" / "store").is_dir()
+        assert ("`staleflow resume " if begun else "the same command begins it again") in shown.text
 
 
 def test_the_second_ends_a_run_at_once(tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ import pytest
 
 from pipeline.config import loading
 from pipeline.runtime import resumption
+from pipeline.runtime.run_folder import prepare_run_dir, write_job
 from stores.errors import ConfigError
+from stores.repository import repository_at
 from stores.resume_points import KEPT, ResumePoints
 from stores.trajectory import AbortReason, Fate, PolicyVersion
-from stores.versioned import VersionedStore, repository_at
+from stores.versioned import VersionedStore
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, run, staleflow
 
@@ -144,6 +146,22 @@ def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: P
     (folder / "events.jsonl").write_text("")  # as of a run that went on from there
     assert resumption.prepare(config).earlier_starts == 2
     assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
+
+
+def test_a_cosine_schedule_keeps_its_length_when_a_run_is_trained_further(job: Path) -> None:
+    prepare_run_dir(loading.load(job, ("training.schedule=cosine",)), {})
+    folder = job.parent / "runs" / "job"
+    further = resumption.load(folder, ("steps=9",))
+    assert (further.steps, further.training.schedule_steps) == (9, 5)
+    assert resumption.schedule_note(further) == (
+        "the cosine schedule ends after 5 of 9 steps (training.schedule_steps); later ones train at a learning rate of "
+        "0.0001"
+    )
+    write_job(further)
+    assert resumption.load(folder, ("steps=20",)).training.schedule_steps == 5
+    anew = resumption.load(folder, ("steps=20", "training.schedule_steps=0"))
+    assert (anew.training.schedule_steps, resumption.schedule_note(anew)) == (0, "")
+    assert resumption.load(folder).training.schedule_steps == 5
 
 
 def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -> None:

@@ -377,8 +377,8 @@ MUTATIONS = (
         name="version_before_it_is_loaded",
         module="actors",
         breaks="an instance serves a version once it holds it",
-        old="        await self._place_parameters(instance.placed)  #",
-        new="        instance.version = version\n        await self._place_parameters(instance.placed)  #",
+        old="        path = await self._fetch(instance.placed, version)\n",
+        new="        instance.version = version\n        path = await self._fetch(instance.placed, version)\n",
         check=check(on_actors.test_an_instance_serves_a_version_once_it_has_pulled_it),
     ),
     Mutation(
@@ -401,8 +401,8 @@ MUTATIONS = (
         name="parameter_server_not_replaced",
         module="actors",
         breaks="a host whose parameter server is gone gets another",
-        old="        await self._place_parameters(instance.placed)  #",
-        new="        await asyncio.sleep(0)  #",
+        old="                await self._place_parameters(one)  #",
+        new="                await asyncio.sleep(0)  #",
         check=check(on_actors.test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another),
     ),
     Mutation(
@@ -433,8 +433,8 @@ MUTATIONS = (
         name="other_weights_resumed",
         module="actors",
         breaks="a run is resumed from the weights its step published",
-        old='fingerprint not in ("", initial.fingerprint)',
-        new='fingerprint == "nothing"',
+        old="        if not initial.as_recorded:\n",
+        new="        if initial is None:\n",
         check=check(on_driver.test_weights_that_are_not_those_of_the_stored_step_are_refused),
     ),
     Mutation(

@@ -41,7 +41,7 @@ def test_a_run_with_vllm_trains_and_every_weight_is_the_trainers(job: Path, on_p
         assert not alarms
 
 
-def test_a_killed_vllm_instance_is_replaced_and_nothing_is_lost(job: Path) -> None:
+def test_a_killed_vllm_instance_is_replaced_and_nothing_is_lost(job: Path, memory_folder: Path) -> None:
     """kill -9 under load: its trajectories go on elsewhere, and it leaves neither processes nor memory behind."""
     before = set(Path("/dev/shm").glob("[!s]*"))  # semaphores of Dask's own processes come and go
     struck: list[int] = []
@@ -50,11 +50,17 @@ def test_a_killed_vllm_instance_is_replaced_and_nothing_is_lost(job: Path) -> No
         struck.append(pid)
         os.kill(pid, signal.SIGKILL)
 
-    overrides = (*VLLM, "task.eval_prompts=0", "steps=12", "rollout.instances=2")
+    overrides = (
+        *VLLM,
+        "task.eval_prompts=0",
+        "steps=12",
+        "rollout.instances=2",
+        f"cluster.shared_memory={memory_folder}",
+    )
     driver = asyncio.run(sabotaged(job, overrides, "rollout-0", strike))
     assert driver.outcomes.losses
     store = check(job.parent / "runs" / "job", 12)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 12 * 16
     assert not any(Path(f"/proc/{pid}").exists() for pid in struck)
     assert set(Path("/dev/shm").glob("[!s]*")) <= before
-    assert not list(Path("/dev/shm").glob("staleflow-job-*"))
+    assert not list(memory_folder.iterdir())

@@ -38,6 +38,13 @@ def test_a_verb_it_does_not_know_is_a_newer_clients() -> None:
         Board().asked("dance")
 
 
+def test_a_driver_whose_scheduler_was_started_anew_releases_nothing_there() -> None:
+    """It reconnects and says at its end that its workers are free; the new board has never heard of it."""
+    one = Board()
+    one.asked("end", id="of-the-scheduler-before")
+    assert one.asked("jobs") == []
+
+
 NEEDS = {"instances": 1, "rewards": 1, "driver": True}
 
 

@@ -11,13 +11,14 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from stores.errors import StoreError
 from stores.files import publish, replace_file, replace_folder, replace_text
+from stores.incoming import Piece
 from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion
 
@@ -259,13 +260,15 @@ def test_the_old_folder_of_a_writer_at_work_and_of_a_longer_name_are_left(tmp_pa
 
 
 def test_weights_that_stop_arriving_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
-    def chunks() -> Iterator[bytes]:
-        yield b"some"
-        raise OSError(28, "No space left on device")
-
     folder = ParameterFolder(tmp_path / "weights")
+
+    def arrive() -> None:
+        with folder.incoming(PolicyVersion(3), 8, 4) as incoming:
+            incoming.write(Piece(0, 4), b"some")
+            raise OSError(28, "No space left on device")
+
     with pytest.raises(StoreError, match=r"safetensors: cannot be written: No space left on device; free memory"):
-        folder.receive(PolicyVersion(3), chunks())
+        arrive()
     assert os.listdir(folder.folder) == [".owner"]
 
 

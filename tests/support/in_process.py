@@ -135,6 +135,9 @@ class InProcessWorkers:
     async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
         return await self._create(neighbour.future, name, role, cls, args)
 
+    def forget(self, name: str) -> None:
+        del self.placed[name]
+
     def lose(self, name: str) -> None:
         lost = self.placed.pop(name)
         for other in [p for p in self.placed.values() if p.future is lost.future]:

@@ -26,7 +26,7 @@ from stores.memory import MemoryStore
 from stores.resume_points import ResumePoints
 from stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from tasks.actors.calls import call
-from tasks.actors.parameter_server import ParameterServer
+from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import Evaluated, RolloutInstance
 from tasks.actors.trainer import StepResult, Trainer
@@ -68,6 +68,8 @@ class World:
     stores: dict[str, MemoryStore] = field(default_factory=dict)
     weights: dict[str, set[int]] = field(default_factory=dict)
     """Published versions present, by host."""
+    num_bytes: int = 0
+    """Size of a version."""
     loads_wrong: bool = False
     """Whether engines end up with weights other than those they read."""
     trained: list[tuple[int, str]] = field(default_factory=list)
@@ -332,9 +334,10 @@ class PlayedTrainer:
         self.saved: list[str] = []
         """Folders of the saved checkpoints."""
 
-    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion) -> StepResult:
+    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
         self._probe, self._version = probe, version
-        return self._publish({})
+        result = self._publish({})
+        return dataclasses.replace(result, as_recorded=recorded in ("", result.fingerprint))
 
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -379,6 +382,7 @@ class PlayedTrainer:
             metrics=metrics,
             fingerprint=self._world.fingerprint(self._version) + self._chance(),
             path=self._world.path(self._version),
+            num_bytes=self._world.num_bytes,
             probe=tuple(word_logprobs(np.asarray(self._probe[1:], np.int32)).tolist()),
         )
 
@@ -386,20 +390,27 @@ class PlayedTrainer:
 class PlayedParameterServer:
     """A parameter server that knows where weights are; asking for a removed or unpublished version is an error."""
 
-    def __init__(self, world: World, host: str, folder: str, call_s: float) -> None:
+    def __init__(self, world: World, host: str, folder: str, call_s: float, piece_bytes: int = 1) -> None:
         self._here = world.weights.setdefault(host, set())
         self._world, self._call_s = world, call_s
 
-    async def ensure(self, version: PolicyVersion, source: Any) -> str:
+    async def ensure(self, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]) -> Fetched:
         if version not in self._here:
-            await call(source, "read_chunk", version, 0, 1, within_s=self._call_s, who="parameter server")
+            name, actor = sources[0]
+            await call(actor, "read_piece", version, 0, 1, within_s=self._call_s, who=name)
             self._here.add(version)
-        return self._world.path(version)
+        return Fetched(path=self._world.path(version), num_bytes=num_bytes)
 
-    async def read_chunk(self, version: PolicyVersion, offset: int, size: int) -> bytes:
-        if version not in self._here:
-            raise ProtocolViolation(f"version {version} is asked for and is not there: {sorted(self._here)}")
+    async def read_piece(self, version: PolicyVersion, offset: int, size: int) -> bytes | None:
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while version not in self._here:  # it may be on its way
+            if asyncio.get_running_loop().time() > deadline:
+                raise ProtocolViolation(f"version {version} is asked for and is not there: {sorted(self._here)}")
+            await asyncio.sleep(0.05)
         return b""
+
+    async def bytes_read(self) -> int:
+        return 0
 
     async def prune(self, used: tuple[PolicyVersion, ...]) -> None:
         newest = max(self._here, default=0)

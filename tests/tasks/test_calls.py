@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from distributed import Client, LocalCluster
 
-from stores.errors import ActorLost, StoreError
-from tasks.actors.calls import call
+from stores.errors import ActorFailed, ActorLost, StoreError
+from stores.trajectory import FinishReason, TrajectoryId
+from tasks.actors.calls import answers_calls, call
+from tasks.engines.base import Sampled
 
 
 class Waiting:
@@ -67,3 +70,46 @@ def test_an_error_of_the_method_itself_is_passed_on() -> None:
 
     with pytest.raises(StoreError, match="the disk is full"):
         asyncio.run(whole())
+
+
+@answers_calls
+class Answering:
+    """An actor on a cluster's worker."""
+
+    def __init__(self) -> None:
+        self.heard: tuple[object, ...] = ()
+
+    async def take(self, *args: object) -> tuple[object, ...]:
+        self.heard = args
+        return args
+
+    async def read(self, size: int) -> bytes:
+        return b"x" * size
+
+    async def fail(self) -> None:
+        raise RuntimeError("no memory")
+
+
+def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None:
+    """Where they travel, they are pickled as one piece; numbers, bytes and None too."""
+
+    async def whole() -> None:
+        async with (
+            LocalCluster(n_workers=1, processes=False, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            actor = await client.submit(Answering, actor=True)
+            sent = (
+                1,
+                b"two",
+                None,
+                [Sampled(trajectory=TrajectoryId(3), epoch=1, segments=(), finish=FinishReason.STOP)],
+                {"a": (1.5,)},
+            )
+            assert await call(actor, "take", *sent, within_s=30.0, who="it") == sent
+            assert await call(actor, "read", 5, within_s=30.0, who="it") == b"xxxxx"
+            assert await call(actor, "take", within_s=30.0, who="it") == ()
+            with pytest.raises(ActorFailed, match=r"^it failed: RuntimeError: no memory$"):
+                await call(actor, "fail", within_s=30.0, who="it")
+
+    asyncio.run(whole())

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion
+from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine
 from tasks.engines.cost_model import CostModel
 from tasks.engines.emulated import Clock, EmulatedEngine, weights, word_logprobs
@@ -113,7 +113,7 @@ class TestEmulatedEngine(EngineTests):
     @pytest.fixture
     def other_weights(self, tmp_path: Path) -> tuple[Path, str]:
         named = weights(5)
-        return ParameterFolder(tmp_path / "weights").publish(PolicyVersion(5), named), parameters.fingerprint(named)
+        return ParameterFolder(tmp_path / "weights").publish(PolicyVersion(5), named), fingerprint(named)
 
 
 def test_responses_are_as_long_and_as_good_as_the_workload_says() -> None:

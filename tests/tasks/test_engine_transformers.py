@@ -13,6 +13,7 @@ import torch
 from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.trajectory import InstanceId, PolicyVersion
+from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine
 from tasks.engines.settings import TransformersSettings
 from tasks.engines.transformers import TransformersEngine, load_model
@@ -70,7 +71,7 @@ def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     named = dict(model.named_parameters())
     path = ParameterFolder(tmp_path / "weights").publish(PolicyVersion(5), named)
-    return path, parameters.fingerprint(named)
+    return path, fingerprint(named)
 
 
 def plain_logprobs(

@@ -233,6 +233,8 @@ def test_learning_rate_schedule(tiny_model: Any) -> None:
     assert rates[0] == pytest.approx(1e-3 / 3)
     assert max(rates) == rates[2] == pytest.approx(1e-3)
     assert rates[12] == pytest.approx(1e-4)
+    longer = trainer(tiny_model, schedule="cosine", warmup_steps=2, num_steps=20, schedule_steps=12)
+    assert [longer.learning_rate(s) for s in range(14)] == [*rates, rates[12]]
 
 
 def test_a_non_finite_gradient_changes_no_weights(tiny_model: Any) -> None:

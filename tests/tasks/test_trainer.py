@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from stores.errors import ActorFailed, StoreError
+from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
+from stores.weight_hash import fingerprint
 from tasks.actors.calls import call
 from tasks.actors.trainer import Trainer
+from tasks.training.emulated import EmulatedTraining
 from tasks.training.packing import PackedRows, Row
 
 NO_ROWS = PackedRows(
@@ -94,6 +98,49 @@ def test_resume_points_are_written_beside_what_follows(tmp_path: Path) -> None:
 
     asyncio.run(whole())
     assert sorted(p.name for p in (tmp_path / "resume").iterdir()) == [f"v{v:08d}.pt" for v in (1, 2, 3)]
+
+
+def test_an_emulated_trainer_goes_on_from_its_resume_points(tmp_path: Path) -> None:
+    """A dry run can try recovery: its points count as complete, and give the published weights again."""
+    settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
+    points = ResumePoints(tmp_path / "resume")
+
+    def started() -> Trainer:
+        return Trainer(settings, str(tmp_path / "memory"), 1, 60.0, str(points.folder), 1)
+
+    async def whole() -> None:
+        first = started()
+        published = [await first.train(Server(), step, (), ()) for step in range(2)]
+        await first.save_checkpoint(str(tmp_path / "checkpoint"))  # the points are written by then
+        await first.close()
+        assert points.whole() == [1, 2]
+        second = started()
+        for result in published:
+            again = await second.publish_initial((), result.version, result.fingerprint)
+            assert (again.version, again.fingerprint) == (result.version, result.fingerprint)
+        torn = points.path(PolicyVersion(2))
+        torn.write_bytes(torn.read_bytes()[:-20])
+        assert points.whole() == [1]
+        with pytest.raises(StoreError, match="no resume point of this job"):
+            await second.publish_initial((), PolicyVersion(2), "")
+        await second.close()
+
+    asyncio.run(whole())
+
+
+def test_a_resumed_version_is_compared_by_the_scheme_its_fingerprint_was_recorded_by(tmp_path: Path) -> None:
+    """A store of an earlier version holds fingerprints that are computed in another way."""
+    header = f"w:(1,):{torch.float32};".encode()
+    earlier = hashlib.blake2b(header + bytes(4), digest_size=16).hexdigest()
+
+    async def whole() -> list[bool]:
+        actor = trainer(tmp_path, Weights())
+        recorded = ("", fingerprint({"w": torch.zeros(1)}), fingerprint({"w": torch.ones(1)}), earlier, "0" * 32)
+        found = [(await actor.publish_initial((), PolicyVersion(0), one)).as_recorded for one in recorded]
+        await actor.close()
+        return found
+
+    assert asyncio.run(whole()) == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError(5, "Input/output error")])

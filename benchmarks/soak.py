@@ -1,0 +1,281 @@
+"""Runs a job on a cluster by hand while everything that can fail does, and counts what was lost.
+
+    python -m benchmarks.soak --faults 1000 --seed 1      the long one: hours
+    python -m benchmarks.soak --faults 30                  minutes
+    python -m benchmarks.soak --only "kill -9 trainer"     one kind of fault
+
+A scheduler, six workers and the run are processes of their own; the engine is emulated. Faults strike one after
+another, some before the last one has passed. Whatever has ended is started again by this program, as an operator's
+tools would, and what the run does by itself is left to it. After each resume the store is audited; at the end the run
+is stopped, and every prompt is counted against the source.
+
+It fails (exit 1) if an audit has findings, a prompt was skipped or trained on twice, or the run did not train again
+within its deadlines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.soaking.cluster import Cluster
+from benchmarks.soaking.counting import Recoveries, audited, prompts, sampled
+from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, Scene
+from benchmarks.soaking.job import Job
+from benchmarks.soaking.machine import Machine, isolated
+from benchmarks.soaking.running import Run
+from benchmarks.soaking.watching import Watch
+
+LOOK_S = 0.25
+"""Seconds between two looks at the cluster."""
+OVERLAP = 0.2
+"""Share of the faults that strike while the one before has not passed."""
+STEPS_AFTER = 2
+"""Training steps reported after a fault until it has passed: the first may have been under way."""
+MORE_STEPS = 3
+"""Steps that the run is trained further at the end, to its regular end."""
+
+ANEW = "everything was started anew"
+
+
+@dataclass(slots=True)
+class Soak:
+    """One soak. findings: what must not have happened."""
+
+    scene: Scene
+    every_s: float
+    rng: random.Random
+    only: tuple[str, ...] = ()
+    findings: list[str] = field(default_factory=list)
+    recoveries: Recoveries = field(default_factory=Recoveries)
+    num_audits: int = 0
+    num_overlapping: int = 0
+    _begin: float = field(default_factory=time.monotonic)
+    _starts_seen: int = 0
+    _retry_at: float = 0.0
+
+    def say(self, what: str) -> None:
+        print(f"{time.monotonic() - self._begin:8.1f} s  step {self.scene.watch.step:>5}  {what}", flush=True)
+
+    async def run(self, num_faults: int) -> None:
+        scene = self.scene
+        scene.cluster.start()
+        self.say(scene.run.start())
+        if not await self.trains("the start"):
+            return
+        for number in range(1, num_faults + 1):
+            name, what, at = await self.strike()
+            self.say(f"fault {number}: {name}: {what}")
+            if number < num_faults and self.rng.random() < OVERLAP:
+                self.num_overlapping += 1
+                await self.go_on(self.rng.uniform(0.0, 5.0))
+                continue
+            if await self.trains(name):
+                self.recoveries.note(name, scene.watch.step_at - at)
+            await self.go_on(self.rng.expovariate(1 / self.every_s))
+        await self.finish()
+
+    async def strike(self) -> tuple[str, str, float]:
+        """Choose a fault that can strike now; returns its name, what it did, and when."""
+        machine = self.scene.machine
+        left_out = set(NEEDS_ROOT[:1] if machine.disk is None else ()) | set(
+            () if machine.namespace else NEEDS_ROOT[1:]
+        )
+        names = [name for name in FAULTS if (not self.only or name in self.only) and name not in left_out]
+        while True:
+            name = self.rng.choices(names, [FAULTS[n][0] for n in names])[0]
+            at = time.monotonic()
+            if what := FAULTS[name][1](self.scene):
+                return name, what, at
+            await self.go_on(LOOK_S)
+
+    async def trains(self, after: str) -> bool:
+        """Look after the cluster until the run has trained again. False, and a finding, if it does not within the job's
+        deadlines; everything is then started anew."""
+        scene = self.scene
+        goal, deadline = scene.watch.steps + STEPS_AFTER, time.monotonic() + scene.job.limit_s
+        while scene.watch.steps < goal or scene.passing:
+            if scene.watch.steps >= goal:
+                deadline = max(deadline, time.monotonic() + scene.job.limit_s)  # only waits for a fault to end
+            if time.monotonic() > deadline:
+                self.found(f"after {after}: not trained within {scene.job.limit_s:g} s; {self._state()}")
+                if after != ANEW:
+                    await self.anew()
+                return False
+            await self.look()
+        await self.audit()
+        return True
+
+    async def go_on(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            await self.look()
+
+    async def look(self) -> None:
+        """Start again what has ended, of the cluster and of the run."""
+        scene = self.scene
+        await self.tend()
+        if scene.run.foreground is scene.run.submitting is None and self._retry_at:
+            if time.monotonic() > self._retry_at and scene.cluster.file.exists():
+                self._retry_at = 0.0
+                self.say(scene.run.start())
+        elif why := scene.run.over():
+            self.say(f"the run has ended: {why}")
+            self._retry_at = time.monotonic() + self.rng.uniform(0.0, 2.0)
+        await asyncio.sleep(LOOK_S)
+
+    async def tend(self) -> None:
+        """Start again what has ended of the cluster."""
+        scene = self.scene
+        if not scene.full:
+            scene.machine.keep_space()
+        for name in scene.cluster.revive():
+            self.say(f"{name} is started again")
+        await scene.watch.look()
+
+    async def audit(self) -> None:
+        """Audit the store if the run was resumed since the last time."""
+        starts = len(self.scene.run.starts())
+        if starts != self._starts_seen:
+            self._starts_seen = starts
+            self.num_audits += 1
+            for finding in await audited(self.scene.job.run_dir):
+                self.found(finding)
+
+    async def anew(self) -> None:
+        """End all processes, and begin again with the run's folder as it is."""
+        scene = self.scene
+        for task in scene.passing:
+            task.cancel()
+        scene.run.kill()
+        scene.cluster.close()
+        self._retry_at = time.monotonic()
+        if not await self.trains(ANEW):
+            raise RuntimeError("the run does not go on, whatever is done")
+
+    async def finish(self) -> None:
+        """Stop the run; train it to a regular end; count."""
+        scene = self.scene
+        self.say("no more faults: the run is asked to stop")
+        scene.run.ask_to_stop()
+        if await self._until_over("stopping"):
+            last = scene.watch.step + 1 + MORE_STEPS
+            self.say(f"{scene.run.start(here=True, steps=last)} to the end of step {last}")
+            if await self._until_over("training to the end") and (summary := self._summary()) != last:
+                self.found(f"the run was to end after {last} steps, its summary has {summary}")
+        for finding in await audited(scene.job.run_dir):
+            self.found(finding)
+
+    async def _until_over(self, what: str) -> bool:
+        """Wait until the run is over. False, and a finding, if it does not end within the job's deadlines."""
+        scene = self.scene
+        deadline = time.monotonic() + scene.job.limit_s
+        while True:
+            await self.tend()
+            if why := scene.run.over():
+                self.say(f"{what}: {why}")
+                return True
+            if time.monotonic() > deadline:
+                self.found(f"{what}: not ended within {scene.job.limit_s:g} s; {self._state()}")
+                return False
+            await asyncio.sleep(LOOK_S)
+
+    def _summary(self) -> int:
+        """Training steps in the run's summary; -1 if it has none."""
+        path = self.scene.job.run_dir / "summary.json"
+        return int(json.loads(path.read_text())["steps"]) if path.is_file() else -1
+
+    def found(self, finding: str) -> None:
+        if finding not in self.findings:
+            self.findings.append(finding)
+            self.say(f"FINDING: {finding}")
+
+    def _state(self) -> str:
+        job = self.scene.watch.job
+        if not self.scene.watch.answers:
+            return "the scheduler does not answer"
+        return f"job {job.get('state')}: {job.get('why')}; {job.get('status', {}).get('doing')}" if job else "no job"
+
+    def report(self) -> None:
+        scene = self.scene
+        run_dir = scene.job.run_dir
+        print(f"\n{scene.watch.steps} steps seen, {scene.run.num_starts} starts by hand, {self.num_audits} audits, ")
+        print(f"{self.num_overlapping} faults before the last had passed")
+        print("seconds until it trained again:", *self.recoveries.lines(), sep="\n")
+        print("how starts ended:")
+        for why, count in scene.run.ends.most_common():
+            print(f"  {count:5}  {why}")
+        if (run_dir / "store").is_dir():
+            counted = prompts(run_dir)
+            print(f"prompts: {counted.trained} trained on, the last is number {counted.last}")
+            self.findings += counted.findings()
+            tokens = sampled(run_dir)
+            print(
+                f"tokens: {tokens.tokens:,} sampled; {tokens.again:,} sampled again, {tokens.lost:,} lost: "
+                f"{tokens.share:.2%}"
+            )
+        print("findings:" if self.findings else "no findings", *self.findings, sep="\n  ")
+
+
+async def soak(args: argparse.Namespace, folder: Path, machine: Machine) -> list[str]:
+    rng = random.Random(args.seed)
+    job = Job(folder=folder, seed=args.seed, eta=rng.choice((1, 2, 3)))
+    job.write()
+    cluster = Cluster(folder, machine)
+    watch = Watch(cluster.file, job.run_dir)
+    scene = Scene(job, cluster, machine, watch, Run(job, cluster, watch, rng), rng)
+    one = Soak(scene=scene, every_s=args.every, rng=rng, only=tuple(args.only))
+    try:
+        await one.run(args.faults)
+    finally:
+        for task in scene.passing:
+            task.cancel()
+        await watch.close()
+        scene.run.kill()
+        cluster.close()
+    one.report()
+    return one.findings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--every", type=float, default=2.0, help="mean seconds between a fault's end and the next")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", default=[], metavar="FAULT", help=f"of {', '.join(FAULTS)}")
+    parser.add_argument("--folder", type=Path, help="kept; by default a temporary one, kept if there are findings")
+    parser.add_argument("--quick", action="store_true", help="three faults: whether it works")
+    args = parser.parse_args()
+    if unknown := set(args.only) - set(FAULTS):
+        parser.error(f"no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
+    if args.quick:
+        args.faults = 3
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="staleflow-soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"seed {args.seed}, {args.faults} faults, in {folder}", flush=True)
+    machine = isolated(folder.resolve() / "runs")
+    for lacking, what in ((machine.disk is None, NEEDS_ROOT[:1]), (not machine.namespace, NEEDS_ROOT[1:])):
+        if lacking:
+            print(f"left out, as this process may not mount or make a network: {', '.join(what)}")
+    findings = asyncio.run(soak(args, folder.resolve(), machine))
+    if machine.disk is not None and (findings or args.folder):
+        shutil.copytree(machine.disk, folder / "kept")  # the disk ends with this process
+        print(f"the run is kept in {folder / 'kept'}")
+    if findings:
+        sys.exit(1)
+    if args.folder is None:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The parts of benchmarks/soak.py: its job, its cluster, the faults, and the counts."""

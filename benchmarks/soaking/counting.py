@@ -1,0 +1,144 @@
+"""What a soak counts: audits, prompts against their source, tokens sampled again, seconds until training went on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.soaking.job import number_of
+from pipeline.coordination import journal
+from pipeline.coordination.events import InstanceReported, TrajectoryInterrupted, TrajectorySampled
+from pipeline.runtime.resumption import parts
+from stores.trajectory import Fate
+from stores.versioned import VersionedStore
+
+AUDIT_S = 600.0
+
+
+async def audited(run_dir: Path) -> list[str]:
+    """The findings of `staleflow store audit`."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cli.main", "store", "audit", str(run_dir), "--json",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(AUDIT_S):
+        out, err = await process.communicate()
+    try:
+        found: dict[str, Any] = json.loads(out)
+    except ValueError:
+        return [f"audit: {err.decode().strip()[-300:]}"]
+    return [f"audit, {one['check']}, {one['where']}: {one['what']}" for one in found["findings"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """The prompts of a run's store against their source. last: the highest group trained on. skipped: groups up to it
+    that were never trained on, by how their trajectories ended; none: not in the store at all."""
+
+    last: int
+    trained: int
+    skipped: dict[str, int]
+    doubled: int
+    wrong: int
+
+    def findings(self) -> list[str]:
+        found = [f"{count} prompts skipped: {how}" for how, count in self.skipped.items()]
+        found += [f"{self.doubled} prompts trained on twice"] * (self.doubled > 0)
+        return found + [f"{self.wrong} groups have another prompt than the source's"] * (self.wrong > 0)
+
+
+def prompts(run_dir: Path) -> Prompts:
+    """Compare the store's groups with the source, whose prompt number i is the number i."""
+    store = VersionedStore.open(run_dir / "store")
+    records = iter(store.steps())
+    record, left = None, 0
+    fates: dict[int, Counter[str]] = defaultdict(Counter)
+    wrong: set[int] = set()
+    for row in store.ended():
+        while left == 0:
+            record = next(records)
+            left = record.num_rows
+        left -= 1
+        group = int(row.trajectory.group)
+        assert record is not None
+        how = "consumed" if row.fate is Fate.CONSUMED else f"{row.fate.value}:{row.reason.value} at a {record.kind}"
+        fates[group][how] += 1
+        if number_of(tuple(row.trajectory.prompt_tokens.tolist())) != group:
+            wrong.add(group)
+    size = store.header.group_size
+    trained = {group for group, how in fates.items() if how["consumed"]}
+    last = max(trained, default=-1)
+    skipped: Counter[str] = Counter()
+    # What the last start gave up when it was asked to end is no loss.
+    for group in set(range(last + 1)) - trained:
+        hows = set(fates[group]) if group in fates else {"not in the store"}
+        skipped[", ".join(sorted(hows))] += 1
+    return Prompts(
+        last=last,
+        trained=len(trained),
+        skipped=dict(skipped),
+        doubled=sum(how["consumed"] > size for how in fates.values()),
+        wrong=len(wrong),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Tokens that a run's instances sampled, by its journals. again: those of trajectories that fell back to fewer
+    tokens, and so were sampled twice. lost: those of trajectories that never came back."""
+
+    tokens: int
+    again: int
+    lost: int
+
+    @property
+    def share(self) -> float:
+        return (self.again + self.lost) / max(1, self.tokens)
+
+
+def sampled(run_dir: Path) -> Sampled:
+    """Count tokens over the journals of all starts. What an instance sampled after its last report is not seen: half a
+    second's work of whatever ran."""
+    reached: dict[int, int] = {}
+    again = 0
+    for _, path in parts(run_dir):
+        for entry in journal.read(path):
+            match entry.event:
+                case InstanceReported(progress=progress):
+                    seen = list(progress)
+                case (
+                    TrajectorySampled(trajectory=t, tokens=tokens) | TrajectoryInterrupted(trajectory=t, tokens=tokens)
+                ):
+                    seen = [(t, tokens)]
+                case _:
+                    continue
+            for trajectory, tokens in seen:
+                before = reached.get(int(trajectory), 0)
+                again += max(0, before - tokens)
+                reached[int(trajectory)] = tokens
+    kept = {int(row.trajectory.id): row.trajectory.num_tokens for row in VersionedStore.open(run_dir / "store").ended()}
+    lost = sum(max(0, tokens - kept.get(i, tokens)) for i, tokens in reached.items())
+    return Sampled(tokens=sum(reached.values()) + again, again=again, lost=lost)
+
+
+@dataclass(slots=True)
+class Recoveries:
+    """Seconds from each fault until the second training step after it was reported; the first may have been under way.
+    Only of faults that had passed before the next one struck."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def note(self, fault: str, seconds: float) -> None:
+        self.seconds[fault].append(seconds)
+
+    def lines(self) -> list[str]:
+        return [
+            f"  {fault:34} {len(of):5}   median {median(of):6.1f} s   most {max(of):6.1f} s"
+            for fault, of in sorted(self.seconds.items())
+        ]

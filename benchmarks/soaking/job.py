@@ -1,0 +1,156 @@
+"""The soak's job: emulated engine and trainer, prompts that carry their number, a reward that hangs on request."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+NAME = "soak"
+STEPS = 1_000_000
+"""More than any soak trains: it ends when its faults are spent."""
+DIGITS = 8
+
+JOB = """
+name = "{name}"
+runs_dir = "{folder}/runs"
+steps = {steps}
+seed = {seed}
+
+[model]
+path = "{folder}/model"
+
+[task]
+source = "{folder}/code/numbered.py:Numbers"
+eval_prompts = 0
+
+[reward]
+function = "{folder}/code/numbered.py:score"
+timeout_s = 3
+max_error_share = 1.0
+
+[batch]
+groups_per_step = 4
+group_size = 4
+
+[staleness]
+eta = {eta}
+
+[rollout]
+instances = {instances}
+max_new_tokens = 200
+max_attempts = 1000
+
+[rollout.engine]
+name = "emulated"
+max_running = 16
+kv_tokens = 4000
+
+[rollout.cost]
+tolerance = 1e9
+
+[workload]
+median = 50
+prompts = "task"
+
+[simulation]
+train_s = 0.3
+pull_s = 0.02
+
+[tracking]
+tensorboard = false
+
+[cluster]
+kind = "file"
+scheduler_file = "{folder}/scheduler.json"
+dashboard = false
+
+[deadlines]
+start_s = 120
+call_s = 10
+sample_s = 10
+train_s = 30
+stuck_s = 60
+"""
+CODE = '''
+import time
+from pathlib import Path
+
+HANG = Path("{folder}/hang")
+
+
+class Numbers:
+    """Prompt number i is the number i."""
+
+    def __init__(self, options, seed):
+        pass
+
+    def record(self, index, held_out):
+        return {{"prompt": f"{{index:0{digits}d}}"}}
+
+    def score(self, answer, record):
+        return 0.0
+
+
+def score(answer, record):
+    try:
+        HANG.unlink()  # one call takes it
+    except FileNotFoundError:
+        return float(len(answer) % 2)
+    time.sleep(3600)
+'''
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The soak's job in a folder. limit_s: seconds after a fault within which it must train again: the longest chain of
+    its deadlines (a trainer that hangs, a driver that starts again on workers that must restart, a start)."""
+
+    folder: Path
+    seed: int
+    eta: int = 2
+    instances: int = 2
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "job.toml"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "runs" / NAME
+
+    @property
+    def hang(self) -> Path:
+        """The next call of the reward hangs once this file exists."""
+        return self.folder / "hang"
+
+    @property
+    def limit_s(self) -> float:
+        return 60.0 + 30.0 + 120.0 + 60.0
+
+    def write(self) -> None:
+        """Write the job, its code and a tokenizer of digits."""
+        import numpy as np
+        import tokenizers
+        from safetensors.numpy import save_file
+
+        (self.folder / "code").mkdir()
+        (self.folder / "code" / "numbered.py").write_text(CODE.format(folder=self.folder, digits=DIGITS))
+        text = JOB.format(
+            folder=self.folder, name=NAME, steps=STEPS, seed=self.seed, eta=self.eta, instances=self.instances
+        )
+        self.file.write_text(text)
+        model = self.folder / "model"
+        model.mkdir()
+        words = {word: i for i, word in enumerate(["<unk>", "<eos>", *"0123456789"])}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+        tokenizer.save(str(model / "tokenizer.json"))
+        save_file({"none": np.zeros(1, np.float32)}, model / "model.safetensors")  # looked for, and never loaded
+        (model / "tokenizer_config.json").write_text("{}")
+        (model / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 4096}))
+
+
+def number_of(prompt: tuple[int, ...]) -> int:
+    """The number that a prompt's tokens spell."""
+    return int("".join(str(token - 2) for token in prompt))

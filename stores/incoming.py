@@ -1,0 +1,64 @@
+"""A file that arrives in pieces, in any order: written at their offsets as they come, never held in memory.
+
+Invariants: a piece is missing until all its bytes are written; what is read back was written before.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+PIECE_BYTES = 8 * 2**20
+"""Bytes of a piece: large enough that a request for it costs little beside its bytes, small enough to hold several."""
+
+
+class Piece(NamedTuple):
+    """A part of a file: its offset and length in bytes."""
+
+    offset: int
+    size: int
+
+
+def pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+    """The pieces of a file, in order. They cover each byte once; only the last may be smaller than the others.
+
+    >>> pieces(5, 2)
+    [Piece(offset=0, size=2), Piece(offset=2, size=2), Piece(offset=4, size=1)]
+    """
+    return [Piece(begin, min(piece_bytes, num_bytes - begin)) for begin in range(0, num_bytes, piece_bytes)]
+
+
+class Incoming:
+    """A file of `num_bytes` bytes that fills up. `write` and `read` may run in threads, each piece in one. A thread
+    that outlives its caller does no harm: the file is opened anew each time, under a name of this attempt's alone."""
+
+    def __init__(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> None:
+        self._path = path
+        self._num_bytes, self._piece_bytes = num_bytes, piece_bytes
+        self.missing: dict[int, Piece] = {piece.offset: piece for piece in pieces(num_bytes, piece_bytes)}
+        """Pieces that have not arrived, by offset."""
+
+    @property
+    def num_arrived(self) -> int:
+        """Bytes that have arrived."""
+        return self._num_bytes - sum(piece.size for piece in list(self.missing.values()))
+
+    def write(self, piece: Piece, data: bytes) -> None:
+        """Write a piece that has arrived. Raises OSError, such as for a full disk; then it is still missing."""
+        with self._path.open("r+b", buffering=0) as file:
+            file.seek(piece.offset)
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+        self.missing.pop(piece.offset, None)
+
+    def has(self, offset: int, size: int) -> bool:
+        """Whether these bytes have arrived."""
+        first = offset - offset % self._piece_bytes
+        return not any(begin in self.missing for begin in range(first, offset + size, self._piece_bytes))
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes that have arrived."""
+        with self._path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), size, offset)

@@ -1,0 +1,98 @@
+"""Fingerprints of weights: equal ones mean equal names, shapes, types and bytes, however the weights were transferred.
+
+A fingerprint names its scheme, so that those recorded by earlier versions can still be checked:
+
+- `sha256-tree:` and 64 hex digits. Each tensor's bytes are cut into pieces of 16 MiB, which threads hash side by side;
+  a tensor's digest is that of its name, shape, type and pieces; the fingerprint is that of all tensors in name order.
+- 32 hex digits without a name: one blake2b over everything, which only one thread can compute.
+
+torch is loaded only where there are tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
+
+SCHEME = "sha256-tree"
+"""The scheme of new fingerprints."""
+PIECE_BYTES = 16 * 2**20
+"""Bytes hashed at once by a thread. Part of the scheme: other pieces give other fingerprints."""
+MOST_THREADS = 8
+"""Threads that hash at once, at most: about as fast as memory is read, and a host's other instances hash too."""
+
+
+def fingerprint(tensors: Tensors, threads: int | None = None) -> str:
+    """Fingerprint of tensors, wherever they are. threads: how many hash at once, by default as many as this process has
+    processors, up to MOST_THREADS. Each copies a piece at a time from where its tensor is."""
+    names = sorted(tensors)
+    pieces = [(name, piece) for name in names for piece in _pieces(tensors[name])]
+    if threads is None:
+        threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    digests: dict[str, list[bytes]] = {name: [] for name in names}
+    if threads == 1 or len(pieces) == 1:
+        hashed = map(_digest, (piece for _, piece in pieces))
+        for (name, _), digest in zip(pieces, hashed, strict=True):
+            digests[name].append(digest)
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
+            for (name, _), digest in zip(pieces, pool.map(_digest, (piece for _, piece in pieces)), strict=True):
+                digests[name].append(digest)
+    whole = hashlib.sha256()
+    for name in names:
+        whole.update(hashlib.sha256(_header(name, tensors[name]) + b"".join(digests[name])).digest())
+    return f"{SCHEME}:{whole.hexdigest()}"
+
+
+def matches(tensors: Tensors, recorded: str) -> bool:
+    """Whether tensors have a fingerprint that was recorded, by its own scheme. False for one of an unknown scheme."""
+    scheme = _scheme(recorded)
+    if scheme == SCHEME:
+        return fingerprint(tensors) == recorded
+    return scheme == "" and _by_blake2b(tensors) == recorded
+
+
+def comparable(one: str, other: str) -> bool:
+    """Whether two fingerprints are of one scheme, so that unequal ones mean unequal weights."""
+    return _scheme(one) == _scheme(other)
+
+
+def _scheme(recorded: str) -> str:
+    return recorded.rpartition(":")[0]
+
+
+def _header(name: str, tensor: torch.Tensor) -> bytes:
+    return f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode()
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of a tensor's bytes, PIECE_BYTES each and the rest."""
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return (flat[begin : begin + PIECE_BYTES] for begin in range(0, len(flat), PIECE_BYTES))
+
+
+def _digest(piece: torch.Tensor) -> bytes:
+    # hashlib lets other threads run meanwhile.
+    return hashlib.sha256(memoryview(piece.cpu().numpy())).digest()
+
+
+def _by_blake2b(tensors: Tensors) -> str:
+    """The fingerprint as versions before `sha256-tree` recorded it."""
+    import torch
+
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous().cpu()
+        digest.update(_header(name, tensor))
+        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()

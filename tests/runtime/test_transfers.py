@@ -1,0 +1,183 @@
+"""Weights from host to host: who fetches from whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.runtime.transfers import FAN_OUT, Tree
+from stores.errors import ActorLost, TransferFailed
+from stores.trajectory import InstanceId, PolicyVersion
+from tasks.actors.parameter_server import Fetched
+from tests.support.bodies import Body, Stage
+from tests.support.in_process import Fault
+from tests.support.scripted import World
+
+HOSTS = [f"host-{i:02d}" for i in range(16)]
+EVENTS = st.lists(st.tuples(st.sampled_from(("join", "arrived", "failed")), st.sampled_from(HOSTS)), max_size=60)
+
+
+def ancestors(tree: Tree, host: str) -> list[str]:
+    found = []
+    while host in tree._parents:
+        host = tree._parents[host]
+        assert host not in found, "a circle"
+        found.append(host)
+    return found
+
+
+@settings(max_examples=300)
+@given(EVENTS)
+def test_every_host_is_below_the_root_and_none_below_itself(events: list[tuple[str, str]]) -> None:
+    tree = Tree("root")
+    for event, host in events:
+        if event == "join":
+            sources = tree.join(host)
+            assert len(set(sources)) == len(sources) and host not in sources and "root" in sources
+            assert tree.join(host) == sources, "asking twice changes nothing"
+        elif event == "arrived":
+            tree.arrived(host)
+        else:
+            tree.failed(host)
+        for one in HOSTS:
+            ancestors(tree, one)
+
+
+@given(st.lists(st.sampled_from(HOSTS), unique=True))
+def test_while_nothing_fails_no_host_serves_more_than_a_few(hosts: list[str]) -> None:
+    tree = Tree("root")
+    for host in hosts:
+        tree.join(host)
+    served = Counter(tree._parents.values())
+    assert max(served.values(), default=0) <= FAN_OUT
+    assert served["root"] == min(len(hosts), FAN_OUT)
+    assert max((len(ancestors(tree, h)) for h in hosts), default=0) <= 4
+
+
+def test_a_host_that_has_it_serves_it() -> None:
+    tree = Tree("root")
+    assert [tree.join(h)[0] for h in HOSTS[:2]] == ["root", "root"]
+    tree.arrived(HOSTS[0])
+    tree.arrived(HOSTS[1])
+    assert [tree.join(h)[0] for h in HOSTS[2:8]] == ["host-00", "host-01", "root", "host-00", "host-01", "root"]
+
+
+def test_one_that_failed_does_not_wait_for_those_that_may_wait_for_it() -> None:
+    tree = Tree("root")
+    for host in HOSTS[:7]:
+        tree.join(host)
+    tree.failed(HOSTS[0])
+    assert tree.join(HOSTS[0]) == ("root",)
+
+
+# -- as the runtime uses it ----------------------------------------------------------------------------------------
+
+APART = ("one", "one", "one", "two", "three", "four", "five")
+"""Hosts of server, trainer, reward worker and four instances."""
+V1 = PolicyVersion(1)
+
+
+async def publish(stage: Stage, version: PolicyVersion) -> None:
+    """As if a training step had published it."""
+    trainer = stage.workers.actor("trainer")
+    trainer._version = version
+    stage.actors.publish(trainer._publish({}))
+
+
+def asked(stage: Stage) -> dict[str, str]:
+    """The source of each host's fetch."""
+    ensured = [c for c in stage.workers.calls if c.method == "ensure" and c.args[2]]
+    return {c.actor.removeprefix("parameters-"): c.args[2][0].name.removeprefix("parameters-") for c in ensured}
+
+
+def test_hosts_fetch_from_each_other(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        await publish(stage, V1)
+        await asyncio.gather(*(stage.actors.pull(i, V1) for i in stage.actors.instances.values()))
+        sources = asked(stage)
+        assert sorted(sources) == ["five", "four", "three", "two"]
+        assert Counter(sources.values())["one"] == FAN_OUT
+        assert len(set(sources.values())) > 1 and all(host != source for host, source in sources.items())
+
+    late = [Fault(actor=f"parameters-{host}", method="ensure", late_s=1.0) for host in APART[3:]]
+    body.place(script, "rollout.instances=4", hosts=APART, faults=late)
+
+
+def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
+    """Its progress is asked for again and again; each answer comes in time."""
+
+    async def script(stage: Stage) -> None:
+        await publish(stage, V1)
+        two = stage.actors.instances[InstanceId("rollout-0")]
+        begin = asyncio.get_running_loop().time()
+        await stage.actors.pull(two, V1)
+        assert asyncio.get_running_loop().time() - begin > 20 * 2
+        assert two.version == V1
+
+    on_its_way = Fetched(path="", num_bytes=3)
+    slow = [
+        Fault(actor="parameters-two", method="ensure", nth=n, late_s=2.0, change=lambda _: on_its_way)
+        for n in range(1, 21)
+    ]
+    body.place(script, hosts=APART, faults=slow)
+
+
+def test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer(body: Body) -> None:
+    """The instance that asks waits for as long as it takes."""
+
+    async def script(stage: Stage) -> None:
+        await publish(stage, V1)
+        two = stage.actors.instances[InstanceId("rollout-0")]
+        await stage.actors.pull(two, V1)
+        assert two.version == V1
+
+    gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
+    fails = [Fault(actor="parameters-two", method="ensure", nth=n, error=gone) for n in range(1, 8)]
+    body.place(script, hosts=APART, faults=fails)
+
+
+def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_taken_for_the_one_that_asked(
+    body: Body,
+) -> None:
+    async def script(stage: Stage) -> None:
+        carrier, other = stage.actors.instances.values()
+        assert stage.workers.placed["parameters-two"].address == carrier.placed.address != other.placed.address
+        await publish(stage, V1)
+        await stage.actors.pull(other, V1)
+        assert other.version == V1
+        assert stage.workers.placed["parameters-two"].address == other.placed.address
+        with_it = [c.actor for c in stage.workers.calls if c.method == "pull"]
+        assert with_it == [other.id]
+
+    hosts = ("one", "one", "one", "two", "two")
+    body.place(script, hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", silent="before")])
+
+
+def test_an_instance_whose_own_process_does_not_answer_is_lost(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        carrier, _ = stage.actors.instances.values()
+        await publish(stage, V1)
+        with pytest.raises(ActorLost, match="parameters-two did not answer within 3 s"):
+            await stage.actors.pull(carrier, V1)
+
+    hosts = ("one", "one", "one", "two", "two")
+    body.place(script, hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", silent="before")])
+
+
+def test_loading_may_take_as_long_as_its_bytes(body: Body) -> None:
+    """A call is answered in 3 s; a load of 100 MB may take four more at the least rate."""
+
+    async def script(stage: Stage) -> None:
+        trainer = stage.workers.actor("trainer")
+        trainer._version = V1
+        one = stage.actors.instances[InstanceId("rollout-0")]
+        stage.actors.publish(trainer._publish({}))
+        await stage.actors.pull(one, V1)
+        assert one.version == V1
+
+    slow = [Fault(actor="rollout-0", method="pull", late_s=6.0)]
+    body.place(script, faults=slow, world=World(num_bytes=100_000_000))

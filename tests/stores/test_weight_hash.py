@@ -1,0 +1,88 @@
+"""Fingerprints of weights: what they tell apart, however many threads compute them, and those of earlier versions."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stores import weight_hash
+from stores.weight_hash import comparable, fingerprint, matches
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"a.weight": torch.randn(7, 3, generator=generator), "b": torch.randn(5, generator=generator)}
+
+
+def test_a_fingerprint_sees_a_change_a_name_a_shape_and_a_type() -> None:
+    base = tensors()
+    changed = {**base, "b": base["b"].clone().index_fill_(0, torch.tensor([4]), 1.0)}
+    renamed = {"a.weight": base["a.weight"], "c": base["b"]}
+    reshaped = {"a.weight": base["a.weight"].reshape(3, 7), "b": base["b"]}
+    retyped = {**base, "b": base["b"].view(torch.int32)}
+    assert len({fingerprint(x) for x in (base, changed, renamed, reshaped, retyped)}) == 5
+    assert fingerprint(dict(reversed(base.items()))) == fingerprint(base)
+    assert fingerprint({**base, "a.weight": base["a.weight"].T.contiguous().T}) == fingerprint(base)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), max_size=5), threads=st.integers(1, 4), piece=st.integers(1, 16))
+def test_threads_do_not_change_it_and_every_byte_counts(sizes: list[int], threads: int, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_hash, "PIECE_BYTES", piece)
+        held = {f"t{i}": torch.arange(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
+        whole = fingerprint(held, threads)
+        assert whole == fingerprint(held, 1)
+        for name, tensor in held.items():
+            for at in range(len(tensor)):
+                other = tensor.clone()
+                other[at] += 1
+                assert fingerprint({**held, name: other}, threads) != whole
+
+
+def test_pieces_are_hashed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first piece of a tensor is done only once the second has begun."""
+    monkeypatch.setattr(weight_hash, "PIECE_BYTES", 4)
+    together = threading.Barrier(2, timeout=30)
+    digest = weight_hash._digest
+
+    def waits(piece: Any) -> bytes:
+        together.wait()
+        return digest(piece)
+
+    monkeypatch.setattr(weight_hash, "_digest", waits)
+    assert fingerprint({"t": torch.zeros(8, dtype=torch.uint8)}, 2).startswith("sha256-tree:")
+
+
+def test_what_is_empty_or_without_dimensions_has_a_fingerprint() -> None:
+    assert len({fingerprint(x) for x in ({}, {"t": torch.zeros(0)}, {"t": torch.tensor(1.0)})}) == 3
+
+
+def by_blake2b(held: dict[str, torch.Tensor]) -> str:
+    """As versions before this scheme computed it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(held):
+        digest.update(f"{name}:{tuple(held[name].shape)}:{held[name].dtype};".encode())
+        digest.update(held[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_fingerprints_of_earlier_versions_are_checked_by_their_own_scheme() -> None:
+    assert matches(tensors(), by_blake2b(tensors()))
+    assert not matches(tensors(1), by_blake2b(tensors()))
+    assert matches(tensors(), fingerprint(tensors()))
+    assert not matches(tensors(1), fingerprint(tensors()))
+    assert not matches(tensors(), "")
+    assert not matches(tensors(), "of-a-later-version:" + fingerprint(tensors()).partition(":")[2])
+
+
+def test_only_fingerprints_of_one_scheme_are_compared() -> None:
+    new, old = fingerprint(tensors()), by_blake2b(tensors())
+    assert comparable(new, fingerprint(tensors(1))) and comparable(old, by_blake2b(tensors(1)))
+    assert not comparable(new, old)

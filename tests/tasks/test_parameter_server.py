@@ -1,0 +1,238 @@
+"""Parameter servers as plain objects, in virtual time: versions from host to host, whatever the sources do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stores.errors import StoreError, TransferFailed
+from stores.parameters import ParameterFolder
+from stores.trajectory import PolicyVersion
+from tasks.actors.parameter_server import PIECES_AT_ONCE, Fetched, ParameterServer, Source
+from tests.support import virtual_time
+
+V4 = PolicyVersion(4)
+CALL_S = 60.0
+PIECE = 7
+
+
+def data_of(size: int) -> bytes:
+    return bytes(i * 31 % 251 for i in range(size))
+
+
+class Host:
+    """A host's parameter server, as others call it. fault: how its `read_piece` goes wrong, given what it would do."""
+
+    def __init__(self, folder: Path, data: bytes | None = None) -> None:
+        self.folder = ParameterFolder(folder)
+        if data is not None:
+            with self.folder.incoming(V4, len(data)) as incoming:
+                for piece in list(incoming.missing.values()):
+                    incoming.write(piece, data[piece.offset : piece.offset + piece.size])
+        self.server = ParameterServer(str(folder), CALL_S, PIECE)
+        self.num_reads = 0
+        self.at_once = self.most_at_once = 0
+        self.fault: Callable[[int, Callable[[], Awaitable[bytes | None]]], Awaitable[bytes | None]] | None = None
+
+    async def read_piece(self, version: PolicyVersion, offset: int, size: int) -> bytes | None:
+        number, self.num_reads = self.num_reads, self.num_reads + 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(0.001)
+
+            async def well() -> bytes | None:
+                return await self.server.read_piece(version, offset, size)
+
+            return await (well() if self.fault is None else self.fault(number, well))
+        finally:
+            self.at_once -= 1
+
+    async def fetch(self, num_bytes: int, *sources: Host) -> bytes:
+        """Ask until the version is here, as the driver does."""
+        named = tuple(Source(f"parameters-{i}", source) for i, source in enumerate(sources))
+        while not (fetched := await self.server.ensure(V4, num_bytes, named)).path:
+            pass
+        return Path(fetched.path).read_bytes()
+
+
+Fault = Callable[[int, Callable[[], Awaitable[bytes | None]]], Awaitable[bytes | None]]
+
+
+async def dies(number: int, well: Any) -> bytes | None:
+    raise OSError("connection closed")
+
+
+async def is_silent(number: int, well: Any) -> bytes | None:
+    await asyncio.Event().wait()
+    return b""
+
+
+async def is_torn(number: int, well: Any) -> bytes | None:
+    data = await well()
+    return data[:-1] if data else data
+
+
+async def refuses(number: int, well: Any) -> bytes | None:
+    raise StoreError("no such version here")
+
+
+async def fails(number: int, well: Any) -> bytes | None:
+    raise RuntimeError("the worker holding this actor was lost")
+
+
+async def never_has_it(number: int, well: Any) -> bytes | None:
+    await asyncio.sleep(2.0)
+    return None
+
+
+FAULTS: tuple[Fault, ...] = (dies, is_silent, is_torn, refuses, fails, never_has_it)
+
+
+def after(count: int, fault: Fault) -> Fault:
+    """`fault` from the read number `count` on."""
+
+    async def sometimes(number: int, well: Any) -> bytes | None:
+        return await (fault(number, well) if number >= count else well())
+
+    return sometimes
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 100, 10 * PIECE])
+def test_a_version_arrives_whole_and_is_read_once(tmp_path: Path, size: int) -> None:
+    async def scenario() -> None:
+        source, target = Host(tmp_path / "a", data_of(size)), Host(tmp_path / "b")
+        found = await asyncio.gather(*(target.fetch(size, source) for _ in range(3)))
+        assert found == [data_of(size)] * 3
+        assert await source.server.bytes_read() == size
+        assert source.most_at_once == min(PIECES_AT_ONCE, -(-size // PIECE))
+        assert target.folder.versions() == [4]
+        assert await target.fetch(size, source) == data_of(size)
+        assert await source.server.bytes_read() == size
+        await target.server.close()
+        assert not (tmp_path / "b").exists()
+
+    virtual_time.run(scenario())
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(0, 90), count=st.integers(0, 14), fault=st.sampled_from(FAULTS), again=st.booleans())
+def test_a_source_that_fails_at_any_piece_is_left_for_another(
+    tmp_path_factory: pytest.TempPathFactory, size: int, count: int, fault: Fault, again: bool
+) -> None:
+    """What had arrived is kept: together the sources hand on each byte once, but for the pieces on their way then."""
+    folder = tmp_path_factory.mktemp("hosts")
+
+    async def scenario() -> None:
+        data = data_of(size)
+        failing, good, target = Host(folder / "a", data), Host(folder / "b", data), Host(folder / "c")
+        failing.fault = after(count, fault)
+        assert await target.fetch(size, failing, good) == data
+        read = await failing.server.bytes_read() + await good.server.bytes_read()
+        assert size <= read <= size + (PIECES_AT_ONCE + (fault is is_torn) * PIECES_AT_ONCE) * PIECE
+        if again:
+            await target.server.prune(())
+            assert await target.fetch(size, failing, good) == data
+
+    virtual_time.run(scenario())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_source_that_recovers_within_the_deadline_is_asked_again(tmp_path: Path, fault: Fault) -> None:
+    async def scenario() -> None:
+        source, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b")
+        source.fault = fault
+
+        async def recover() -> None:
+            await asyncio.sleep(CALL_S / 2)
+            source.fault = None
+
+        recovering = asyncio.ensure_future(recover())
+        assert await target.fetch(50, source) == data_of(50)
+        await recovering
+
+    virtual_time.run(scenario())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_when_nobody_hands_it_on_the_error_names_the_sources_and_nothing_is_left(tmp_path: Path, fault: Fault) -> None:
+    async def scenario() -> None:
+        one, two, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b", data_of(50)), Host(tmp_path / "c")
+        one.fault = two.fault = after(2, fault)
+        with pytest.raises(TransferFailed, match=r"version 4 cannot be fetched: parameters-0 .*; parameters-1 "):
+            await target.fetch(50, one, two)
+        assert CALL_S < asyncio.get_running_loop().time() < 3 * CALL_S
+        assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]
+        one.fault = two.fault = None
+        assert await target.fetch(50, one, two) == data_of(50)
+
+    virtual_time.run(scenario())
+
+
+def test_a_host_hands_on_what_has_arrived_before_it_has_all(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        source, between, last = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b"), Host(tmp_path / "c")
+
+        async def slowly(number: int, well: Any) -> bytes | None:
+            await asyncio.sleep(1.0)
+            return await well()  # type: ignore[no-any-return]
+
+        source.fault = slowly
+        two = asyncio.ensure_future(between.fetch(70, source))
+        three = asyncio.ensure_future(last.fetch(70, between, source))
+        await asyncio.sleep(1.5)
+        assert not two.done()
+        assert await between.server.bytes_read() > 0
+        assert await two == await three == data_of(70)
+        assert await source.server.bytes_read() == 70
+        assert await between.server.bytes_read() == 70
+
+    virtual_time.run(scenario())
+
+
+def test_when_a_host_dies_those_behind_it_go_on_with_what_they_have(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        source, between, last = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b"), Host(tmp_path / "c")
+        source.fault = after(6, never_has_it)
+        between.fault = after(5, dies)
+        two = asyncio.ensure_future(between.fetch(70, source))
+        three = asyncio.ensure_future(last.fetch(70, between, source))
+        await asyncio.sleep(5.0)
+        source.fault = None
+        assert await three == data_of(70)
+        assert await two == data_of(70)
+
+    virtual_time.run(scenario())
+
+
+def test_how_far_it_is_is_told_while_it_comes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
+        source.fault = after(6, is_silent)
+        answer = await target.server.ensure(V4, 70, (Source("one", source),))
+        assert answer == Fetched(path="", num_bytes=42)
+        assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+        await target.server.close()
+
+    virtual_time.run(scenario())
+
+
+def test_memory_that_is_full_is_not_the_sources_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("stores.incoming.Incoming.write", full)
+        with pytest.raises(StoreError, match=r"cannot be written: No space left on device; free memory"):
+            await target.fetch(70, source)
+        assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]
+
+    virtual_time.run(scenario())
