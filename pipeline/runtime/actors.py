@@ -112,6 +112,8 @@ class Actors:
         self._facts = facts
         self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._lost_at: dict[str, list[float]] = {}
+        self._retired: list[int] = []
+        """Indices of the instances that were retired, each time."""
         self._earlier_starts = 0
         self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
@@ -236,7 +238,7 @@ class Actors:
     async def place_instance(self, index: int) -> InstanceHandle:
         """Place instance `index`; under a new name if it replaces one, so that late answers of the old do not match."""
         config = self._config
-        attempt = len(self._lost_at.get(f"rollout-{index}", ()))
+        attempt = len(self._lost_at.get(f"rollout-{index}", ())) + self._retired.count(index)
         name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
         placed = await self._workers.place(
             name,
@@ -415,6 +417,19 @@ class Actors:
             self._workers.lose(name)
         if len(recent) > REPLACEMENTS:
             raise ActorLost(f"{role} was lost {len(recent)} times within an hour, last: {lost}") from lost
+
+    async def spare(self) -> bool:
+        """Whether there is a worker for a further instance."""
+        return await self._workers.spare("rollout")
+
+    async def retire(self, instance: InstanceHandle) -> None:
+        """Close an instance that runs nothing, and let its worker leave the cluster. No loss. Never raises."""
+        self.instances.pop(instance.id, None)
+        self._retired.append(instance.index)
+        with contextlib.suppress(Exception):
+            await self.ask_once(instance.placed.name, "close", within_s=CLOSE_S)
+        if instance.placed.name in self._workers.placed:
+            await self._workers.retire(instance.placed.name)
 
     async def close(self) -> None:
         """Close all actors, the engines first: they may still use what the others hold. Never raises."""

@@ -114,6 +114,7 @@ class Driver:
             self._cost_watch,
             self._background,
             self._inbox.put_nowait,
+            self._coordinator.has_left,
             lambda: self._measurements.elapsed_s,
         )
         self._drift_said = False
@@ -145,6 +146,7 @@ class Driver:
         self._background.spawn(self._commits.work(), "commits")
         self._background.spawn(self._tick(), "clock")
         self._background.spawn(self._actors.restoring.watch(), "watch")
+        self._background.spawn(self._membership.grow(), "growth")
         for work in self._scoring.work():
             self._background.spawn(work, "scoring")
         self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
@@ -201,6 +203,10 @@ class Driver:
             self._task.cancel()
         self.outcomes.stopped = self._stop_requested = self._stop_requested or why
         logger.info("stopping: %s", why)
+
+    def retire(self, worker: str) -> str:
+        """Have the rollout instance on a worker go; see Membership.retire."""
+        return self._membership.retire(worker)
 
     async def close(self) -> None:
         """Stop all tasks, close all actors; never raises."""
@@ -359,6 +365,7 @@ class Driver:
             await asyncio.sleep(TICK_S)
             self._inbox.put_nowait(Tick())
             snapshot = self._coordinator.snapshot()
+            self.outcomes.instances = self._membership.line
             self._measurements.ticked(snapshot)
             if self._cost_watch.drifted and not self._drift_said:
                 self._drift_said = True
