@@ -51,6 +51,11 @@ def check_across(config: RunConfig, where: str) -> None:
             f"{where}: rollout.min_instances = {rollout.min_instances} is more than rollout.instances = "
             f"{rollout.instances}"
         )
+    if 0 < rollout.max_instances < rollout.instances:
+        raise ConfigError(
+            f"{where}: rollout.max_instances = {rollout.max_instances} is less than rollout.instances = "
+            f"{rollout.instances}, with which the run begins"
+        )
     try:
         ADMISSION.make(config.staleness, {"eta": config.staleness.eta})
         ROUTING.check(config.rollout)

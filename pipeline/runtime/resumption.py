@@ -22,6 +22,8 @@ from stores.trajectory import PolicyVersion
 MAY_CHANGE = (
     "steps",
     "rollout.instances",
+    "rollout.max_instances",
+    "rollout.min_instances",
     "cluster.",
     "deadlines.",
     "training.checkpoint_every",

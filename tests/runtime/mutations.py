@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.runtime import actors, committing, driver, instance_link, membership, restoring, scoring
+from pipeline.runtime import actors, background, committing, driver, instance_link, membership, restoring, scoring
 from tests.runtime import test_actors as on_actors
 from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
@@ -18,6 +18,7 @@ from tests.runtime import test_restoring as on_restoring
 from tests.support.bodies import Body, Runtime
 
 MODULES = {
+    "background": background,
     "restoring": restoring,
     "actors": actors,
     "instance_link": instance_link,
@@ -209,8 +210,8 @@ MUTATIONS = (
         name="who_asked_is_lost",
         module="membership",
         breaks="who failed is who is lost, not who asked",
-        old='                if lost.who != instance.id and not lost.who.startswith("parameters-"):\n',
-        new="                if False:\n",
+        old='return lost.who == instance.id or lost.who.startswith("parameters-")',
+        new="return True",
         check=check(on_driver.test_a_server_that_answers_nobody_any_more_is_who_is_lost, "payloads"),
     ),
     Mutation(
@@ -406,7 +407,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="others_start_on",
-        module="actors",
+        module="background",
         breaks="where one actor cannot start, the others are not waited for",
         old="        for task in tasks:\n            task.cancel()\n        await asyncio.gather",
         new="        await asyncio.gather",
