@@ -33,7 +33,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -250,12 +250,21 @@ class StalenessLedger:
         self.num_started = sum(num_ended.values())
         self._validate_counts()
 
-    def start(self, group: GroupId) -> tuple[TrajectoryId, ...]:
-        """Add a new group to the queue; it holds no promise yet. Returns the ids of the members it starts."""
+    def start(self, group: GroupId, unfinished: Sequence[TrajectoryId] | None = None) -> tuple[TrajectoryId, ...]:
+        """Add a new group to the queue; it holds no promise yet. Returns the ids of the members it starts.
+
+        unfinished: of a group that a resumed run takes up, the members that had not ended when it was stored; their
+        siblings are among the counts it was resumed with. What they were promised is reserved anew, oldest version
+        first: (H) held for all these promises together, so it holds for any part of them.
+        """
         if group in self.entries:
             raise ProtocolViolation(f"group {group} was started twice")
         first = group * self.members_started
         members = tuple(TrajectoryId(first + i) for i in range(self.members_started))
+        if unfinished is not None:
+            if not set(unfinished) <= set(members) or len(set(unfinished)) < max(self.group_size, len(unfinished)):
+                raise ProtocolViolation(f"group {group} cannot be taken up with members {list(unfinished)[:10]}")
+            members = tuple(unfinished)
         self.entries[group] = Entry(group=group, waiting=set(members))
         self.num_started += len(members)
         return members

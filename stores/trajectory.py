@@ -80,6 +80,10 @@ class Segment:
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.logprobs.shape, "one logprob per token"
 
+    def without(self, first: int) -> Segment:
+        """This segment without its first tokens."""
+        return replace(self, tokens=self.tokens[first:], logprobs=self.logprobs[first:]) if first else self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:

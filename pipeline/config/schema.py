@@ -187,6 +187,11 @@ class RolloutConfig:
         "nats by which an instance's logprobs of a probe may differ from the trainer's without alarm; 0: by dtype",
         low=0,
     )
+    spool_s: float = knob(
+        10.0,
+        "seconds between deliveries of running responses' tokens: a lost instance loses no more of them; 0: all",
+        low=0,
+    )
     max_attempts: int = knob(3, "most retries of a trajectory after engine failures or lost instances", low=0)
     engine: EngineConfig = EngineConfig()
     cost: CostConfig = CostConfig()

@@ -51,7 +51,7 @@ from pipeline.strategies.routing import Routing
 from pipeline.strategies.synchronization import Synchronization
 from stores.errors import ProtocolViolation
 from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, Fate, InstanceId, TrajectoryId
+from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +146,16 @@ class Coordinator:
     def _on_run_resumed(self, event: RunResumed) -> None:
         parted = ((key.partition(":"), count) for key, count in event.num_ended)
         self._state.resume(event.step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
+        for group in event.groups:
+            complete = self._state.take_up(group)
+            for member in group.members:
+                self._history.note(member.trajectory, f"taken up with {member.tokens} tokens")
+            if complete:
+                self._judge(group.group)
+                continue
+            for member in group.members:
+                if member.sampled and not member.scored:
+                    self._score(self._state.live[member.trajectory], "scored again")
 
     def _on_groups_arrived(self, event: GroupsArrived) -> None:
         for member in self._state.add_groups(event.groups):
@@ -161,7 +171,7 @@ class Coordinator:
         instance = self._state.fleet.get(event.instance)
         if instance is None:
             return
-        running = self._state.hear_progress(instance, event.progress)
+        running = self._state.hear_progress(instance, event.progress, event.safe)
         if self._strategies.routing.knows_urgency:
             self._state.set_pace(instance, self._placement.most_urgent_s(running, self._state.now))
 
@@ -195,15 +205,18 @@ class Coordinator:
             return
         complete = self._state.score(live, None if event.error else event.reward)
         self._history.note(live.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
-        if not complete:
-            return
-        members = self.ledger.entries[live.group].completed
+        if complete:
+            self._judge(live.group)
+
+    def _judge(self, group: GroupId) -> None:
+        """Have a complete group wait for the trainer, unless it is not worth training on."""
+        members = self.ledger.entries[group].completed
         rewards = [r for m in members if (r := self._state.live[m].reward) is not None]
         verdict = self._strategies.filtering.verdict(rewards)
         if verdict is not None:
-            self._retire(self._state.filter(live.group, verdict))
+            self._retire(self._state.filter(group, verdict))
         else:
-            self._retire(self._state.occupy(live.group))
+            self._retire(self._state.occupy(group))
 
     def _on_pull_finished(self, event: PullFinished) -> None:
         instance = self._state.fleet.get(event.instance)

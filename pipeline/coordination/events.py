@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stores.in_flight import GroupInFlight
 from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResumed:
-    """A stored run continues from the version that step - 1 published, nothing in flight. Must be the first event."""
+    """A stored run continues from the version that step - 1 published, with these groups in flight. Must be the first
+    event."""
 
     step: int
     num_ended: tuple[tuple[str, int], ...]
     """Trajectories of the run so far, by "fate:reason"."""
+    groups: tuple[GroupInFlight, ...] = ()
+    """In this order they fit: `plan_resume` has seen to it. None in a run of an earlier version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,8 @@ class InstanceReported:
     instance: InstanceId
     progress: tuple[tuple[TrajectoryId, int], ...]
     """(trajectory, tokens sampled so far, all segments counted) of what it was running."""
+    safe: tuple[tuple[TrajectoryId, int], ...] = ()
+    """(trajectory, tokens) that have come to the trajectory server since the report before; none is taken back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

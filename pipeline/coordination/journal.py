@@ -23,10 +23,11 @@ from pipeline.coordination.coordinator import Coordinator
 from pipeline.coordination.events import Event, NewGroup, RunResumed
 from stores.codec import Codec
 from stores.errors import ConfigError, ProtocolViolation
+from stores.in_flight import GroupInFlight, MemberInFlight
 from stores.staleness import Ending
 from stores.trajectory import AbortReason, Fate
 
-CODEC = Codec(tagged=(*get_args(Event), *get_args(Command), NewGroup, Ending))
+CODEC = Codec(tagged=(*get_args(Event), *get_args(Command), NewGroup, Ending, GroupInFlight, MemberInFlight))
 ENDED = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """A fate and its reason, as `RunResumed` has them."""
 PART_BYTES = 64 * 2**20

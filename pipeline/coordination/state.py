@@ -22,6 +22,7 @@ from pipeline.coordination.phases import Phase, Transition, next_phase
 from pipeline.coordination.trajectories import LiveTrajectory
 from pipeline.coordination.work_queue import FRESH, MutableWorkQueue, WorkQueue
 from stores.errors import ProtocolViolation
+from stores.in_flight import GroupInFlight
 from stores.staleness import Ending, EntryState, StalenessLedger
 from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 
@@ -138,7 +139,7 @@ class CoordinatorState:
         self._routing_changed = self._all_loads_changed = True
 
     def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
-        """Continue a run that has published version `step` and has nothing in flight."""
+        """Continue a run that has published version `step`. What it has in flight is taken up after that."""
         self.ledger.resume(step, num_ended)
         self._idle_since = self._published_s = self._now
 
@@ -171,6 +172,38 @@ class CoordinatorState:
             added += members
         self._routing_changed = True
         return added
+
+    def take_up(self, found: GroupInFlight) -> bool:
+        """Continue a group of a stored run where it was, its promise included. True if it has all the members it
+        needs."""
+        self.ledger.start(found.group, [member.trajectory for member in found.members])
+        self.measured.prompt_tokens.add(found.prompt_tokens)
+        complete = False
+        for member in sorted(found.members, key=lambda member: member.version):
+            if member.version >= 0:
+                self.ledger.reserve(found.group, member.trajectory, member.version)
+        if self.ledger.entries[found.group].state is EntryState.QUEUED:
+            self._fresh_groups.add(found.group)
+        for member in found.members:
+            live = LiveTrajectory(
+                id=member.trajectory,
+                group=found.group,
+                prompt_tokens=found.prompt_tokens,
+                phase=Phase.DONE if member.scored else Phase.SCORING if member.sampled else Phase.QUEUED,
+                v_traj=member.version,
+                epoch=1 if member.version >= 0 else 0,
+                tokens=member.tokens,
+                safe_tokens=member.tokens,
+                reward=member.reward,
+                since=self._now,
+            )
+            self._live[live.id] = live
+            if live.phase is Phase.DONE:
+                complete = self.ledger.complete(live.group, live.id)
+            elif live.phase is Phase.QUEUED:
+                self._enqueue(live)
+        self._batch_changed = self._room_changed = self._routing_changed = True
+        return complete
 
     def occupy(self, group: GroupId) -> tuple[EndedTrajectory, ...]:
         """Let a complete group wait for the trainer; returns what became surplus because of it."""
@@ -287,9 +320,15 @@ class CoordinatorState:
         self._fleet.lose(instance)
         self._loads_changed.pop(instance.instance, None)
 
-    def hear_progress(self, instance: Instance, progress: Iterable[tuple[TrajectoryId, int]]) -> list[LiveTrajectory]:
-        """Take in the (trajectory, tokens) of a report; returns those that do run there. A report may be older than a
-        later routing: only progress of what still runs here counts, and only upwards."""
+    def hear_progress(
+        self,
+        instance: Instance,
+        progress: Iterable[tuple[TrajectoryId, int]],
+        safe: Iterable[tuple[TrajectoryId, int]] = (),
+    ) -> list[LiveTrajectory]:
+        """Take in the (trajectory, tokens) of a report, and of those tokens what is safe; returns those that do run
+        there. A report may be older than a later routing: only progress of what still runs here counts, and only
+        upwards."""
         running: list[LiveTrajectory] = []
         grown = 0
         for member, tokens in progress:
@@ -299,6 +338,12 @@ class CoordinatorState:
                     grown += tokens - live.tokens
                     live.tokens = tokens
                 running.append(live)
+        for member, tokens in safe:
+            if member in instance.trajectories:
+                live = self._live[member]
+                grown += max(0, tokens - live.tokens)
+                live.tokens = max(tokens, live.tokens)
+                live.safe_tokens = max(tokens, live.safe_tokens)
         self._fleet.grow(instance, grown)
         return running
 

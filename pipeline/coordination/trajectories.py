@@ -27,7 +27,7 @@ class LiveTrajectory:
     tokens: int = 0
     """Sampled tokens, as last reported."""
     safe_tokens: int = 0
-    """Of these, the ones the trajectory server holds: they survive the loss of the instance."""
+    """Of these, the ones the trajectory server is known to hold: they survive the loss of the instance."""
     attempts: int = 0
     """Engine failures and lost instances so far."""
     reward: float | None = None

@@ -248,6 +248,7 @@ class Actors:
             config.cluster.threads,
             config.rollout.max_new_tokens,
             config.deadlines.call_s,
+            config.rollout.spool_s,
         )
         instance = InstanceHandle(placed=placed, index=index)
         self.instances[instance.id] = instance

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from pipeline.coordination.events import (
     VersionPublished,
 )
 from pipeline.coordination.snapshot import Snapshot
+from pipeline.coordination.taking_up import plan_resume
 from pipeline.profiling.fit import CostWatch
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.background import Background
@@ -63,6 +65,7 @@ from stores.metrics import with_rate
 from stores.resume_points import ResumePoints
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, ended_as
 from tasks.actors.trainer import StepResult
+from tasks.actors.trajectory_server import FoundInFlight, TakenUp
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,9 @@ class Driver:
         self._background = Background(self._inbox.put_nowait)
         self._commits = Commits(actors, config.deadlines, self._stored, self._say)
         self._scoring = Scoring(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
+        self._num_drawn = 0
+        """Groups that the server has drawn: the next one's number."""
+        self._drawing = asyncio.Lock()
         self._stop_requested = ""
         self.training = False
         """Whether the training loop runs, between the evaluations."""
@@ -190,8 +196,22 @@ class Driver:
         self.outcomes.evaluations += read_evaluations(self._run_dir)
         self.outcomes.earlier_steps = len(self.outcomes.steps)
         self.outcomes.earlier_evaluations = len(self.outcomes.evaluations)
-        state: LedgerState = await self._actors.ask("server", "resume", deadline="start_s")
-        return RunResumed(step=state.next_step, num_ended=tuple(state.num_ended.items()))
+        return await self._take_up()
+
+    async def _take_up(self) -> RunResumed:
+        """Have the server go on with what was in flight, as far as it is within the bound."""
+        found: FoundInFlight = await self._actors.ask("server", "found", deadline="start_s")
+        filtering = deciding.make_strategies(self._config).filtering
+        ledger = deciding.make_coordinator(self._config).ledger
+        resumed, again = plan_resume(ledger, filtering, found.ledger, found.groups)
+        taken: TakenUp = await self._actors.ask("server", "resume", again, deadline="start_s")
+        self._num_drawn = taken.ledger.num_started // self._config.members_started
+        if taken.responses or taken.again:
+            self._note(
+                f"took up {taken.responses:,} responses ({taken.tokens:,} tokens) that were in flight; "
+                f"{taken.again:,} start again"
+            )
+        return replace(resumed, num_ended=tuple(taken.ledger.num_ended.items()))
 
     def stop(self, why: str) -> None:
         """End the run once no training step is in flight; at once if asked twice, or outside of the training loop. Safe
@@ -293,7 +313,9 @@ class Driver:
     # -- carrying out --------------------------------------------------------------------------------------------
 
     async def _draw(self, command: Draw) -> None:
-        drawn = await self._actors.ask("server", "draw", command.num_groups)
+        async with self._drawing:  # groups start in the order of their numbers
+            drawn = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups)
+            self._num_drawn += command.num_groups
         groups = tuple(NewGroup(group=g.group, prompt_tokens=g.prompt_tokens) for g in drawn)
         self._inbox.put_nowait(GroupsArrived(groups=groups))
 

@@ -131,7 +131,7 @@ class InstanceLink:
             self._compare_cost(load)
             instance.busy_s = load.busy_s - (instance.busy_before_s or 0.0)
             instance.tokens_sampled = load.tokens_sampled
-            self._tell(InstanceReported(instance=instance.id, progress=load.progress))
+            self._tell(InstanceReported(instance=instance.id, progress=load.progress, safe=load.safe))
 
     def _compare_cost(self, load: EngineLoad) -> None:
         """Compare the decode steps since the last report with the cost model."""

@@ -3,6 +3,8 @@
 Invariants: a trajectory's tokens are with the trajectory server before the driver learns that it was sampled; a
 response that has ended is never continued, even if its instance was lost before the driver learned of the end; a
 request is never sampled under a version older than its Route command names (checked here, not only decided elsewhere).
+Every spool_s seconds the server is given the tokens of what is still running: if this process is lost, the others go on
+from there. Each delivery begins where the one before it ended.
 """
 
 from __future__ import annotations
@@ -53,8 +55,15 @@ class RolloutInstance:
     """The rollout instance's Dask actor. Slow work runs in two threads, one for commands in order, one for waiting."""
 
     def __init__(
-        self, engine_settings: EngineSettings, instance: InstanceId, threads: int, max_new_tokens: int, call_s: float
+        self,
+        engine_settings: EngineSettings,
+        instance: InstanceId,
+        threads: int,
+        max_new_tokens: int,
+        call_s: float,
+        spool_s: float,
     ):
+        """spool_s: seconds between two deliveries of running responses' tokens; 0 for none."""
         self._instance = instance
         self._max_new_tokens = max_new_tokens
         self._call_s = call_s
@@ -66,6 +75,13 @@ class RolloutInstance:
         """Interrupted, and not yet with the server."""
         self._whole: list[Sampled] = []
         """Routed here, and found to have ended already."""
+        self._spool_s = spool_s
+        self._spooled_s: float | None = None
+        """When running responses' tokens were last delivered, on the loop's clock."""
+        self._delivered: dict[TrajectoryId, tuple[int, int]] = {}
+        """Of running responses: (epoch, tokens) that the server has."""
+        self._unreported: dict[TrajectoryId, int] = {}
+        """Tokens that the server has of them, where that has changed since the last report."""
 
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
         """Start sampling trajectories from the tokens the server holds for them. Skips those that have ended; a
@@ -85,7 +101,10 @@ class RolloutInstance:
                     )
                 prompt, sampled, finish = payloads[item.trajectory]
                 if finish is not FinishReason.UNFINISHED:
-                    whole.append(Sampled(trajectory=item.trajectory, epoch=item.epoch, segments=(), finish=finish))
+                    ended = Sampled(
+                        trajectory=item.trajectory, epoch=item.epoch, first=len(sampled), segments=(), finish=finish
+                    )
+                    whole.append(ended)
                     continue
                 requests.append(
                     Request(
@@ -125,7 +144,11 @@ class RolloutInstance:
         return loaded
 
     async def next_events(self, server: Any, timeout_s: float) -> list[Outcome]:
-        """Wait up to `timeout_s` for requests to end; returns their outcomes, with tokens already at the server."""
+        """Wait up to `timeout_s` for requests to end; returns their outcomes, with tokens already at the server. When
+        it is time to deliver the tokens of those that run, it does that and returns none."""
+        if self._spool_is_due() and not self._undelivered and not self._whole:
+            await self._spool(server)
+            return []
         if not self._undelivered and not self._whole:
             loop = asyncio.get_running_loop()
             self._undelivered = await loop.run_in_executor(self._waiting, self._engine.events, timeout_s)
@@ -136,8 +159,10 @@ class RolloutInstance:
         return outcomes
 
     async def report(self) -> EngineLoad:
-        """The engine's current load."""
-        return self._engine.load_statistics()
+        """The engine's current load, and what has become safe since the last report."""
+        load = self._engine.load_statistics()
+        safe, self._unreported = tuple(self._unreported.items()), {}
+        return dataclasses.replace(load, safe=safe)
 
     async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
         """Sample one response to each prompt with the current weights. Only while the instance is otherwise idle."""
@@ -156,20 +181,64 @@ class RolloutInstance:
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._engine.close()
 
+    def _spool_is_due(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        if self._spooled_s is None:
+            self._spooled_s = now
+        return 0 < self._spool_s <= now - self._spooled_s
+
+    async def _spool(self, server: Any) -> None:
+        """Give the server the tokens of running responses so far."""
+        loop = asyncio.get_running_loop()
+        self._spooled_s = loop.time()
+        running: list[Sampled] = await loop.run_in_executor(self._waiting, self._engine.peek)
+        totals = await self._send(server, [s for s in running if _end(s) > s.first])
+        self._delivered = {s.trajectory: (s.epoch, totals[s.trajectory]) for s in running if s.trajectory in totals}
+        self._unreported |= totals
+
     async def _deliver(self, server: Any, ended: list[Sampled] | list[Sampled | Failed]) -> list[Outcome]:
-        sampled = [e for e in ended if isinstance(e, Sampled)]
-        totals: dict[TrajectoryId, int] = {}
-        if sampled:
-            totals = await call(server, "deliver", sampled, within_s=self._call_s, who="server")
-        return [
-            Outcome(
-                trajectory=e.trajectory,
-                epoch=e.epoch,
-                tokens=totals.get(e.trajectory, 0),
-                error=e.error if isinstance(e, Failed) else "",
-            )
-            for e in ended
-        ]
+        totals = await self._send(server, [e for e in ended if isinstance(e, Sampled)])
+        outcomes = []
+        for e in ended:
+            tokens, error = totals.get(e.trajectory, 0), e.error if isinstance(e, Failed) else ""
+            if isinstance(e, Sampled) and e.trajectory in totals and tokens < _end(e):
+                error = f"the trajectory server has {tokens} of its first {e.first} tokens"
+            outcomes.append(Outcome(trajectory=e.trajectory, epoch=e.epoch, tokens=tokens, error=error))
+        return outcomes
+
+    async def _send(self, server: Any, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
+        """Deliver what the server does not have yet; returns the tokens it has of each trajectory that it still hears
+        of from here."""
+        if not sampled:
+            return {}
+
+        async def deliver(parts: list[Sampled]) -> dict[TrajectoryId, int]:
+            found: dict[TrajectoryId, int] = await call(server, "deliver", parts, within_s=self._call_s, who="server")
+            return found
+
+        parts = [_after(s, self._delivered.get(s.trajectory)) for s in sampled]
+        totals = await deliver(parts)
+        short = [s for s, part in zip(sampled, parts, strict=True) if totals.get(s.trajectory, part.first) < part.first]
+        return totals | await deliver(short) if short else totals  # it has less than it once said: all of it again
 
     async def _command(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._commands, function, *args)
+
+
+def _end(sampled: Sampled) -> int:
+    """Tokens of the response up to the last of these."""
+    return sampled.first + sum(len(s.tokens) for s in sampled.segments)
+
+
+def _after(sampled: Sampled, delivered: tuple[int, int] | None) -> Sampled:
+    """The part of what was sampled that comes after what was delivered, (epoch, tokens), if that was of its epoch."""
+    if delivered is None or delivered[0] != sampled.epoch or delivered[1] <= sampled.first:
+        return sampled
+    skip = delivered[1] - sampled.first
+    left = []
+    for segment in sampled.segments:
+        rest = segment.without(min(skip, len(segment.tokens)))
+        skip -= len(segment.tokens) - len(rest.tokens)
+        if len(rest.tokens):
+            left.append(rest)
+    return dataclasses.replace(sampled, first=min(delivered[1], _end(sampled)), segments=tuple(left))

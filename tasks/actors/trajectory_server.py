@@ -1,14 +1,22 @@
 """The trajectory server: an actor that holds the payloads of live trajectories and is the store's only committer.
 
 Tokens and texts go directly from worker to worker; the driver and the coordinator see ids,
-lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits run in a
-thread, and prompts are drawn and encoded in another, so that neither waits for the other.
+lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits, prompts and
+the spool have a thread each.
+
+Invariants:
+- What was acknowledged survives this process: each change is an entry of the spool (stores/spool.py), and the call that
+  brought it is answered once the entry is written. A server made of the same settings with `resumed` begins with the
+  store and the spool, and so has all of it again, under the epochs it was delivered in.
+- Calls may be repeated: draws are numbered, deliveries name the position of their first token, batches and commits
+  their step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +25,19 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from stores.base import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
-from stores.errors import ConfigError, ProtocolViolation
-from stores.metrics import REWARD_PART
-from stores.rewards import has_signal
+from stores.in_flight import GroupInFlight, InFlight
+from stores.resume_points import ResumePoints
+from stores.spool import Spool
+from stores.spool_entries import (
+    BatchTaken,
+    Entry,
+    FlightResumed,
+    GroupDrawn,
+    RewardDelivered,
+    TokensDelivered,
+    TrajectoriesRetired,
+    TrajectoriesRouted,
+)
 from stores.staleness import Ending
 from stores.trajectory import (
     AbortReason,
@@ -28,7 +46,6 @@ from stores.trajectory import (
     FinishReason,
     GroupId,
     PolicyVersion,
-    Timings,
     Trajectory,
     TrajectoryId,
     ended_as,
@@ -39,7 +56,7 @@ from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Record, Task
-from tasks.training.advantage import advantages
+from tasks.training.batches import batch_metrics, check_batch, consumed_rows
 from tasks.training.packing import PackedRows
 
 
@@ -76,9 +93,29 @@ class Payload(NamedTuple):
     """UNFINISHED if sampling goes on after `sampled`; else it has ended by itself."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundInFlight:
+    """What a run that goes on finds. ledger: of the store's last record. groups: what is in flight as of that record,
+    without what later versions have sampled; empty for a run of an earlier version, which kept none of it."""
+
+    ledger: LedgerState
+    groups: tuple[GroupInFlight, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenUp:
+    """What a run that goes on has taken up. responses, tokens: those that are kept. again: number of responses that had
+    been begun and start again."""
+
+    ledger: LedgerState
+    responses: int = 0
+    tokens: int = 0
+    again: int = 0
+
+
 @answers_calls
 class TrajectoryServer:
-    """The trajectory server's Dask actor. Safe to ask twice: draws are numbered, deliveries carry whole segments."""
+    """The trajectory server's Dask actor."""
 
     stores: ClassVar[type[VersionedStore]] = VersionedStore
     """What opens and creates the store."""
@@ -94,73 +131,132 @@ class TrajectoryServer:
         self._settings = settings
         self._prompts: Prompts = prompts.build()
         self._store = self.stores.create(path, settings.header) if stored is None else stored
-        self._live: dict[TrajectoryId, Trajectory] = {}
-        # Of each one's latest routing: what an instance of an earlier one still delivers is not taken.
-        self._epochs: dict[TrajectoryId, int] = {}
-        # Of each one's latest delivery: an instance that heard no answer delivers once more.
-        self._delivered: dict[TrajectoryId, int] = {}
+        self._flight = InFlight(members=settings.members_started)
+        self._spool = Spool(path.with_name("spool"), settings.members_started)
+        self._points = ResumePoints(path.with_name("resume"))
         self._records: dict[GroupId, Record] = {}
-        self._num_drawn = 0
-        # Ended since the last commit; the consumed ones under their step, in the trainer's order.
-        self._ended: list[Ended] = []
-        self._consumed: dict[int, list[Ended]] = {}
+        self._last_record: StepRecord | None = None
+        # Of the steps in flight; the rows in the trainer's order.
+        self._rows: dict[int, list[Ended]] = {}
         self._fingerprints: dict[int, asyncio.Future[str]] = {}
         self._metrics: dict[int, dict[str, float]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._prompt_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._spool_thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
+        self._keeps_in_flight = True
+        """False while a run of an earlier version is resumed: it has no spool."""
+        if stored is None:
+            self._spool.clear()
+        else:
+            self._recover(stored.steps(-1))
 
-    async def resume(self) -> LedgerState:
-        """Continue a stored run: commit what was in flight at its last commit, which is lost, as aborted. Returns the
-        ledger state after that. Idempotent."""
-        records = self._store.steps(-1)
-        if not records:
-            return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
-        state = records[-1].ledger
-        members = self._settings.members_started
-        self._num_drawn = state.num_started // members
+    # -- a stored run --------------------------------------------------------------------------------------------
+
+    def _recover(self, records: Sequence[StepRecord]) -> None:
+        """Have again what was in flight when the server before this one ended."""
+        if records:
+            self._last_record = records[-1]
+        ledger = self._last_ledger
+        if not self._spool.exists:
+            self._keeps_in_flight = False
+            self._flight.num_drawn = ledger.num_started // self._settings.members_started
+            return
+        for entry in self._spool.read():
+            self._flight.apply(entry)
+        self._flight.forget_stored(ledger)
+        for group, members in self._flight.missing(ledger).items():
+            self._flight.begin(members, self._prompt(group), self._now())
+        in_flight = {group.group for group in self._flight.in_numbers()}
+        in_flight |= {t.group for t in self._flight.set_aside()}
+        self._spool.stored(ledger.next_step, self._spool.groups - in_flight)
+
+    async def found(self) -> FoundInFlight:
+        """What a run that is resumed after the store's last record could take up. Changes nothing."""
+        if not self._keeps_in_flight:
+            return FoundInFlight(ledger=self._last_ledger, groups=())
+        return FoundInFlight(ledger=self._last_ledger, groups=self._flight.after(self._resumed(())).in_numbers())
+
+    async def resume(self, again: tuple[TrajectoryId, ...]) -> TakenUp:
+        """Go on after the store's last record with what is in flight, but for the tokens of `again`. In a run of an
+        earlier version nothing was kept: what was in flight is committed as aborted. Returns the ledger state after
+        that. Idempotent."""
+        if not self._keeps_in_flight:
+            await self._abort_unkept()
+            return TakenUp(ledger=self._last_ledger)
+        begun = {t.id for t in self._flight.live.values() if t.timings.routed_s or t.segments}
+        begun |= {t.id for t in self._flight.set_aside()}
+        resumed = self._resumed(again)
+        self._flight.apply(resumed)
+        self._rows, self._fingerprints, self._metrics = {}, {}, {}
+        if not await self._write([resumed]):
+            # What this run has undone must never be taken for its own by a later one.
+            await self._in(self._spool_thread, self._spool.clear)
+        kept = [t for t in self._flight.live.values() if t.segments]
+        taken = TakenUp(
+            ledger=self._last_ledger,
+            responses=len(kept),
+            tokens=sum(t.num_tokens for t in kept),
+            again=len(begun) - len(begun & {t.id for t in kept}),
+        )
+        if not self._flight.live:
+            return taken
+        ledger = replace(
+            self._last_ledger,
+            num_started=self._flight.num_drawn * self._settings.members_started,
+            live=id_ranges(self._flight.live),
+        )
+        if ledger != self._last_ledger:
+            metrics = {"taken_up": taken.responses, "taken_up_tokens": taken.tokens, "started_again": taken.again}
+            record = StepRecord(
+                kind="resume", step=ledger.next_step, ledger=ledger, metrics={k: float(v) for k, v in metrics.items()}
+            )
+            await self._commit(record, [])
+        return replace(taken, ledger=ledger)
+
+    def _resumed(self, again: tuple[TrajectoryId, ...]) -> FlightResumed:
+        return FlightResumed(version=PolicyVersion(self._last_ledger.next_step), again=again, at_s=self._now())
+
+    async def _abort_unkept(self) -> None:
+        state = self._last_ledger
+        self._spool.clear()
+        self._keeps_in_flight = True
         if not state.live:
-            return state
-        lost = [i for first, last in state.live for i in range(first, last)]
+            return
+        lost = [TrajectoryId(i) for first, last in state.live for i in range(first, last)]
+        members = self._settings.members_started
         key = ended_as(Fate.ABORTED, AbortReason.RUN_ENDED)
         num_ended = {**state.num_ended, key: state.num_ended.get(key, 0) + len(lost)}
-        state = replace(state, live=(), num_ended=num_ended)
+        record = StepRecord(kind="resume", step=state.next_step, ledger=replace(state, live=(), num_ended=num_ended))
 
-        def commit_lost() -> None:
-            prompts = {g: self._prompts.encode(self._prompts.task(g)) for g in {i // members for i in lost}}
-            ended = [
-                Ended(
-                    trajectory=Trajectory(
-                        id=TrajectoryId(i),
-                        group=GroupId(i // members),
-                        prompt_tokens=np.asarray(prompts[i // members], np.int32),
-                    ),
-                    fate=Fate.ABORTED,
-                    reason=AbortReason.RUN_ENDED,
-                    step=state.next_step,
-                    loss_mask=False,
-                )
+        def aborted() -> list[Ended]:
+            prompts = {g: self._prompt(g) for g in {GroupId(i // members) for i in lost}}
+            unsampled = [
+                Trajectory(id=i, group=GroupId(i // members), prompt_tokens=prompts[GroupId(i // members)])
                 for i in lost
             ]
-            self._store.commit(StepRecord(kind="resume", step=state.next_step, ledger=state), ended)
-
-        await asyncio.get_running_loop().run_in_executor(self._thread, commit_lost)
-        return state
-
-    async def draw(self, num_groups: int) -> list[DrawnGroup]:
-        """Draw the next groups from the task source; returns their ids and lengths."""
-        first = self._num_drawn
-        self._num_drawn += num_groups
-        tasks = await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, first, num_groups)
-        now = self._now()
-        for group, (task, tokens) in enumerate(tasks, first):
-            self._records[GroupId(group)] = task.record
-            prompt = np.asarray(tokens, np.int32)
-            for i in range(self._settings.members_started):
-                member = TrajectoryId(group * self._settings.members_started + i)
-                self._live[member] = Trajectory(
-                    id=member, group=GroupId(group), prompt_tokens=prompt, timings=Timings(arrived_s=now)
+            return [
+                Ended(
+                    trajectory=t, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=state.next_step, loss_mask=False
                 )
-        return [DrawnGroup(group=GroupId(g), prompt_tokens=len(t[1])) for g, t in enumerate(tasks, first)]
+                for t in unsampled
+            ]
+
+        await self._commit(record, await self._in(self._prompt_thread, aborted))
+
+    # -- prompts -------------------------------------------------------------------------------------------------
+
+    async def draw(self, first: int, num_groups: int) -> list[DrawnGroup]:
+        """Draw groups `first`, first + 1, ... from the task source; returns their ids and lengths."""
+        tasks = await self._in(self._prompt_thread, self._encode, first, num_groups)
+        now = self._now()
+        drawn = [
+            GroupDrawn(group=GroupId(group), prompt_tokens=np.asarray(tokens, np.int32), at_s=now)
+            for group, (_, tokens) in enumerate(tasks, first)
+        ]
+        fresh = [entry for entry in drawn if self._flight.apply(entry)]
+        self._records |= {GroupId(group): task.record for group, (task, _) in enumerate(tasks, first)}
+        await self._write(fresh)
+        return [DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens)) for entry in drawn]
 
     async def held_out(self, count: int) -> list[HeldOut]:
         """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
@@ -168,7 +264,8 @@ class TrajectoryServer:
         def encode() -> list[HeldOut]:
             return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in self._prompts.held_out(count)]
 
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, encode)
+        found: list[HeldOut] = await self._in(self._prompt_thread, encode)
+        return found
 
     async def held_out_notice(self) -> str:
         """One line on training prompts found to be held out so far; empty if there were none."""
@@ -178,57 +275,67 @@ class TrajectoryServer:
         """Decode token ids to texts."""
         return [self._prompts.text(r) for r in responses]
 
+    # -- trajectories --------------------------------------------------------------------------------------------
+
     async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
         """The payloads of trajectories that are still live. routed: (trajectory, epoch) of each routing; what instances
         of earlier epochs deliver is ignored from now on."""
-        now = self._now()
+        alive = tuple((member, epoch) for member, epoch in routed if member in self._flight.live)
+        entry = TrajectoriesRouted(routed=alive, at_s=self._now())
+        changed = self._flight.apply(entry)
         found = {}
-        for member, epoch in routed:
-            t = self._live.get(member)
-            if t is not None:
-                self._epochs[member] = max(epoch, self._epochs.get(member, 0))
-                self._live[member] = replace(t, timings=replace(t.timings, routed_s=t.timings.routed_s or now))
-                found[member] = Payload(tuple(t.prompt_tokens.tolist()), tuple(t.response_tokens.tolist()), t.finish)
+        for member, _ in alive:
+            t = self._flight.live[member]
+            found[member] = Payload(tuple(t.prompt_tokens.tolist()), tuple(t.response_tokens.tolist()), t.finish)
+        await self._write([entry] if changed else [])
         return found
 
     async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
-        """Add segments that an instance sampled; returns each trajectory's total tokens. Ignores ended trajectories
-        and what an instance delivers after its trajectory was routed anew."""
+        """Add tokens that an instance sampled; returns each trajectory's total. Ignores ended trajectories, what an
+        instance delivers after its trajectory was routed anew, tokens that are there already, and those that would
+        leave a gap, of which the total tells."""
         now = self._now()
+        taken: list[Entry] = []
         totals = {}
         for item in sampled:
-            t = self._live.get(item.trajectory)
-            if t is None or item.epoch < self._epochs.get(item.trajectory, 0):
-                continue
-            if item.epoch == self._delivered.get(item.trajectory):
-                totals[item.trajectory] = t.num_tokens
-                continue
-            self._delivered[item.trajectory] = item.epoch
-            for segment in item.segments:
-                t = t.with_segment(segment)
-            t = replace(t, finish=item.finish, timings=replace(t.timings, sampled_s=now))
-            self._live[item.trajectory] = t
-            totals[item.trajectory] = t.num_tokens
+            entry = TokensDelivered(
+                trajectory=item.trajectory,
+                epoch=item.epoch,
+                first=item.first,
+                segments=item.segments,
+                finish=item.finish,
+                at_s=now,
+            )
+            if self._flight.apply(entry):
+                taken.append(entry)
+            if self._flight.hears(item.trajectory, item.epoch):
+                totals[item.trajectory] = self._flight.live[item.trajectory].num_tokens
+        await self._write(taken)
         return totals
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, str, Record]]:
         """(id, response text, record) of each trajectory that is still live."""
-        alive = [t for i in trajectories if (t := self._live.get(i)) is not None]
-        return [(t.id, self._prompts.text(t.response_tokens.tolist()), self._records[t.group]) for t in alive]
+        alive = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
+        return [(t.id, self._prompts.text(t.response_tokens.tolist()), self._record(t.group)) for t in alive]
 
     async def rewarded(self, scored: list[tuple[TrajectoryId, ScoredResponse]]) -> None:
         """Record the rewards of trajectories that are still live."""
         now = self._now()
+        taken: list[Entry] = []
         for member, score in scored:
-            t = self._live.get(member)
+            t = self._flight.live.get(member)
             if t is not None:
-                self._live[member] = replace(
-                    t,
+                entry = RewardDelivered(
+                    trajectory=member,
+                    tokens=t.num_tokens,
                     reward=score.reward,
-                    reward_parts=score.parts,
+                    parts=score.parts,
                     error=score.error,
-                    timings=replace(t.timings, rewarded_s=now),
+                    at_s=now,
                 )
+                if self._flight.apply(entry):
+                    taken.append(entry)
+        await self._write(taken)
 
     async def batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -238,22 +345,23 @@ class TrajectoryServer:
         trajectories: none for a step that was trained before and is asked for again, stored or not. versions: each
         trajectory's v_traj, as decided by the ledger.
         """
-        if step not in self._consumed and not trajectories:
+        if step not in self._flight.batches and not trajectories:
             return await asyncio.to_thread(lambda: _packed(list(self._store.ended(step))))
-        if step not in self._consumed:
-            placed = zip(trajectories, versions, strict=True)
-            self._consume(step, [replace(self._live[t], v_traj=v) for t, v in placed])
-        return _packed(self._consumed[step])
+        if step not in self._flight.batches:
+            self._check(step, [self._flight.live[t] for t in trajectories])
+            taken = BatchTaken(step=step, trajectories=trajectories, versions=versions)
+            self._flight.apply(taken)
+            written = self._write([taken])
+            rows = self._rows_of(step)
+            await written
+            return _packed(rows)
+        return _packed(self._rows_of(step))
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
-        for ending, version in zip(endings, versions, strict=True):
-            t = replace(self._live.pop(ending.trajectory), v_traj=version)
-            self._epochs.pop(ending.trajectory, None)
-            self._delivered.pop(ending.trajectory, None)
-            self._ended.append(
-                Ended(trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False)
-            )
+        entry = TrajectoriesRetired(endings=endings, versions=versions)
+        if self._flight.apply(entry):
+            await self._write([entry])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
         """Commit a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
@@ -261,72 +369,107 @@ class TrajectoryServer:
         Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit.
         """
         begin = time.monotonic()
-        consumed = self._consumed.get(record.step, []) if record.kind == "step" else []
-        ended, self._ended = [*consumed, *self._ended], []
+        if self._is_stored(record):  # it is asked for again, by one that did not hear of it
+            return {"commit_s": 0.0, **(self._last_record.metrics if self._last_record else {})}
+        step = record.step if record.kind == "step" else None
+        rows = [*(self._rows_of(step) if step is not None else []), *self._flight.ended]
         # Groups that are drawn but not yet in the ledger have not been started there.
         started = record.ledger.num_started
-        training = {e.trajectory.id for step, rows in self._consumed.items() if rows is not consumed for e in rows}
-        live = id_ranges(i for i in (*self._live, *training) if i < started)
-        metrics = self._metrics.pop(record.step, {}) if record.kind == "step" else {}
+        ids = {e.trajectory.id for e in rows}
+        aside = (t.id for t in self._flight.set_aside() if t.id not in ids)
+        live = id_ranges(i for i in (*self._flight.live, *aside) if i < started)
+        metrics = {} if step is None else self._metrics[step]
         record = replace(
             record,
             ledger=replace(record.ledger, live=live),
             metrics=metrics | record.metrics,
-            batch_fingerprint=await self._fingerprints.pop(record.step) if record.kind == "step" else "",
+            batch_fingerprint="" if step is None else await self._fingerprints[step],
         )
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.commit, record, ended)
-        if record.kind == "step":
-            del self._consumed[record.step]
-        for group in {e.trajectory.group for e in ended}:
-            first = group * self._settings.members_started
-            members = range(first, first + self._settings.members_started)
-            if not any(TrajectoryId(m) in self._live for m in members):
-                self._records.pop(group, None)
+        await self._commit(record, rows)
         return metrics | {"commit_s": time.monotonic() - begin}
 
     async def close(self) -> None:
-        self._encoding.shutdown(wait=False, cancel_futures=True)
-        self._thread.shutdown(wait=True)
+        self._prompt_thread.shutdown(wait=False, cancel_futures=True)
+        self._spool_thread.shutdown(wait=True)
+        self._store_thread.shutdown(wait=True)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
         return time.monotonic() - self._epoch
 
+    async def _in(self, thread: ThreadPoolExecutor, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
+
+    def _write(self, entries: Sequence[Entry]) -> asyncio.Future[bool]:
+        """Hand entries to the spool, in the order of the calls; returns the future of their being written."""
+        loop = asyncio.get_running_loop()
+        if entries:
+            return loop.run_in_executor(self._spool_thread, self._spool.append, entries)
+        nothing: asyncio.Future[bool] = loop.create_future()
+        nothing.set_result(True)
+        return nothing
+
+    async def _commit(self, record: StepRecord, rows: list[Ended]) -> None:
+        await self._in(self._store_thread, self._store.commit, record, rows)
+        self._last_record = record
+        step = record.step if record.kind == "step" else None
+        done = self._flight.stored((e.trajectory.id for e in rows), step)
+        if step is not None:
+            for kept in (self._rows, self._fingerprints, self._metrics):
+                kept.pop(step, None)
+        for group in done:
+            self._records.pop(group, None)
+
+        def prune() -> None:
+            self._spool.stored(record.step, done)
+            self._spool.rotate(min(self._points.versions(), default=None))
+
+        await self._in(self._spool_thread, prune)
+
+    def _is_stored(self, record: StepRecord) -> bool:
+        last = self._last_record
+        return (
+            last is not None
+            and replace(record.ledger, live=()) == replace(last.ledger, live=())
+            and ((record.kind, record.step) == (last.kind, last.step))
+        )
+
+    @property
+    def _last_ledger(self) -> LedgerState:
+        if self._last_record is None:
+            return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
+        return self._last_record.ledger
+
     def _encode(self, first: int, count: int) -> list[tuple[Task, tuple[int, ...]]]:
         tasks = [self._prompts.task(i) for i in range(first, first + count)]
         return [(task, self._prompts.encode(task)) for task in tasks]
 
-    def _consume(self, step: int, batch: list[Trajectory]) -> None:
-        errors = [t for t in batch if t.error]
-        if len(errors) > self._settings.max_error_share * len(batch):
-            raise ConfigError(
-                f"{self._settings.reward}: failed on {len(errors)} of {len(batch)} "
-                f"responses of step {step} (limit: reward.max_error_share = {self._settings.max_error_share:g}); "
-                f"first: {errors[0].error}"
+    def _prompt(self, group: GroupId) -> np.ndarray[Any, np.dtype[np.int32]]:
+        return np.asarray(self._prompts.encode(self._prompts.task(group)), np.int32)
+
+    def _record(self, group: GroupId) -> Record:
+        """A group's record for the verifier. Of one that was drawn before this server began, from the source."""
+        if group not in self._records:
+            self._records[group] = self._prompts.task(group).record
+        return self._records[group]
+
+    def _check(self, step: int, batch: list[Trajectory]) -> None:
+        settings = self._settings
+        check_batch(step, batch, settings.group_size, settings.max_error_share, settings.reward)
+
+    def _rows_of(self, step: int) -> list[Ended]:
+        """The batch of a step, as it is stored."""
+        if step not in self._rows:
+            settings = self._settings
+            rows = consumed_rows(step, self._flight.batches[step], settings.group_size, settings.advantage)
+            self._rows[step] = rows
+            # In the background: the trainer is waiting for the batch.
+            self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(
+                self._store_thread, batch_fingerprint, [(e.trajectory, e.advantage) for e in rows]
             )
-        size = self._settings.group_size
-        if len(batch) % size or any(
-            len({t.group for t in batch[i : i + size]}) > 1 for i in range(0, len(batch), size)
-        ):
-            raise ProtocolViolation(f"step {step}: the batch does not consist of whole groups")
-        rewards = np.asarray([t.reward for t in batch], np.float64).reshape(-1, size)
-        valid = np.asarray([not t.error for t in batch], bool).reshape(-1, size)
-        estimate = advantages(self._settings.advantage, rewards, valid).reshape(-1)
-        consumed = [
-            Ended(trajectory=t, fate=Fate.CONSUMED, step=step, advantage=float(a), loss_mask=not t.error)
-            for t, a in zip(batch, estimate, strict=True)
-        ]
-        for t in batch:
-            del self._live[t.id]
-            self._epochs.pop(t.id, None)
-            self._delivered.pop(t.id, None)
-        self._consumed[step] = consumed
-        # In the background: the trainer is waiting for the batch.
-        self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(
-            self._thread, batch_fingerprint, [(e.trajectory, e.advantage) for e in consumed]
-        )
-        self._metrics[step] = _batch_metrics(consumed, rewards, valid)
+            self._metrics[step] = batch_metrics(rows, settings.group_size)
+        return self._rows[step]
 
 
 def _packed(consumed: list[Ended]) -> PackedRows:
@@ -340,29 +483,3 @@ def _packed(consumed: list[Ended]) -> PackedRows:
         staleness=np.asarray([e.staleness for e in consumed], np.int64),
         trained=np.asarray([e.loss_mask for e in consumed], bool),
     )
-
-
-def _batch_metrics(
-    consumed: list[Ended], rewards: np.ndarray[Any, Any], valid: np.ndarray[Any, Any]
-) -> dict[str, float]:
-    lengths = np.asarray([e.trajectory.num_tokens for e in consumed])
-    staleness = np.asarray([e.staleness for e in consumed])
-    parts: dict[str, list[float]] = {}
-    for one in consumed:
-        for name, value in one.trajectory.reward_parts.items() if one.loss_mask else ():
-            parts.setdefault(f"{REWARD_PART}{name}", []).append(value)
-    sampling_s = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
-    return {
-        "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
-        **{name: float(np.mean(values)) for name, values in sorted(parts.items())},
-        "reward_errors": float((~valid).sum()),
-        "groups_with_signal": float(has_signal(rewards, valid).mean()),
-        "response_tokens": float(lengths.sum()),
-        "response_mean": float(lengths.mean()),
-        "response_max": float(lengths.max()),
-        "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in consumed])),
-        "staleness_mean": float(staleness.mean()),
-        "staleness_max": float(staleness.max()),
-        "sampling_s": float(sampling_s.mean()),
-        "mixed_versions": float(np.mean([len({s.version for s in e.trajectory.segments}) > 1 for e in consumed])),
-    }

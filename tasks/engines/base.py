@@ -29,10 +29,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """A request that ended by itself, with one segment for each version it was sampled under."""
+    """What a request has sampled, with one segment for each version it was sampled under. first: the position in the
+    response of the first of these tokens. finish: UNFINISHED unless the request ended by itself."""
 
     trajectory: TrajectoryId
     epoch: int
+    first: int
     segments: tuple[Segment, ...]
     finish: FinishReason
 
@@ -49,7 +51,8 @@ class Failed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """The present load of an engine. progress: (trajectory, tokens sampled in total). waiting: number of running
-    requests that are not in its batch now. preemptions: since start, for lack of KV memory."""
+    requests that are not in its batch now. preemptions: since start, for lack of KV memory. safe: (trajectory, tokens)
+    that the trajectory server was given since the last report; of an instance, not of its engine."""
 
     version: PolicyVersion
     running: int
@@ -60,6 +63,7 @@ class EngineLoad:
     progress: tuple[tuple[TrajectoryId, int], ...]
     waiting: int = 0
     preemptions: int = 0
+    safe: tuple[tuple[TrajectoryId, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,10 @@ class Engine(Protocol):
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
         """Stop requests and return what they have, with finish UNFINISHED; takes at most one decode step. Those that
         ended by themselves meanwhile are left out: `events` returns them."""
+        ...
+
+    def peek(self) -> list[Sampled]:
+        """What the running requests have sampled so far. Stops and delays nothing."""
         ...
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:

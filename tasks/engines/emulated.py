@@ -145,6 +145,12 @@ class EmulatedEngine:
             self._changed.notify_all()
             return stopped
 
+    def peek(self) -> list[Sampled]:
+        with self._changed:
+            progress = [(self._running[TrajectoryId(t)], n) for t, n in self._batch.progress(self._begin_call())]
+            # The last token depends on how the response ends, which is not known before it does.
+            return [self._sampled(r, min(n, r.length - 1), FinishReason.UNFINISHED) for r, n in progress]
+
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         with self._changed:
             self.interrupt(trajectories)
@@ -272,7 +278,13 @@ class EmulatedEngine:
                     Segment(version=version, instance=self._instance, tokens=ids, logprobs=word_logprobs(ids))
                 )
         request = running.request
-        return Sampled(trajectory=request.trajectory, epoch=request.epoch, segments=tuple(segments), finish=finish)
+        return Sampled(
+            trajectory=request.trajectory,
+            epoch=request.epoch,
+            first=request.num_prior,
+            segments=tuple(segments),
+            finish=finish,
+        )
 
 
 def _held() -> dict[str, torch.Tensor]:

@@ -48,9 +48,15 @@ class RunningRequest:
         return sum(len(part.tokens) for part in self.closed) + len(self.tokens)
 
     def sampled(self, finish: FinishReason) -> Sampled:
-        """The event that reports its end; its current segment must be closed."""
+        """What it has sampled; its current segment must be closed."""
         request, segments = self.request, tuple(part.segment for part in self.closed)
-        return Sampled(trajectory=request.trajectory, epoch=request.epoch, segments=segments, finish=finish)
+        return Sampled(
+            trajectory=request.trajectory,
+            epoch=request.epoch,
+            first=request.num_prior,
+            segments=segments,
+            finish=finish,
+        )
 
 
 class RunningRequests:
@@ -110,6 +116,16 @@ class RunningRequests:
         if running.tokens:
             running.closed.append(ClosedSegment(self.version, self.instance, running.tokens, running.logprobs))
             running.tokens, running.logprobs = [], []
+
+    def peek(self) -> list[Sampled]:
+        """What all requests have sampled so far; none is changed."""
+        return [
+            RunningRequest(
+                running.request,
+                closed=[*running.closed, ClosedSegment(self.version, self.instance, running.tokens, running.logprobs)],
+            ).sampled(FinishReason.UNFINISHED)
+            for running in self._running.values()
+        ]
 
     def load(self, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
         busy_s = self._busy_s

@@ -72,6 +72,11 @@ class TransformersEngine:
             stopped = [self._stop(r) for t in trajectories if (r := self._requests.of(t)) is not None]
             return [r.sampled(FinishReason.UNFINISHED) for r in stopped]
 
+    def peek(self) -> list[Sampled]:
+        with self._lock:
+            self._drain()
+            return self._requests.peek()
+
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         with self._lock:
             self._check()

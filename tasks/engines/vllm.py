@@ -76,6 +76,12 @@ class VllmEngine:
         stopped: list[RunningRequest] = self._call(lambda: self._stop(trajectories)).result()
         return [r.sampled(FinishReason.UNFINISHED) for r in stopped]
 
+    def peek(self) -> list[Sampled]:
+        with self._changed:
+            if self._error is not None:
+                raise self._lost()
+            return self._requests.peek()
+
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self._call(lambda: self._abort(trajectories)).result()
 

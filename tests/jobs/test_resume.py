@@ -67,9 +67,16 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
     for logged in ("rollout-0 joins", f"step {trained + 2}/", "resume point of version", "checkpoint written"):
         assert resumed.stderr.count(logged) >= 1, resumed.stderr
     store = check(folder, trained + 3)
-    assert [r.kind for r in store.steps()].count("resume") <= 1
+    (record,) = [r for r in store.steps() if r.kind == "resume"]
+    assert record.num_rows == 0, "nothing was given up"
+    took, kept_tokens, again = (int(record.metrics[name]) for name in ("taken_up", "taken_up_tokens", "started_again"))
+    assert f"took up {took:,} responses ({kept_tokens:,} tokens) that were in flight; {again:,} start again" in (
+        resumed.stderr
+    )
+    assert took > 0
     lost = [e for e in store.ended() if e.reason is AbortReason.RUN_ENDED]
     assert all(e.fate is Fate.ABORTED and len(e.trajectory.prompt_tokens) for e in lost)
+    assert sorted(e.trajectory.id for e in store.ended()) == list(range(store.steps()[-1].ledger.num_started))
     shown = command("replay", folder)
     assert "the same commands" in shown.stdout
 

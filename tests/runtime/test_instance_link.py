@@ -108,7 +108,7 @@ def linked(body: Body, script: Callable[[Linked], Awaitable[None]], **kwargs: An
     """Link the only instance of a run; two groups of two are drawn, and version 1 is published."""
 
     async def work(stage: Stage) -> None:
-        await stage.actors.ask("server", "draw", 2)
+        await stage.actors.ask("server", "draw", 0, 2)
         trainer = stage.workers.actor("trainer")
         trainer._version = V1
         stage.actors.publish(trainer._publish({}))

@@ -199,6 +199,10 @@ class VirtualEngine:
             self._sampled += tokens - held.request.num_prior
         return [self._result(held, tokens, FinishReason.UNFINISHED) for held, tokens in stopped]
 
+    def peek(self) -> list[Sampled]:
+        self._advance()
+        return [self._result(r, self._tokens(r), FinishReason.UNFINISHED) for r in self._requests.values()]
+
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self.interrupt(trajectories)
         self._ended = [e for e in self._ended if e.trajectory not in trajectories]
@@ -274,7 +278,13 @@ class VirtualEngine:
                 segments.append(
                     Segment(version=version, instance=self._instance, tokens=ids, logprobs=word_logprobs(ids))
                 )
-        return Sampled(trajectory=key, epoch=held.request.epoch, segments=tuple(segments), finish=finish)
+        return Sampled(
+            trajectory=key,
+            epoch=held.request.epoch,
+            first=held.request.num_prior,
+            segments=tuple(segments),
+            finish=finish,
+        )
 
 
 class VirtualRolloutInstance(RolloutInstance):

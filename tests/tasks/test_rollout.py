@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.config import actor_settings, loading
+from stores.base import LedgerState, StepRecord
 from stores.errors import ProtocolViolation
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from stores.staleness import Ending
+from stores.trajectory import AbortReason, Fate, FinishReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
 from tasks.actors.trajectory_server import TrajectoryServer
+from tasks.scoring import ScoredResponse
 from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.scripted import VirtualRolloutInstance, VirtualSettings, World, response, server_class
@@ -30,11 +34,11 @@ def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp
         config = loading.load(job, ("rollout.max_new_tokens=100",))
         server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         one, two = (
-            RolloutInstance(actor_settings.engine_settings(config, i, ()), InstanceId(name), 1, 100, 30.0)
+            RolloutInstance(actor_settings.engine_settings(config, i, ()), InstanceId(name), 1, 100, 30.0, 0.0)
             for i, name in enumerate("ab")
         )
         try:
-            await server.draw(1)
+            await server.draw(0, 1)
             await one.route(server, (item(0, 1), item(1, 1)))
             deadline = time.monotonic() + 120
             while not any(n >= 3 for _, n in (await one.report()).progress):
@@ -49,7 +53,7 @@ def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp
             while not ended:
                 ended = await two.next_events(server, 5.0)
             assert [(o.trajectory, o.epoch, o.tokens, o.error) for o in ended] == [(0, 2, 100, "")]
-            whole = server._live[TrajectoryId(0)]
+            whole = server._flight.live[TrajectoryId(0)]
             assert [s.instance for s in whole.segments] == ["a", "b"]
             np.testing.assert_array_equal(whole.response_tokens[: len(first)], first)
             with pytest.raises(ProtocolViolation, match="serves version 0, trajectory 2 needs 3"):
@@ -70,9 +74,10 @@ def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Pat
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         one, two = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 30.0) for name in ("one", "two")
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 30.0, 0.0)
+            for name in ("one", "two")
         )
-        await server.draw(1)
+        await server.draw(0, 1)
         await one.route(server, (item(0, 1), item(1, 1)))
         assert len(await one.next_events(server, 5.0)) == 2
         await two.route(server, (item(0, 2),))
@@ -94,9 +99,10 @@ def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> N
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         old, new = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 30.0) for name in ("old", "new")
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 30.0, 0.0)
+            for name in ("old", "new")
         )
-        await server.draw(1)
+        await server.draw(0, 1)
         await old.route(server, (item(0, 1),))
         await asyncio.sleep(0.2)
         await new.route(server, (item(0, 2),))
@@ -104,5 +110,91 @@ def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> N
         assert await new.next_events(server, 5.0) == [Outcome(trajectory=TrajectoryId(0), epoch=2, tokens=9)]
         held = (await server.payloads(((TrajectoryId(0), 3),)))[TrajectoryId(0)]
         assert held.sampled == tuple(response(0, 9))
+
+    virtual_time.run(scenario())
+
+
+def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(tmp_path: Path) -> None:
+    """Another goes on from there; what the lost one had delivered is there once, with its version."""
+
+    async def scenario() -> None:
+        world = World(length=lambda _: 90)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        lost, other = (
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 30.0, spool_s)
+            for name, spool_s in (("lost", 1.0), ("other", 0.0))
+        )
+        await server.draw(0, 1)
+        await lost.route(server, (item(0, 1), item(1, 1)))
+        safe: dict[int, list[int]] = {0: [], 1: []}
+        while asyncio.get_running_loop().time() < 2.7:
+            assert await lost.next_events(server, 0.25) == []
+            for trajectory, tokens in (await lost.report()).safe:
+                safe[trajectory].append(tokens)
+        assert len(safe[0]) == len(safe[1]) == 2
+        assert 20 <= safe[0][0] < 40 <= safe[0][1] < 50, "two deliveries of a second's tokens each"
+        assert (await lost.report()).safe == ()
+        await other.route(server, (item(0, 2),))
+        held = (await server.payloads(((TrajectoryId(0), 2),)))[TrajectoryId(0)]
+        assert held.sampled == tuple(response(0, safe[0][1]))
+        await lost.next_events(server, 1.5)  # it is not dead, only slow
+        assert await other.next_events(server, 5.0) == [Outcome(trajectory=TrajectoryId(0), epoch=2, tokens=90)]
+        whole = server._flight.live[TrajectoryId(0)]
+        assert list(whole.response_tokens) == response(0, 90)
+        assert [(s.instance, len(s.tokens)) for s in whole.segments] == [
+            ("lost", safe[0][1]),
+            ("other", 90 - safe[0][1]),
+        ]
+
+    virtual_time.run(scenario())
+
+
+def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> None:
+    """Tokens, epochs, rewards, batches and endings, in the middle of a run whose other actors go on."""
+
+    async def scenario() -> None:
+        world = World(length=lambda trajectory: 9 if trajectory < 5 else 90)
+        config = Body(tmp_path).config()
+        settings = actor_settings.server_settings(config, tmp_path / "store", 128)
+        first = server_class(world)(settings, 0.0)
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 30.0, 1.0)
+        await first.draw(0, 4)
+        await one.route(first, tuple(item(i, 1) for i in range(6)))
+        assert len(await one.next_events(first, 5.0)) == 5
+        await first.rewarded([(TrajectoryId(i), ScoredResponse(reward=float(i))) for i in range(5)])
+        await asyncio.sleep(1.0)
+        await one.next_events(first, 0.1)
+        versions = (PolicyVersion(0), PolicyVersion(0))
+        packed = await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions)
+        ending = Ending(
+            trajectory=TrajectoryId(4), group=GroupId(2), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0
+        )
+        await first.retire((ending,), (PolicyVersion(0),))
+
+        second = server_class(world)(replace(settings, resumed=True), 20.0)
+        assert repr(second._flight) == repr(first._flight)
+        await second.retire((ending,), (PolicyVersion(0),))
+        again = await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions)
+        np.testing.assert_array_equal(again.response_tokens, packed.response_tokens)
+        np.testing.assert_array_equal(again.advantages, packed.advantages)
+        drawn = await second.draw(0, 5)
+        assert [g.group for g in drawn] == [0, 1, 2, 3, 4]
+        assert await second.deliver(one._undelivered) == {}
+        (rest,) = await one.interrupt(second, (TrajectoryId(5),))
+        assert rest.tokens == second._flight.live[TrajectoryId(5)].num_tokens > 20
+        assert [len(s.tokens) for s in second._flight.live[TrajectoryId(5)].segments] == [rest.tokens]
+        ((_, text, _),) = await second.scoring_items((TrajectoryId(3),))
+        assert text
+
+        ledger = LedgerState(num_started=8, num_ended={"consumed:none": 2, "aborted:engine_failed": 1}, live=(),
+                             next_step=1, version=0)  # fmt: skip
+        await second.commit(StepRecord(kind="step", step=0, ledger=ledger))
+        await second.commit(StepRecord(kind="step", step=0, ledger=ledger))
+        (record,) = world.stores[str(tmp_path / "store")].steps()
+        assert (record.num_rows, record.ledger.live) == (3, ((2, 4), (5, 8)))
+        third = server_class(world)(replace(settings, resumed=True), 30.0)
+        assert repr(third._flight) == repr(second._flight)
+        assert third._flight.num_drawn == 5
 
     virtual_time.run(scenario())

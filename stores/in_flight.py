@@ -1,0 +1,332 @@
+"""What is in flight: trajectories that were drawn and are not in the store yet, as the trajectory server holds them.
+
+The state is a fold over entries: each says what has become of a group, of trajectories or of a batch, and `apply` is
+the only way to change anything. So whoever keeps the entries (stores/spool.py) can have the state again. Pure.
+
+Invariants:
+- Tokens of a trajectory only grow. A delivery names the position of its first token: what is there already is not taken
+  again, and what would leave a gap is not taken at all. So entries may be repeated, and some may be missing.
+- A response that has ended is never continued, and a reward belongs to exactly the tokens that were scored.
+- Every trajectory that was drawn is either live, in the batch of a step, or ended, until the store holds it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from stores.base import LedgerState
+from stores.spool_entries import (
+    BatchTaken,
+    Entry,
+    FlightResumed,
+    GroupDrawn,
+    RewardDelivered,
+    TokensDelivered,
+    TrajectoriesRetired,
+    TrajectoriesRouted,
+)
+from stores.trajectory import (
+    Ended,
+    FinishReason,
+    GroupId,
+    IntArray,
+    PolicyVersion,
+    Segment,
+    Timings,
+    Trajectory,
+    TrajectoryId,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberInFlight:
+    """A trajectory in flight, in numbers. version: the oldest one of its tokens, -1 if it has none. sampled: its
+    sampling has ended by itself. reward: None if it has none, also for good."""
+
+    trajectory: TrajectoryId
+    version: PolicyVersion = PolicyVersion(-1)
+    tokens: int = 0
+    sampled: bool = False
+    scored: bool = False
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupInFlight:
+    """A group in flight, in numbers. members: those that have not ended; the scored ones first, in the order in which
+    they were scored."""
+
+    group: GroupId
+    prompt_tokens: int
+    members: tuple[MemberInFlight, ...]
+
+
+class LatestRouting(NamedTuple):
+    """A trajectory's latest routing. tokens: how many it had then."""
+
+    epoch: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class InFlight:
+    """The trajectories of one run that are not in its store. members: trajectories started per group."""
+
+    members: int
+    num_drawn: int = 0
+    """Groups drawn: their numbers are 0 to num_drawn - 1."""
+    live: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
+    scored: set[TrajectoryId] = field(default_factory=set)
+    """Those that have their reward, or have failed to get one."""
+    routings: dict[TrajectoryId, LatestRouting] = field(default_factory=dict)
+    """Of the live ones that were routed: what an instance of an earlier epoch still delivers is not taken."""
+    batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
+    """By step: what it has taken, in the trainer's order."""
+    ended: list[Ended] = field(default_factory=list)
+    """Ended without being trained on."""
+
+    def apply(self, entry: Entry) -> bool:
+        """Take in an entry. False if it changes nothing, as what is late, repeated, or about what has ended does."""
+        match entry:
+            case TokensDelivered():
+                return self._deliver(entry)
+            case RewardDelivered():
+                return self._reward(entry)
+            case TrajectoriesRouted():
+                return self._route(entry)
+            case GroupDrawn():
+                return self._draw(entry)
+            case BatchTaken():
+                return self._take(entry)
+            case TrajectoriesRetired():
+                return self._retire(entry)
+            case FlightResumed():
+                return self._resume(entry)
+
+    def hears(self, trajectory: TrajectoryId, epoch: int) -> bool:
+        """Whether an instance of this epoch still samples for a trajectory."""
+        return trajectory in self.live and epoch >= self.routings.get(trajectory, LatestRouting(0, 0)).epoch
+
+    def set_aside(self) -> list[Trajectory]:
+        """What is neither live nor stored."""
+        return [*itertools.chain(*self.batches.values()), *(e.trajectory for e in self.ended)]
+
+    def stored(self, rows: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
+        """Drop what a commit has stored: these rows, and with them the batch of `step`. Returns the groups of which
+        nothing is in flight any more."""
+        ids = set(rows)
+        if step is not None:
+            self.batches.pop(step, None)
+        self.ended = [e for e in self.ended if e.trajectory.id not in ids]
+        self.scored -= ids
+        pending = {t.id for t in self.set_aside()}
+        return {
+            group
+            for group in {GroupId(i // self.members) for i in ids}
+            if not any(i in self.live or i in pending for i in self._members(group))
+        }
+
+    def forget_stored(self, ledger: LedgerState) -> None:
+        """Drop what the store holds, which has `ledger` in its last record."""
+        unstored = {i for first, last in ledger.live for i in range(first, last)}
+        self.num_drawn = max(self.num_drawn, ledger.num_started // self.members)
+
+        def is_stored(trajectory: TrajectoryId) -> bool:
+            return trajectory < ledger.num_started and trajectory not in unstored
+
+        for trajectory in [i for i in self.live if is_stored(i)]:
+            self._drop(trajectory)
+        self.batches = {step: batch for step, batch in self.batches.items() if not any(is_stored(t.id) for t in batch)}
+        self.ended = [e for e in self.ended if not is_stored(e.trajectory.id)]
+        self.scored = {i for i in self.scored if not is_stored(i)}
+
+    def missing(self, ledger: LedgerState) -> dict[GroupId, list[TrajectoryId]]:
+        """Trajectories that were started, are not stored, and of which nothing is known here, by group."""
+        known = {*self.live, *(t.id for t in self.set_aside())}
+        found: dict[GroupId, list[TrajectoryId]] = {}
+        for first, last in (*ledger.live, (ledger.num_started, self.num_drawn * self.members)):
+            for i in range(first, last):
+                if i not in known:
+                    found.setdefault(GroupId(i // self.members), []).append(TrajectoryId(i))
+        return found
+
+    def begin(self, members: Iterable[TrajectoryId], prompt_tokens: IntArray, at_s: float) -> None:
+        """Add trajectories of one group that have nothing but their prompt."""
+        for member in members:
+            self.live[member] = _started(member, GroupId(member // self.members), prompt_tokens, at_s)
+
+    def after(self, entry: Entry) -> InFlight:
+        """The state that `entry` leads to; this one stays as it is."""
+        copied = InFlight(
+            members=self.members,
+            num_drawn=self.num_drawn,
+            live=dict(self.live),
+            scored=set(self.scored),
+            routings=dict(self.routings),
+            batches=dict(self.batches),
+            ended=list(self.ended),
+        )
+        copied.apply(entry)
+        return copied
+
+    def in_numbers(self) -> tuple[GroupInFlight, ...]:
+        """All live groups, oldest first."""
+        groups: dict[GroupId, list[Trajectory]] = {}
+        for t in self.live.values():
+            groups.setdefault(t.group, []).append(t)
+        return tuple(
+            GroupInFlight(
+                group=group,
+                prompt_tokens=len(members[0].prompt_tokens),
+                members=tuple(
+                    self._member_in_numbers(t)
+                    for t in sorted(members, key=lambda t: (t.id not in self.scored, t.timings.rewarded_s, t.id))
+                ),
+            )
+            for group, members in sorted(groups.items())
+        )
+
+    def _member_in_numbers(self, t: Trajectory) -> MemberInFlight:
+        scored = t.id in self.scored
+        return MemberInFlight(
+            trajectory=t.id,
+            version=t.segments[0].version if t.segments else PolicyVersion(-1),
+            tokens=t.num_tokens,
+            sampled=t.finish is not FinishReason.UNFINISHED,
+            scored=scored,
+            reward=t.reward if scored and not t.error else None,
+        )
+
+    # -- entries -------------------------------------------------------------------------------------------------
+
+    def _draw(self, entry: GroupDrawn) -> bool:
+        if entry.group < self.num_drawn:
+            return False
+        self.num_drawn = entry.group + 1
+        self.begin(self._members(entry.group), entry.prompt_tokens, entry.at_s)
+        return True
+
+    def _route(self, entry: TrajectoriesRouted) -> bool:
+        changed = False
+        for member, epoch in entry.routed:
+            t = self.live.get(member)
+            if t is not None and epoch >= self.routings.get(member, LatestRouting(0, 0)).epoch:
+                self.routings[member] = LatestRouting(epoch, t.num_tokens)
+                if not t.timings.routed_s:
+                    self.live[member] = replace(t, timings=replace(t.timings, routed_s=entry.at_s))
+                changed = True
+        return changed
+
+    def _deliver(self, entry: TokensDelivered) -> bool:
+        t = self.live.get(entry.trajectory)
+        routing = self.routings.get(entry.trajectory, LatestRouting(0, 0))
+        if t is None or not self.hears(t.id, entry.epoch) or t.finish is not FinishReason.UNFINISHED:
+            return False
+        held = t.num_tokens
+        end = entry.first + sum(len(s.tokens) for s in entry.segments)
+        ends = entry.finish is not FinishReason.UNFINISHED
+        if entry.first > held or end < held or (end == held and not ends):
+            return False
+        segments = list(t.segments)
+        skip = held - entry.first
+        for segment in entry.segments:
+            new = segment.without(min(skip, len(segment.tokens)))
+            skip -= len(segment.tokens) - len(new.tokens)
+            if len(new.tokens):
+                _append(segments, new, merge=held > routing.tokens)
+        timings = replace(t.timings, sampled_s=entry.at_s)
+        self.live[entry.trajectory] = replace(t, segments=tuple(segments), finish=entry.finish, timings=timings)
+        return True
+
+    def _reward(self, entry: RewardDelivered) -> bool:
+        t = self.live.get(entry.trajectory)
+        if t is None or t.num_tokens != entry.tokens:
+            return False
+        self.live[entry.trajectory] = replace(
+            t,
+            reward=entry.reward,
+            reward_parts=dict(entry.parts),
+            error=entry.error,
+            timings=replace(t.timings, rewarded_s=entry.at_s),
+        )
+        self.scored.add(entry.trajectory)
+        return True
+
+    def _take(self, entry: BatchTaken) -> bool:
+        if entry.step in self.batches or any(t not in self.live for t in entry.trajectories):
+            return False
+        placed = zip(entry.trajectories, entry.versions, strict=True)
+        self.batches[entry.step] = tuple(replace(self._drop(t), v_traj=v) for t, v in placed)
+        return True
+
+    def _retire(self, entry: TrajectoriesRetired) -> bool:
+        retired = False
+        for ending, version in zip(entry.endings, entry.versions, strict=True):
+            if ending.trajectory in self.live:
+                t = replace(self._drop(ending.trajectory), v_traj=version)
+                row = Ended(trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False)
+                self.ended.append(row)
+                retired = True
+        return retired
+
+    def _resume(self, entry: FlightResumed) -> bool:
+        again = set(entry.again)
+        held = [*self.live.values(), *self.set_aside()]
+        scored = self.scored
+        self.live, self.scored, self.routings, self.batches, self.ended = {}, set(), {}, {}, []
+        for t in sorted(held, key=lambda t: t.id):
+            whole = all(s.version <= entry.version for s in t.segments)
+            fresh = _started(t.id, t.group, t.prompt_tokens, min(t.timings.arrived_s, entry.at_s))
+            if t.id in again:
+                kept = fresh
+            elif whole and t.id in scored:
+                kept = replace(t, v_traj=PolicyVersion(-1), timings=_clipped(t.timings, entry.at_s))
+                self.scored.add(t.id)
+            else:
+                kept = replace(
+                    fresh,
+                    segments=tuple(s for s in t.segments if s.version <= entry.version),
+                    finish=t.finish if whole else FinishReason.UNFINISHED,
+                    timings=replace(_clipped(t.timings, entry.at_s), rewarded_s=0.0),
+                )
+            self.live[t.id] = kept
+        return True
+
+    def _members(self, group: GroupId) -> tuple[TrajectoryId, ...]:
+        return tuple(TrajectoryId(i) for i in range(group * self.members, (group + 1) * self.members))
+
+    def _drop(self, trajectory: TrajectoryId) -> Trajectory:
+        self.routings.pop(trajectory, None)
+        return self.live.pop(trajectory)
+
+
+def _started(member: TrajectoryId, group: GroupId, prompt_tokens: IntArray, at_s: float) -> Trajectory:
+    return Trajectory(id=member, group=group, prompt_tokens=prompt_tokens, timings=Timings(arrived_s=at_s))
+
+
+def _append(segments: list[Segment], new: Segment, *, merge: bool) -> None:
+    """Append a segment; one that an earlier delivery has begun is continued. merge: whether the last one may be."""
+    last = segments[-1] if segments and merge else None
+    if last is not None and (last.version, last.instance) == (new.version, new.instance):
+        segments[-1] = replace(
+            last,
+            tokens=np.concatenate([last.tokens, new.tokens]),
+            logprobs=np.concatenate([last.logprobs, new.logprobs]),
+        )
+    else:
+        segments.append(new)
+
+
+def _clipped(timings: Timings, now_s: float) -> Timings:
+    """Times of a run that went further than the moment it is resumed from: none is later than that."""
+    return Timings(
+        arrived_s=min(timings.arrived_s, now_s),
+        routed_s=min(timings.routed_s, now_s),
+        sampled_s=min(timings.sampled_s, now_s),
+        rewarded_s=min(timings.rewarded_s, now_s),
+    )

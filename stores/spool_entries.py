@@ -1,0 +1,204 @@
+"""The entries of a spool: what becomes of groups, trajectories and batches in flight. Pure.
+
+As bytes, an entry is a JSON list with its arrays behind it. `FlightResumed` is the only one about a whole run.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stores.staleness import Ending
+from stores.trajectory import (
+    AbortReason,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    IntArray,
+    PolicyVersion,
+    Segment,
+    TrajectoryId,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDrawn:
+    """A prompt was drawn. Its record for the verifier is had again from the source by the group's number."""
+
+    group: GroupId
+    prompt_tokens: IntArray  # [P] token ids
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoriesRouted:
+    """Instances have begun to sample trajectories. routed: (trajectory, epoch)."""
+
+    routed: tuple[tuple[TrajectoryId, int], ...]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensDelivered:
+    """An instance has sampled tokens of a response. first: the position in the response of the first of them."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    first: int
+    segments: tuple[Segment, ...]
+    finish: FinishReason
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardDelivered:
+    """A response of so many tokens was scored. error: of the reward function, empty if none."""
+
+    trajectory: TrajectoryId
+    tokens: int
+    reward: float
+    parts: Mapping[str, float]
+    error: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTaken:
+    """A training step has taken trajectories. versions: their v_traj."""
+
+    step: int
+    trajectories: tuple[TrajectoryId, ...]
+    versions: tuple[PolicyVersion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoriesRetired:
+    """Trajectories have ended without being trained on. versions: their v_traj."""
+
+    endings: tuple[Ending, ...]
+    versions: tuple[PolicyVersion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightResumed:
+    """The run goes on from `version`: what was sampled under later ones, taken by later steps or ended since its commit
+    has not happened. again: trajectories that start again from their prompts."""
+
+    version: PolicyVersion
+    again: tuple[TrajectoryId, ...]
+    at_s: float
+
+
+Entry = (
+    GroupDrawn
+    | TrajectoriesRouted
+    | TokensDelivered
+    | RewardDelivered
+    | BatchTaken
+    | TrajectoriesRetired
+    | FlightResumed
+)
+
+
+def encode(entry: Entry) -> bytes:
+    """An entry as bytes."""
+    head: list[Any]
+    arrays: Sequence[np.ndarray[Any, Any]] = ()
+    match entry:
+        case GroupDrawn():
+            head = ["drawn", entry.group, len(entry.prompt_tokens), entry.at_s]
+            arrays = (entry.prompt_tokens.astype("<i4"),)
+        case TrajectoriesRouted():
+            head = ["routed", entry.routed, entry.at_s]
+        case TokensDelivered():
+            parts = [(s.version, s.instance, len(s.tokens)) for s in entry.segments]
+            head = ["tokens", entry.trajectory, entry.epoch, entry.first, entry.finish.value, entry.at_s, parts]
+            arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
+        case RewardDelivered():
+            parts = {name: float(value) for name, value in entry.parts.items()}  # type: ignore[assignment]
+            head = ["reward", entry.trajectory, entry.tokens, float(entry.reward), parts, entry.error, entry.at_s]
+        case BatchTaken():
+            head = ["batch", entry.step, entry.trajectories, entry.versions]
+        case TrajectoriesRetired():
+            endings = [(e.trajectory, e.group, e.fate.value, e.reason.value, e.step) for e in entry.endings]
+            head = ["retired", endings, entry.versions]
+        case FlightResumed():
+            head = ["resumed", entry.version, entry.again, entry.at_s]
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return b"".join([struct.pack("<I", len(text)), text, *(a.tobytes() for a in arrays)])
+
+
+def decode(data: bytes) -> Entry:
+    """The inverse of `encode`. Raises ValueError for what no version of `encode` has written."""
+    try:
+        (size,) = struct.unpack_from("<I", data)
+        kind, *rest = json.loads(data[4 : 4 + size])
+        entry: Entry = _DECODERS[kind](data, 4 + size, *rest)
+        return entry
+    except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"no entry of a spool: {error}") from error
+
+
+def _ints(data: bytes, at: int, count: int) -> IntArray:
+    return np.frombuffer(data, "<i4", count, at)
+
+
+def _tokens(
+    data: bytes, at: int, trajectory: int, epoch: int, first: int, finish: str, at_s: float, parts: list[Any]
+) -> TokensDelivered:
+    segments = []
+    for version, instance, count in parts:
+        segments.append(
+            Segment(
+                version=PolicyVersion(version),
+                instance=InstanceId(instance),
+                tokens=_ints(data, at, count),
+                logprobs=np.frombuffer(data, "<f4", count, at + 4 * count),
+            )
+        )
+        at += 8 * count
+    return TokensDelivered(
+        trajectory=TrajectoryId(trajectory),
+        epoch=epoch,
+        first=first,
+        segments=tuple(segments),
+        finish=FinishReason(finish),
+        at_s=at_s,
+    )
+
+
+def _retired(data: bytes, at: int, endings: list[Any], versions: list[Any]) -> TrajectoriesRetired:
+    return TrajectoriesRetired(
+        endings=tuple(
+            Ending(trajectory=TrajectoryId(t), group=GroupId(g), fate=Fate(f), reason=AbortReason(r), step=s)
+            for t, g, f, r, s in endings
+        ),
+        versions=tuple(map(PolicyVersion, versions)),
+    )
+
+
+_DECODERS: dict[str, Any] = {
+    "drawn": lambda data, at, group, count, at_s: GroupDrawn(
+        group=GroupId(group), prompt_tokens=_ints(data, at, count), at_s=at_s
+    ),
+    "routed": lambda data, at, routed, at_s: TrajectoriesRouted(
+        routed=tuple((TrajectoryId(t), epoch) for t, epoch in routed), at_s=at_s
+    ),
+    "tokens": _tokens,
+    "reward": lambda data, at, trajectory, tokens, reward, parts, error, at_s: RewardDelivered(
+        trajectory=TrajectoryId(trajectory), tokens=tokens, reward=reward, parts=parts, error=error, at_s=at_s
+    ),
+    "batch": lambda data, at, step, trajectories, versions: BatchTaken(
+        step=step, trajectories=tuple(map(TrajectoryId, trajectories)), versions=tuple(map(PolicyVersion, versions))
+    ),
+    "retired": _retired,
+    "resumed": lambda data, at, version, again, at_s: FlightResumed(
+        version=PolicyVersion(version), again=tuple(map(TrajectoryId, again)), at_s=at_s
+    ),
+}

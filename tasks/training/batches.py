@@ -1,0 +1,72 @@
+"""The batch of a training step: checked, given its advantages, and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stores.errors import ConfigError, ProtocolViolation
+from stores.metrics import REWARD_PART
+from stores.rewards import has_signal
+from stores.trajectory import Ended, Fate, Trajectory
+from tasks.training.advantage import advantages
+
+
+def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_error_share: float, reward: str) -> None:
+    """Raise ConfigError if the rewards of too many have failed, ProtocolViolation if a group is not whole. reward: the
+    functions, as the job names them."""
+    errors = [t for t in batch if t.error]
+    if len(errors) > max_error_share * len(batch):
+        raise ConfigError(
+            f"{reward}: failed on {len(errors)} of {len(batch)} responses of step {step} (limit: "
+            f"reward.max_error_share = {max_error_share:g}); first: {errors[0].error}"
+        )
+    if len(batch) % group_size or any(
+        len({t.group for t in batch[i : i + group_size]}) > 1 for i in range(0, len(batch), group_size)
+    ):
+        raise ProtocolViolation(f"step {step}: the batch does not consist of whole groups")
+
+
+def consumed_rows(step: int, batch: Sequence[Trajectory], group_size: int, estimator: str) -> list[Ended]:
+    """A batch, group by group, as it is stored: with advantages by this estimator."""
+    rewards, valid = _rewards(batch, group_size)
+    estimate = advantages(estimator, rewards, valid).reshape(-1)
+    return [
+        Ended(trajectory=t, fate=Fate.CONSUMED, step=step, advantage=float(a), loss_mask=not t.error)
+        for t, a in zip(batch, estimate, strict=True)
+    ]
+
+
+def _rewards(batch: Sequence[Trajectory], group_size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """[G, N] rewards, and whether each was scored."""
+    rewards = np.asarray([t.reward for t in batch], np.float64).reshape(-1, group_size)
+    valid = np.asarray([not t.error for t in batch], bool).reshape(-1, group_size)
+    return rewards, valid
+
+
+def batch_metrics(consumed: Sequence[Ended], group_size: int) -> dict[str, float]:
+    """Metrics of a consumed batch, by name (see stores/metrics.py)."""
+    rewards, valid = _rewards([e.trajectory for e in consumed], group_size)
+    lengths = np.asarray([e.trajectory.num_tokens for e in consumed])
+    staleness = np.asarray([e.staleness for e in consumed])
+    parts: dict[str, list[float]] = {}
+    for one in consumed:
+        for name, value in one.trajectory.reward_parts.items() if one.loss_mask else ():
+            parts.setdefault(f"{REWARD_PART}{name}", []).append(value)
+    sampling_s = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
+    return {
+        "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
+        **{name: float(np.mean(values)) for name, values in sorted(parts.items())},
+        "reward_errors": float((~valid).sum()),
+        "groups_with_signal": float(has_signal(rewards, valid).mean()),
+        "response_tokens": float(lengths.sum()),
+        "response_mean": float(lengths.mean()),
+        "response_max": float(lengths.max()),
+        "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in consumed])),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "sampling_s": float(sampling_s.mean()),
+        "mixed_versions": float(np.mean([len({s.version for s in e.trajectory.segments}) > 1 for e in consumed])),
+    }

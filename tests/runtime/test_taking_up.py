@@ -1,0 +1,185 @@
+"""Runs killed at any moment and resumed: what was in flight goes on, and every prompt is asked exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.events import RunResumed
+from pipeline.runtime.resumption import Resumption
+from stores.memory import MemoryStore
+from stores.trajectory import AbortReason, Fate, PolicyVersion
+from tests.support.bodies import Body, Run
+from tests.support.scripted import World
+
+BASE = ("steps=7", "staleness.eta=2", "rollout.max_new_tokens=400", "rollout.spool_s=0.5")
+SHAPES = {
+    "plain": BASE,
+    "no signal": (*BASE, "batch.filtering=no_signal"),
+    "redundancy": (*BASE, "batch.extra_groups=1", "batch.extra_members=1"),
+    "credits": (*BASE, "staleness.admission=credits", "staleness.alpha=2"),
+    "synchronous": (*BASE, "staleness.admission=synchronous"),
+    "retry": (*BASE, "batch.stragglers=retry", "batch.straggler_patience=0.2", "batch.straggler_share=1"),
+}
+
+
+def rewound(store: MemoryStore, num_steps: int) -> MemoryStore:
+    """A store as it was after so many steps; as it is if it has no more."""
+    if sum(r.kind == "step" for r in store.steps()) <= num_steps:
+        return store
+    kept, rows = MemoryStore(store.header), list(store.ended())
+    for record in store.steps():
+        if sum(r.kind == "step" for r in kept.steps()) == num_steps:
+            break
+        kept.commit(record, rows[: record.num_rows])
+        rows = rows[record.num_rows :]
+    return kept
+
+
+def resumption_of(run: Run, undone: int) -> Resumption:
+    """What `prepare` does to the folder of a killed run whose latest resume points are lost."""
+    key = str(run.config.run_dir / "store")
+    trained = sum(r.kind == "step" for r in run.world.stores[key].steps())
+    version = max(0, trained - undone)
+    run.world.stores[key] = rewound(run.world.stores[key], version)
+    steps = tuple(s for s in run.outcomes.steps if s["step"] < version)
+    starts = len(list(run.config.run_dir.glob("events*.jsonl")))
+    (run.config.run_dir / "events.jsonl").rename(run.config.run_dir / f"events.{starts}.jsonl")
+    (run.config.run_dir / "store").mkdir(exist_ok=True)
+    run.world.weights.clear()  # a new start has a folder of its own for them
+    return Resumption(
+        version=PolicyVersion(version),
+        fingerprint=f"weights-{version}" if version else "",
+        steps=steps,
+        elapsed_s=steps[-1]["elapsed_s"] if steps else 0.0,
+        earlier_starts=starts,
+    )
+
+
+def killed(when: Callable[[Run], bool]) -> Callable[[Run], object]:
+    """End everything at once as soon as `when` holds; nothing is told to anybody."""
+
+    async def kill(run: Run) -> None:
+        while run.driver is None or not run.driver.training or not when(run):
+            await asyncio.sleep(0.01)
+        for placed in list(run.workers.placed.values()):
+            placed.future.dead = True
+        run.driver.stop("killed")
+        run.driver._task.cancel()
+
+    return kill
+
+
+def resumed_event(run: Run) -> RunResumed:
+    (event,) = [e.event for e in run.entries if isinstance(e.event, RunResumed)]
+    return event
+
+
+def check_whole(run: Run) -> None:
+    """The run has come to its end, and every prompt up to the last was asked once: stored under its number."""
+    if run.error is not None:
+        raise run.error
+    run.check_kept()
+    rows = list(run.store.ended())
+    started = run.records[-1].ledger.num_started
+    assert sorted(row.trajectory.id for row in rows) == list(range(started))
+    fates = Counter(row.fate for row in rows)
+    assert fates[Fate.CONSUMED] == run.config.steps * run.config.trajectories_per_step
+
+
+def test_finished_and_half_sampled_responses_of_a_killed_run_go_on(body: Body) -> None:
+    world = World(length=lambda trajectory: 120 if trajectory % 4 == 3 else 8)
+
+    def scored_some(run: Run) -> bool:
+        return len(run.records) == 2 and run.outcomes.commands["Score"] > 12
+
+    first = body.run(*BASE, world=world, meanwhile=killed(scored_some))  # type: ignore[arg-type]
+    assert first.stopped_at_once
+    second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0))
+    check_whole(second)
+    members = [m for group in resumed_event(second).groups for m in group.members]
+    assert any(m.scored for m in members)
+    assert any(0 < m.tokens < 120 and not m.sampled for m in members)
+    (record,) = [r for r in second.records if r.kind == "resume"]
+    assert record.num_rows == 0
+    assert record.metrics["taken_up"] == sum(m.version >= 0 for m in members)
+    assert record.metrics["taken_up_tokens"] == sum(m.tokens for m in members)
+    (note,) = [line for line in second.outcomes.notes if line.startswith("took up")]
+    assert f"took up {int(record.metrics['taken_up'])} responses" in note
+    routed = {c.trajectory for c in second.commands("Route")}
+    assert not routed & {m.trajectory for m in members if m.sampled}, "a finished response was sampled again"
+    before = {t.id: t for t in first.workers.actor("server")._flight.live.values() if t.segments}
+    for row in second.store.ended():
+        t = row.trajectory
+        if t.id in before:
+            assert list(t.versions)[: before[t.id].num_tokens] == list(before[t.id].versions)
+    assert not [row for row in second.store.ended() if row.reason is AbortReason.RUN_ENDED]
+
+
+def test_what_undone_steps_had_consumed_is_trained_on_again(body: Body) -> None:
+    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 4))  # type: ignore[arg-type]
+    consumed = {row.trajectory.id for row in first.store.ended() if row.step in (2, 3)}
+    second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 2))
+    check_whole(second)
+    event = resumed_event(second)
+    assert event.step == 2
+    members = [m for group in event.groups for m in group.members]
+    assert all(m.version <= 2 for m in members)
+    assert consumed <= {m.trajectory for m in members}
+    assert {m.trajectory for m in members if m.scored} & consumed
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_killed_again_and_again_asks_every_prompt_once(body: Body, seed: int, shape: str) -> None:
+    rng = random.Random(seed)
+    world = World(length=lambda trajectory: 90 if trajectory % 5 == 3 else 6 + trajectory % 7)
+    config: RunConfig | None = None
+    resumption: Resumption | None = None
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randint(3, 90)
+        run = body.run(
+            *SHAPES[shape],
+            config=config,
+            world=world,
+            resumption=resumption,
+            meanwhile=killed(lambda run, at=at: sum(run.outcomes.commands.values()) > at),  # type: ignore[misc, arg-type]
+        )
+        if not run.stopped_at_once:
+            break
+        run.check_kept()
+        config, resumption = run.config, resumption_of(run, rng.choice((0, 0, 1, 2)))
+    else:
+        run = body.run(config=config, world=world, resumption=resumption)
+    check_whole(run)
+
+
+def test_a_run_of_an_earlier_version_gives_up_what_was_in_flight(body: Body) -> None:
+    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 2))  # type: ignore[arg-type]
+    live = first.records[-1].ledger.live
+    spool: Path = first.config.run_dir / "spool"
+    for part in spool.iterdir():
+        part.unlink()
+    spool.rmdir()
+    second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 0))
+    check_whole(second)
+    assert resumed_event(second).groups == ()
+    lost = [r.trajectory.id for r in second.store.ended() if r.reason is AbortReason.RUN_ENDED]
+    assert lost == [i for a, b in live for i in range(a, b)]
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5])
+def test_what_the_spool_has_lost_starts_again(body: Body, kept: float) -> None:
+    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 2))  # type: ignore[arg-type]
+    for part in (first.config.run_dir / "spool").iterdir():
+        data = part.read_bytes()
+        part.write_bytes(data[: int(kept * len(data))])
+    second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 0))
+    check_whole(second)
+    assert not [row for row in second.store.ended() if row.reason is AbortReason.RUN_ENDED]

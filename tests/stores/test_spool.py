@@ -1,0 +1,247 @@
+"""The spool: what was appended is read back up to the first byte that is lost, and what nobody can need is removed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stores.spool import FRAME, HEADER, Spool
+from stores.spool_entries import (
+    BatchTaken,
+    Entry,
+    FlightResumed,
+    GroupDrawn,
+    RewardDelivered,
+    TokensDelivered,
+    TrajectoriesRetired,
+    TrajectoriesRouted,
+    decode,
+    encode,
+)
+from stores.staleness import Ending
+from stores.trajectory import AbortReason, Fate, FinishReason, GroupId, InstanceId, PolicyVersion, Segment, TrajectoryId
+
+SMALL = st.integers(0, 50)
+SECONDS = st.floats(0, 1e6)
+IDS = st.integers(0, 11).map(TrajectoryId)
+VERSIONS = st.integers(0, 5).map(PolicyVersion)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    count = draw(st.integers(0, 5))
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=count, max_size=count))
+    logprobs = draw(st.lists(st.floats(-50, 0, width=32), min_size=count, max_size=count))
+    return Segment(
+        version=draw(VERSIONS),
+        instance=InstanceId(draw(st.sampled_from(["rollout-0", "rollout-1.2"]))),
+        tokens=np.asarray(tokens, np.int32),
+        logprobs=np.asarray(logprobs, np.float32),
+    )
+
+
+ENTRIES: st.SearchStrategy[Entry] = st.one_of(
+    st.builds(
+        GroupDrawn,
+        group=st.integers(0, 3).map(GroupId),
+        prompt_tokens=st.lists(SMALL, max_size=5).map(lambda x: np.asarray(x, np.int32)),
+        at_s=SECONDS,
+    ),
+    st.builds(TrajectoriesRouted, routed=st.lists(st.tuples(IDS, SMALL)).map(tuple), at_s=SECONDS),
+    st.builds(
+        TokensDelivered,
+        trajectory=IDS,
+        epoch=SMALL,
+        first=SMALL,
+        segments=st.lists(segments(), max_size=3).map(tuple),
+        finish=st.sampled_from(FinishReason),
+        at_s=SECONDS,
+    ),
+    st.builds(
+        RewardDelivered,
+        trajectory=IDS,
+        tokens=SMALL,
+        reward=st.floats(allow_nan=False),
+        parts=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False), max_size=2),
+        error=st.text(max_size=9),
+        at_s=SECONDS,
+    ),
+    st.lists(st.tuples(IDS, VERSIONS), max_size=4).flatmap(
+        lambda pairs: st.builds(
+            BatchTaken,
+            step=SMALL,
+            trajectories=st.just(tuple(t for t, _ in pairs)),
+            versions=st.just(tuple(v for _, v in pairs)),
+        )
+    ),
+    st.lists(st.tuples(IDS, VERSIONS), max_size=4).flatmap(
+        lambda pairs: st.builds(
+            TrajectoriesRetired,
+            endings=st.just(
+                tuple(
+                    Ending(
+                        trajectory=t,
+                        group=GroupId(t // 3),
+                        fate=Fate.ABORTED,
+                        reason=AbortReason.SURPLUS_MEMBER,
+                        step=2,
+                    )
+                    for t, _ in pairs
+                )
+            ),
+            versions=st.just(tuple(v for _, v in pairs)),
+        )
+    ),
+    st.builds(FlightResumed, version=VERSIONS, again=st.lists(IDS, max_size=3).map(tuple), at_s=SECONDS),
+)
+
+
+@given(entry=ENTRIES)
+def test_an_entry_is_read_back_as_it_was(entry: Entry) -> None:
+    data = encode(entry)
+    again = decode(data)
+    assert type(again) is type(entry)
+    assert encode(again) == data
+    if isinstance(again, TokensDelivered) and isinstance(entry, TokensDelivered):
+        for ours, theirs in zip(again.segments, entry.segments, strict=True):
+            assert (ours.version, ours.instance) == (theirs.version, theirs.instance)
+            np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+            np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+
+
+@given(data=st.binary(max_size=60))
+def test_bytes_that_are_no_entry_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="entry"):
+        decode(data)
+
+
+def part(folder: Path, number: int = 1) -> Path:
+    return folder / f"part-{number:08d}.log"
+
+
+@settings(max_examples=settings().max_examples // 4)
+@given(batches=st.lists(st.lists(ENTRIES, min_size=1, max_size=3), min_size=1, max_size=4), data=st.data())
+def test_a_spool_cut_at_any_byte_is_a_prefix_of_its_entries(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[list[Entry]], data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("spool") / "spool"
+    spool = Spool(folder, members=3)
+    assert list(spool.read()) == []
+    for batch in batches:
+        assert spool.append(batch)
+    whole = part(folder).read_bytes()
+    written = [encode(entry) for batch in batches for entry in batch]
+    assert [encode(entry) for entry in Spool(folder, members=3).read()] == written
+
+    cut = data.draw(st.integers(0, len(whole)))
+    garbage = data.draw(st.binary(max_size=9))
+    part(folder).write_bytes(whole[:cut] + garbage)
+    left = [encode(entry) for entry in Spool(folder, members=3).read()]
+    assert left == written[: len(left)]
+    if not garbage:
+        ends = np.cumsum([len(HEADER), *(FRAME.size + len(w) for w in written)])
+        assert len(left) == max(0, int((ends <= cut).sum()) - 1)
+
+
+@given(batch=st.lists(ENTRIES, min_size=2, max_size=4), flip=st.data())
+def test_a_changed_byte_ends_the_part_there(
+    tmp_path_factory: pytest.TempPathFactory, batch: list[Entry], flip: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("spool") / "spool"
+    spool = Spool(folder, members=3)
+    spool.append(batch)
+    data = bytearray(part(folder).read_bytes())
+    at = flip.draw(st.integers(0, len(data) - 1))
+    data[at] ^= flip.draw(st.integers(1, 255))
+    part(folder).write_bytes(data)
+    left = [encode(entry) for entry in Spool(folder, members=3).read()]
+    assert left == [encode(entry) for entry in batch][: len(left)]
+    assert len(left) < len(batch)
+
+
+def drawn(group: int) -> GroupDrawn:
+    return GroupDrawn(group=GroupId(group), prompt_tokens=np.zeros(3, np.int32), at_s=0.0)
+
+
+def groups_in(folder: Path) -> set[int]:
+    return {entry.group for entry in Spool(folder, members=3).read() if isinstance(entry, GroupDrawn)}
+
+
+def test_parts_are_removed_once_every_resume_point_has_what_is_in_them(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", members=3)
+    for step in range(20):  # group g is drawn before step g and consumed by step g + 1
+        spool.append([drawn(step)])
+        spool.stored(step, [GroupId(step - 1)] if step else [])
+        spool.rotate(oldest_point=max(0, step - 2))
+        needed = {group for group in range(step + 1) if group + 1 >= max(0, step - 2)}
+        assert groups_in(tmp_path / "spool") == needed
+        assert len(list((tmp_path / "spool").iterdir())) <= 5
+    spool.append([drawn(20)])
+    spool.stored(20, [GroupId(19), GroupId(20)])
+    spool.rotate(oldest_point=None)
+    assert groups_in(tmp_path / "spool") == set()
+
+
+def test_a_group_that_stays_in_flight_keeps_what_came_after_it(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", members=3)
+    spool.append([drawn(0), drawn(1)])
+    for step in range(1, 6):
+        spool.stored(step, [GroupId(step)])
+        spool.rotate(oldest_point=step)
+        spool.append([drawn(step + 1)])
+    assert groups_in(tmp_path / "spool") == set(range(7))
+    spool.stored(6, [GroupId(0)])
+    spool.rotate(oldest_point=7)
+    assert groups_in(tmp_path / "spool") == {6}
+
+
+def test_one_that_goes_on_appends_to_a_part_of_its_own(tmp_path: Path) -> None:
+    first = Spool(tmp_path / "spool", members=3)
+    first.append([drawn(0), drawn(1)])
+    part(tmp_path / "spool").write_bytes(part(tmp_path / "spool").read_bytes()[:-2])
+    again = Spool(tmp_path / "spool", members=3)
+    assert [entry.group for entry in again.read() if isinstance(entry, GroupDrawn)] == [0]
+    again.append([drawn(2)])
+    assert groups_in(tmp_path / "spool") == {0, 2}
+    again.clear()
+    assert groups_in(tmp_path / "spool") == set()
+    assert again.exists
+    assert again.append([drawn(3)])
+    assert groups_in(tmp_path / "spool") == {3}
+
+
+def test_a_full_disk_is_said_once_and_the_next_part_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A limit on the size of files stands for the disk: it too cuts a write in the middle."""
+    spool = Spool(tmp_path / "spool", members=3)
+    assert spool.append([drawn(0)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(part(tmp_path / "spool")) + 5, hard))
+        with caplog.at_level(logging.WARNING):
+            assert [spool.append([drawn(group)]) for group in (1, 2, 3)] == [False, False, False]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(caplog.records) == 1
+    assert "cannot be written: File too large; the run goes on" in caplog.text
+    assert not spool.append([drawn(4)])
+    spool.rotate(oldest_point=0)
+    assert spool.append([drawn(5)])
+    assert groups_in(tmp_path / "spool") == {0, 5}
+
+
+def test_a_part_of_another_version_is_left_alone(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", members=3)
+    spool.append([drawn(0)])
+    data = part(tmp_path / "spool").read_bytes()
+    part(tmp_path / "spool").write_bytes(data.replace(b"spool 1", b"spool 9"))
+    assert groups_in(tmp_path / "spool") == set()
