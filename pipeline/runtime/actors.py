@@ -185,7 +185,7 @@ class Actors:
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
-        stored = resumption is not None and (self._run_dir / "store").is_dir()
+        stored = resumption is not None and (self._run_dir / "store").exists()
         settings = actor_settings.server_settings(config, self._run_dir / "store", self._facts.context, resumed=stored)
         await side_by_side(
             workers.place("server", "server", TrajectoryServer, settings, begin_s),
