@@ -217,7 +217,7 @@ class Soak:
         print("how starts ended:")
         for why, count in scene.run.ends.most_common():
             print(f"  {count:5}  {why}")
-        if (run_dir / "store").is_dir():
+        if (run_dir / "store").exists():
             counted = prompts(run_dir)
             print(f"prompts: {counted.trained} trained on, the last is number {counted.last}")
             self.findings += counted.findings()

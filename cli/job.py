@@ -94,7 +94,7 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
         with display, logging_to(display.console, verbose):
             return display, asyncio.run(run())
     except Interrupted as stopped:
-        begun = (config.run_dir / "store").is_dir()
+        begun = (config.run_dir / "store").exists()
         again = f"`staleflow resume {config.run_dir}` begins it" if begun else "the same command begins it again"
         click.echo(f"stopped: {stopped} before the first step; nothing is lost, {again}", err=True)
         sys.exit(130)

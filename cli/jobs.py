@@ -1,4 +1,4 @@
-"""staleflow submit | jobs | status | logs | cancel"""
+"""staleflow submit | jobs | status | logs | retire | cancel"""
 
 from __future__ import annotations
 
@@ -180,6 +180,27 @@ def cancel(id: str, as_json: bool, where: Where) -> None:
         click.echo(f"{job['id']} stops at its next step; `staleflow resume {job['run_dir']}` continues it")
 
 
+@click.command("retire")
+@click.argument("id")
+@click.argument("worker")
+@cluster_options
+def retire(id: str, worker: str, where: Where) -> None:
+    """Have a job give up one of its rollout instances: WORKER is its name, or the name or address of its worker. What
+    it samples goes on elsewhere from the tokens it has; then the worker leaves the cluster. Nothing is lost."""
+    from pipeline.scheduler import board, job_list
+    from stores.errors import ConfigError
+
+    async def ask() -> tuple[str, str]:
+        async with where.connected() as client:
+            job = job_list.the_one(await board.ask(client, "jobs"), id)["id"]
+            return job, str(await board.ask(client, "retire", id=job, worker=worker))
+
+    job, state = asyncio.run(ask())
+    if state != "running":
+        raise ConfigError(f"{job} is {state}: only a running job can give up a worker")
+    click.echo(f"{job} gives up {worker}; `staleflow logs {job} -f` says when it has left")
+
+
 def _row(job: dict[str, Any]) -> str:
     last, status = job["last"], job["status"]
     done = int(last["step"]) + 1 if last else 0
@@ -211,6 +232,8 @@ def _details(job: dict[str, Any]) -> list[str]:
             f"{status['num_queued']} queued, {status['num_running']} sampling, {status['num_scoring']} scoring; "
             f"staleness in flight {status['staleness_in_flight']:.2f}, in queue {status['staleness_in_queue']:.2f}"
         )
+        if status.get("fleet"):
+            lines.append(status["fleet"])
         lines += [
             f"{one['instance']:<14} v{one['version']}{' pulling' if one['pulling'] else ''}  "
             f"{one['num_running']}/{one['max_running']} running, {one['kv_tokens']}/{one['kv_capacity']} KV tokens"

@@ -163,6 +163,13 @@ class RolloutConfig:
     REFUSED: ClassVar[Mapping[str, str]] = SAMPLING_REFUSED
 
     instances: int = knob(1, "rollout instances, one Dask worker each", low=1, high=4096)
+    max_instances: int = knob(
+        0,
+        "most rollout instances: workers that join while the run goes on, and that no other run waits for, become "
+        "further ones; 0: no more than instances",
+        low=0,
+        high=4096,
+    )
     min_instances: int = knob(
         1, "instances with which the run goes on while others that were lost wait for a free worker", low=1, high=4096
     )

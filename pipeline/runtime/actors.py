@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from pipeline.config import actor_settings
 from pipeline.config.model_facts import ModelFacts
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Command
+from pipeline.runtime.background import side_by_side
 from pipeline.runtime.base import Placed, Workers
 from pipeline.runtime.clock import now_s
 from pipeline.runtime.restoring import Restoring
@@ -85,6 +86,8 @@ class InstanceHandle:
     version: PolicyVersion = PolicyVersion(0)
     fetching: PolicyVersion | None = None
     """The version it is about to serve, while it pulls."""
+    loading: bool = False
+    """Whether its engine loads weights, which has a deadline of its own: it need not sample meanwhile."""
     fingerprint: str = ""
     """Fingerprint of the weights it holds; empty until its first pull."""
     drift: float = 0.0
@@ -111,6 +114,8 @@ class Actors:
         self._facts = facts
         self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._lost_at: dict[str, list[float]] = {}
+        self._retired: list[int] = []
+        """Indices of the instances that were retired, each time."""
         self._earlier_starts = 0
         self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
@@ -182,7 +187,7 @@ class Actors:
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
         stored = resumption is not None and (self._run_dir / "store").exists()
         settings = actor_settings.server_settings(config, self._run_dir / "store", self._facts.context, resumed=stored)
-        await _all(
+        await side_by_side(
             workers.place("server", "server", TrajectoryServer, settings, begin_s),
             self.place_trainer(),
             *(self.place_reward(f"reward-{i}") for i in range(config.reward.workers)),
@@ -195,7 +200,7 @@ class Actors:
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
         await self.publish_initial(version, "" if resumption is None else resumption.fingerprint)
         if version:
-            await _all(*(self.pull(instance, version) for instance in self.instances.values()))
+            await side_by_side(*(self.pull(instance, version) for instance in self.instances.values()))
 
     @property
     def starting(self) -> str:
@@ -235,7 +240,7 @@ class Actors:
     async def place_instance(self, index: int) -> InstanceHandle:
         """Place instance `index`; under a new name if it replaces one, so that late answers of the old do not match."""
         config = self._config
-        attempt = len(self._lost_at.get(f"rollout-{index}", ()))
+        attempt = len(self._lost_at.get(f"rollout-{index}", ())) + self._retired.count(index)
         name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
         placed = await self._workers.place(
             name,
@@ -325,12 +330,13 @@ class Actors:
         try:
             await self._pull(instance, version)
         finally:
-            instance.fetching = None
+            instance.fetching, instance.loading = None, False
 
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         begin = now_s()
         path = await self._fetch(instance.placed, version)
         within_s = self._transfers.within_s(version)
+        instance.loading = True
         loaded: Loaded = await self.ask(
             instance.placed.name, "pull", version, path, self._probe, deadline="call_s", within_s=within_s
         )
@@ -380,12 +386,6 @@ class Actors:
             await self.restoring.restored(ActorLost("trainer is gone", "trainer"), now_s())
         return self._workers.placed["trainer"]
 
-    async def pull_all(self, version: PolicyVersion) -> None:
-        """Load a version on every instance that serves another."""
-        for instance in list(self.instances.values()):
-            if instance.version != version:
-                await self.pull(instance, version)
-
     async def prune(self, wanted: set[PolicyVersion]) -> None:
         """Remove the versions that no instance uses or fetches and that are not `wanted`. A host where that fails keeps
         them until the next time: whether its instances are there is for others to find out."""
@@ -422,6 +422,19 @@ class Actors:
         if len(recent) > REPLACEMENTS:
             raise ActorLost(f"{role} was lost {len(recent)} times within an hour, last: {lost}") from lost
 
+    async def spare(self) -> bool:
+        """Whether there is a worker for a further instance."""
+        return await self._workers.spare("rollout")
+
+    async def retire(self, instance: InstanceHandle) -> None:
+        """Close an instance that runs nothing, and let its worker leave the cluster. No loss. Never raises."""
+        self.instances.pop(instance.id, None)
+        self._retired.append(instance.index)
+        with contextlib.suppress(Exception):
+            await self.ask_once(instance.placed.name, "close", within_s=CLOSE_S)
+        if instance.placed.name in self._workers.placed:
+            await self._workers.retire(instance.placed.name)
+
     async def close(self) -> None:
         """Close all actors, the engines first: they may still use what the others hold. Never raises."""
         await self.restoring.end()
@@ -429,15 +442,3 @@ class Actors:
         for placed in sorted(self._workers.placed.values(), key=lambda p: order.get(p.role, 3)):
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await self.ask(placed.name, "close", within_s=CLOSE_S)
-
-
-async def _all(*work: Coroutine[Any, Any, Any]) -> None:
-    """Run all of these side by side; at the first failure cancel the rest and raise it."""
-    tasks = [asyncio.ensure_future(w) for w in work]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

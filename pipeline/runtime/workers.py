@@ -165,6 +165,26 @@ class DaskWorkers:
             self.restarts.add(restart)
             restart.add_done_callback(self.restarts.discard)
 
+    async def retire(self, name: str) -> None:
+        """Give up an actor that has closed, and let its process leave the cluster for good. Never raises."""
+        leaving = self.placed[name]
+        self.lost.add(leaving.address)
+        for other in [p.name for p in self.placed.values() if p.address == leaving.address]:
+            self.forget(other)
+        with contextlib.suppress(Exception):
+            await self.client.retire_workers([leaving.address])
+
+    async def spare(self, role: str) -> bool:
+        """Whether a worker could take `role` at once that no other run waits for."""
+        if self.shared:
+            jobs = await board.ask(self.client, "jobs")
+            if any(job["state"] == "waiting" and job["id"] != self.job for job in jobs):
+                return False
+        async with self.choosing:
+            workers = await self._workers()
+            held = await board.ask(self.client, "held", id=self.job) if self.shared else {}
+            return bool(self._free(role, {a: w for a, w in workers.items() if a not in held}))
+
     async def _restart(self, address: str) -> None:
         # A dead process has been restarted by its nanny already; without a nanny nothing can restart it.
         with contextlib.suppress(Exception):

@@ -9,15 +9,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.runtime import actors, committing, driver, instance_link, membership, restoring, scoring
+from pipeline.runtime import actors, background, committing, driver, instance_link, membership, restoring, scoring
 from tests.runtime import test_actors as on_actors
 from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
 from tests.runtime import test_instance_link as on_link
 from tests.runtime import test_restoring as on_restoring
+from tests.runtime import test_transfers as on_transfers
 from tests.support.bodies import Body, Runtime
 
 MODULES = {
+    "background": background,
     "restoring": restoring,
     "actors": actors,
     "instance_link": instance_link,
@@ -209,8 +211,8 @@ MUTATIONS = (
         name="who_asked_is_lost",
         module="membership",
         breaks="who failed is who is lost, not who asked",
-        old='                if lost.who != instance.id and not lost.who.startswith("parameters-"):\n',
-        new="                if False:\n",
+        old='return lost.who == instance.id or lost.who.startswith("parameters-")',
+        new="return True",
         check=check(on_driver.test_a_server_that_answers_nobody_any_more_is_who_is_lost, "payloads"),
     ),
     Mutation(
@@ -405,8 +407,40 @@ MUTATIONS = (
         check=check(on_actors.test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another),
     ),
     Mutation(
-        name="others_start_on",
+        name="carrier_taken_for_asker",
         module="actors",
+        breaks="a stopped process that carries a parameter server is not taken for the instance that asked it",
+        old="                if server.address == placed.address:\n",
+        new="                if server.address:\n",
+        check=check(on_transfers.test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_who_asked),
+    ),
+    Mutation(
+        name="own_process_asked_for_ever",
+        module="actors",
+        breaks="an instance whose own process does not answer is lost",
+        old="                if server.address == placed.address:\n",
+        new="                if not server.address:\n",
+        check=check(on_transfers.test_an_instance_whose_own_process_does_not_answer_is_lost),
+    ),
+    Mutation(
+        name="weights_not_waited_for",
+        module="actors",
+        breaks="nobody is lost while those that have the weights do not answer",
+        old='                logger.warning("%s waits for weights: %s", placed.name, failed)\n',
+        new="                raise\n",
+        check=check(on_transfers.test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer),
+    ),
+    Mutation(
+        name="load_within_a_short_call",
+        module="actors",
+        breaks="loading may take as long as its bytes",
+        old="        within_s = self._transfers.within_s(version)\n",
+        new="        within_s = self._config.deadlines.call_s\n",
+        check=check(on_transfers.test_loading_may_take_as_long_as_its_bytes),
+    ),
+    Mutation(
+        name="others_start_on",
+        module="background",
         breaks="where one actor cannot start, the others are not waited for",
         old="        for task in tasks:\n            task.cancel()\n        await asyncio.gather",
         new="        await asyncio.gather",

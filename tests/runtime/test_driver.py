@@ -619,16 +619,40 @@ def test_the_first_evaluation_is_not_part_of_the_runs_time(body: Body) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("nth", [1, 3])
-def test_an_instance_lost_while_it_is_evaluated_ends_the_run_with_what_is_stored(
-    body: Body, nth: int, moment: Any
-) -> None:
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_an_instance_lost_while_it_is_evaluated_is_replaced(body: Body, nth: int, moment: Any) -> None:
+    """Before the first step or after the last: the evaluation is the same as without a loss."""
     run = body.run(*EVALUATED, faults=[Fault(actor="rollout-0", method="evaluate", nth=nth, dies=moment)])
-    assert str(run.raised()) == "rollout-0 is gone: connection closed"
-    assert evaluations(run) == ([] if nth == 1 else [0])
-    if nth == 3:
-        run.check_kept()
-        assert [r.kind for r in run.records] == ["step"] * 3 + ["end"]
+    run.check()
+    assert len(run.outcomes.losses) == 1
+    assert "rollout-0.1" in run.workers.names
+    assert [e.sampled for e in run.outcomes.evaluations] == [
+        e.sampled for e in body.run(*EVALUATED).outcomes.evaluations
+    ]
+
+
+def test_an_instance_lost_in_the_first_evaluation_without_a_worker_is_placed_while_the_run_trains(body: Body) -> None:
+    dies = Fault(actor="rollout-0", method="evaluate", nth=1, dies="before")
+    run = body.run(*EVALUATED, "steps=6", faults=[dies, NO_WORKER[0]])
+    run.check()
+    assert evaluations(run) == [0, 6]
+    assert "rollout-0.1" in run.workers.names
+
+
+def test_an_instance_lost_while_it_pulls_the_last_version_is_replaced(body: Body) -> None:
+    plain = body.run(*EVALUATED)
+    last = sum(c.method == "pull" and c.actor == "rollout-0" for c in plain.workers.calls)
+    run = body.run(*EVALUATED, faults=[Fault(actor="rollout-0", method="pull", nth=last, dies="before")])
+    run.check()
+    assert evaluations(run) == [0, 3]
+    assert len(run.outcomes.losses) == 1
+
+
+def test_a_reward_worker_lost_while_it_scores_an_evaluation_is_replaced(body: Body) -> None:
+    run = body.run(*EVALUATED, faults=[Fault(actor="reward-0", method="score_texts", dies="before")])
+    run.check()
+    assert evaluations(run) == [0, 3]
+    assert run.workers.names.count("reward-0") == 2
 
 
 @pytest.mark.parametrize("actor", ["rollout-0", "trainer", "reward-0", "server", "parameters-one"])

@@ -121,12 +121,15 @@ class InProcessWorkers:
         self.names: list[str] = []
         """All actors that were ever placed."""
         self.calls: list[Call] = []
+        self.num_spare = 0
+        """Workers that nobody has placed anything on; each actor that is placed takes one."""
         self.nanny = True
         """Whether the process of a lost actor is ended; if not, it may continue and answer late."""
 
     # -- the contract --------------------------------------------------------------------------------------------
 
     async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        self.num_spare = max(0, self.num_spare - 1)
         number = len(self._processes)
         process = Process(address=f"process-{number}", host=self._hosts[number % len(self._hosts)])
         self._processes.append(process)
@@ -137,6 +140,15 @@ class InProcessWorkers:
 
     def forget(self, name: str) -> None:
         del self.placed[name]
+
+    async def spare(self, role: str) -> bool:
+        return self.num_spare > 0
+
+    async def retire(self, name: str) -> None:
+        process = self.placed[name].future
+        for other in [p for p in self.placed.values() if p.future is process]:
+            del self.placed[other.name]
+        process.die()
 
     def lose(self, name: str) -> None:
         lost = self.placed.pop(name)
