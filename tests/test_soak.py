@@ -59,12 +59,15 @@ def test_every_prompt_is_counted_against_the_source(tmp_path: Path) -> None:
     store.commit(record(1), [row(10, number=77), row(11, number=77), row(14), row(15), row(12, **GIVEN_UP)])
     found = prompts(tmp_path)
     assert (found.trained, found.last, found.doubled, found.wrong) == (4, 7, 0, 1)
+    assert found.stopped == 0
     assert found.skipped == {
         "aborted:run_ended at a resume": 1,
         "not in the store": 2,
         "aborted:run_ended at a step": 1,
     }
     assert len(found.findings()) == 4
+    store.commit(record(2, "end"), [row(4, **GIVEN_UP), row(5, **GIVEN_UP)])
+    assert prompts(tmp_path).stopped == 1
     assert number_of((2, 2, 3, 11)) == 19
 
 
