@@ -123,11 +123,7 @@ class Soak:
     async def look(self) -> None:
         """Start again what has ended, of the cluster and of the run."""
         scene = self.scene
-        if not scene.full:
-            scene.machine.keep_space()
-        for name in scene.cluster.revive():
-            self.say(f"{name} is started again")
-        await scene.watch.look()
+        await self.tend()
         if scene.run.foreground is scene.run.submitting is None and self._retry_at:
             if time.monotonic() > self._retry_at and scene.cluster.file.exists():
                 self._retry_at = 0.0
@@ -136,6 +132,15 @@ class Soak:
             self.say(f"the run has ended: {why}")
             self._retry_at = time.monotonic() + self.rng.uniform(0.0, 2.0)
         await asyncio.sleep(LOOK_S)
+
+    async def tend(self) -> None:
+        """Start again what has ended of the cluster."""
+        scene = self.scene
+        if not scene.full:
+            scene.machine.keep_space()
+        for name in scene.cluster.revive():
+            self.say(f"{name} is started again")
+        await scene.watch.look()
 
     async def audit(self) -> None:
         """Audit the store if the run was resumed since the last time."""
@@ -175,7 +180,7 @@ class Soak:
         scene = self.scene
         deadline = time.monotonic() + scene.job.limit_s
         while True:
-            await scene.watch.look()
+            await self.tend()
             if why := scene.run.over():
                 self.say(f"{what}: {why}")
                 return True

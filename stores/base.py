@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from stores.codec import Codec
 from stores.trajectory import Ended, Trajectory, TrajectoryId
@@ -77,8 +79,8 @@ class TrajectoryStore(Protocol):
         The record's num_rows and num_tokens are filled in here. Raises StoreError; then nothing was stored."""
         ...
 
-    def steps(self) -> list[StepRecord]:
-        """All commits, oldest first."""
+    def steps(self, first: int = 0) -> list[StepRecord]:
+        """The commits from number `first` on, oldest first; as in slices, a negative one counts from the end."""
         ...
 
     def ended(self, step: int | None = None) -> Iterable[Ended]:
@@ -103,16 +105,44 @@ def id_ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
+class BatchDigest:
+    """The hash of a batch, trajectory by trajectory."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(
+        self,
+        ids: tuple[int, int],
+        prompt: npt.NDArray[np.int32],
+        response: npt.NDArray[np.int32],
+        versions: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        numbers: tuple[float, float],
+    ) -> None:
+        """Add a trajectory. ids: its id and v_traj; numbers: its reward and advantage; the rest as in Trajectory."""
+        self._hash.update(_TWO_IDS.pack(*ids))
+        for array in (prompt, response, versions):
+            self._hash.update(_LENGTH.pack(len(array)))
+            self._hash.update(np.ascontiguousarray(array, "<i4").data)
+        self._hash.update(np.ascontiguousarray(logprobs, "<f4").data)
+        self._hash.update(_TWO_NUMBERS.pack(*numbers))
+
+    @property
+    def hex(self) -> str:
+        """32 digits."""
+        return self._hash.hexdigest()
+
+
+_TWO_IDS, _LENGTH, _TWO_NUMBERS = struct.Struct("<qq"), struct.Struct("<q"), struct.Struct("<ff")
+
+
 def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
     """Hash, 32 hex digits, of what a training step receives: (trajectory, advantage) in order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for trajectory, advantage in batch:
-        digest.update(np.asarray([trajectory.id, trajectory.v_traj], np.int64).tobytes())
-        for array in (trajectory.prompt_tokens, trajectory.response_tokens, trajectory.versions):
-            digest.update(np.asarray([len(array)], np.int64).tobytes() + array.astype(np.int32).tobytes())
-        digest.update(trajectory.logprobs.astype(np.float32).tobytes())
-        digest.update(np.asarray([trajectory.reward, advantage], np.float32).tobytes())
-    return digest.hexdigest()
+    digest = BatchDigest()
+    for t, advantage in batch:
+        digest.add((t.id, t.v_traj), t.prompt_tokens, t.response_tokens, t.versions, t.logprobs, (t.reward, advantage))
+    return digest.hex
 
 
 CODEC = Codec()

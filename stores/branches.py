@@ -20,10 +20,9 @@ import zarr
 
 from stores.errors import ConfigError, StoreError
 from stores.layout import FLOAT_COLUMNS, INT_COLUMNS
-from stores.versioned import INCOMPLETE, MAIN, VersionedStore, branch_names, repository_at
+from stores.reading import RESCORED, StoreReader
+from stores.repository import INCOMPLETE, MAIN, branch_names, repository_at
 
-RESCORED = "tokens/rescored"
-"""float32 [T]: logprob of each response token under another model, nats; 0 elsewhere."""
 COPIED_AT_ONCE = 16 * 65_536
 """Elements copied at once: 4 MiB."""
 
@@ -56,7 +55,7 @@ def refuse(path: Path, name: str) -> None:
         raise ConfigError(f"{path}: a branch cannot be called {name!r}; taken: {taken}; nothing stored is overwritten")
 
 
-def derive(store: VersionedStore, path: Path, name: str, new: Rewards, lineage: Mapping[str, Any]) -> str:
+def derive(store: StoreReader, path: Path, name: str, new: Rewards, lineage: Mapping[str, Any]) -> str:
     """Make branch `name` from the snapshot `store` reads, with other rewards; returns its snapshot. Raises StoreError;
     then no branch is left."""
 
@@ -73,7 +72,7 @@ def derive(store: VersionedStore, path: Path, name: str, new: Rewards, lineage: 
 
 
 def derive_logprobs(
-    store: VersionedStore, path: Path, name: str, logprobs: npt.NDArray[np.float32], lineage: Mapping[str, Any]
+    store: StoreReader, path: Path, name: str, logprobs: npt.NDArray[np.float32], lineage: Mapping[str, Any]
 ) -> str:
     """Make branch `name` from the snapshot `store` reads, with RESCORED beside the stored logprobs; returns its
     snapshot. logprobs: [T], may be memory-mapped. Raises StoreError; then no branch is left."""
@@ -85,8 +84,8 @@ def derive_logprobs(
         if RESCORED in root:
             del root[RESCORED]
         array = root.create_array(
-            RESCORED, shape=tokens.shape, chunks=tokens.chunks, dtype="float32", compressors=tokens.compressors,
-            fill_value=0, dimension_names=("tokens_rescored",),
+            RESCORED, shape=tokens.shape, chunks=tokens.chunks, shards=tokens.shards, dtype="float32",
+            compressors=tokens.compressors, fill_value=0, dimension_names=("tokens_rescored",),
         )  # fmt: skip
         for first in range(0, len(logprobs), COPIED_AT_ONCE):
             array[first : first + COPIED_AT_ONCE] = logprobs[first : first + COPIED_AT_ONCE]
@@ -95,7 +94,7 @@ def derive_logprobs(
 
 
 def _commit_branch(
-    store: VersionedStore,
+    store: StoreReader,
     path: Path,
     name: str,
     kind: str,

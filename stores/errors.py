@@ -15,11 +15,20 @@ class ConfigError(StaleflowError, ValueError):
 
 
 class ActorLost(StaleflowError, ConnectionError):
-    """An actor is gone: replace it, requeue its work."""
+    """An actor is gone: replace it, requeue its work. who: its name. It may be another than the one that was asked,
+    since actors call each other: who failed is who is replaced."""
+
+    def __init__(self, message: str, who: str = "") -> None:
+        super().__init__(message)
+        self.who = who
 
 
 class ActorFailed(StaleflowError, RuntimeError):
-    """An actor is there and failed by an error of its own, which the message names."""
+    """An actor is there and failed by an error of its own, which the message names. who: as of ActorLost."""
+
+    def __init__(self, message: str, who: str = "") -> None:
+        super().__init__(message)
+        self.who = who
 
 
 class TransferFailed(StaleflowError, ConnectionError):

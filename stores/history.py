@@ -15,9 +15,11 @@ import icechunk
 import numpy as np
 import zarr
 
-from stores.audit import Finding
 from stores.errors import StoreError
-from stores.versioned import MAIN, VersionedStore, branch_names, repository_at
+from stores.findings import Finding
+from stores.reading import stored_chunk
+from stores.repository import MAIN, branch_names, first_line, repository_at
+from stores.versioned import VersionedStore
 
 CHECK = "history"
 """The name of this check in findings."""
@@ -66,7 +68,7 @@ def _earlier(repository: Any, branch: str, seen: set[str]) -> Iterator[Finding]:
             newest = root if newest is None else newest
             changed = repository.diff(from_snapshot_id=snapshot.parent_id, to_snapshot_id=snapshot.id).updated_chunks
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
-            yield Finding(check=CHECK, where=where, what=f"cannot be read: {_first_line(error)}")
+            yield Finding(check=CHECK, where=where, what=f"cannot be read: {first_line(error)}")
             return
         chunks = {(name.strip("/"), int(place[0])) for name, places in changed.items() for place in places}
         for name, number in sorted(chunks & replaced):
@@ -77,15 +79,11 @@ def _earlier(repository: Any, branch: str, seen: set[str]) -> Iterator[Finding]:
 
 def _difference(then: Any, now: Any, number: int) -> str:
     """What is wrong with a chunk that was replaced later; empty if it holds the beginning of its successor."""
-    first = number * then.chunks[0]
-    last = min(then.shape[0], first + then.chunks[0])
+    size = stored_chunk(then)
+    first, last = number * size, min(then.shape[0], (number + 1) * size)
     try:
         if np.array_equal(then[first:last], now[first:last]):
             return ""
         return "it differs from what the newest snapshot has in its place"
     except Exception as error:  # noqa: BLE001  zarr, numcodecs and icechunk each raise their own for a damaged chunk
-        return f"it is corrupt: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+        return f"it is corrupt: {first_line(error)}"

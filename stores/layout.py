@@ -32,12 +32,23 @@ INT_COLUMNS = (
     "trajectory", "group", "v_traj", "v_min", "v_max", "offset", "prompt_tokens", "response_tokens",
     "finish", "fate", "reason", "step", "staleness", "text_offset", "text_bytes", "loss_mask",
 )  # fmt: skip
+COMMIT_COLUMNS = (
+    "kind", "step", "rows", "tokens", "first_id", "last_id", "record_offset", "record_bytes",
+)  # fmt: skip
+"""Of a commit. kind: its index in KINDS; first_id, last_id: the smallest and largest of its trajectories, -1 if it has
+none; record_offset: of its record in `records`."""
 FLOAT_COLUMNS = ("reward", "advantage", "arrived_s", "routed_s", "sampled_s", "rewarded_s")
 
 FINISHES, FATES, REASONS = tuple(FinishReason), tuple(Fate), tuple(AbortReason)
 TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
 AT = {name: i for i, name in enumerate(INT_COLUMNS)}
 """Index of each name in INT_COLUMNS."""
+COMMIT_AT = {name: i for i, name in enumerate(COMMIT_COLUMNS)}
+"""Index of each name in COMMIT_COLUMNS."""
+FLOAT_AT = {name: i for i, name in enumerate(FLOAT_COLUMNS)}
+"""Index of each name in FLOAT_COLUMNS."""
+KINDS = ("step", "end", "resume")
+"""Kinds of commits, as COMMIT_COLUMNS has them; others have no index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,8 @@ class MemoryStore:
         self._steps.append(replace(record, num_rows=len(ended), num_tokens=num_tokens))
         return str(len(self._steps))
 
-    def steps(self) -> list[StepRecord]:
-        return list(self._steps)
+    def steps(self, first: int = 0) -> list[StepRecord]:
+        return self._steps[first:]
 
     def ended(self, step: int | None = None) -> Iterable[Ended]:
         for row in self._ended:

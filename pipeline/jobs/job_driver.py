@@ -162,8 +162,8 @@ def committed_steps(run_dir: Path) -> tuple[int, bool]:
     """Number of training steps that a run has committed, and whether its end is stored too."""
     from stores.versioned import VersionedStore
 
-    records = VersionedStore.open(run_dir / "store").steps()
-    return sum(r.kind == "step" for r in records), bool(records) and records[-1].kind == "end"
+    stored = VersionedStore.open(run_dir / "store").summary()
+    return stored.num_steps, stored.ended
 
 
 def on_this_cluster(submission: Submission, scheduler: str) -> RunConfig:

@@ -22,9 +22,10 @@ from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores import frames
 from stores.errors import ConfigError, StaleflowError, StoreError
 from stores.files import publish
+from stores.reading import Damaged
 from stores.selection import Selection
 from stores.trajectory import Ended
-from stores.versioned import Damaged, VersionedStore
+from stores.versioned import VersionedStore
 
 FORMATS = ("parquet", "jsonl", "hf")
 PART_ROWS = 8192

@@ -29,8 +29,10 @@ from pipeline.offline.texts import texts_of
 from pipeline.runtime.run_folder import load_job
 from stores import branches
 from stores.errors import ConfigError
+from stores.reading import Damaged
+from stores.repository import MAIN
 from stores.trajectory import Fate, Trajectory
-from stores.versioned import MAIN, Damaged, VersionedStore
+from stores.versioned import VersionedStore
 from tasks.training.advantage import advantages
 
 if TYPE_CHECKING:

@@ -25,9 +25,10 @@ from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.runtime.run_folder import load_job
 from stores import branches
 from stores.errors import ConfigError
+from stores.reading import Damaged
 from stores.selection import Selection
 from stores.trajectory import Ended
-from stores.versioned import Damaged, VersionedStore
+from stores.versioned import VersionedStore
 from tasks.knobs import values
 
 MODEL_ROWS = 64

@@ -33,10 +33,11 @@ from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores.errors import ConfigError, StoreError
 from stores.files import publish, replace_text
+from stores.reading import Damaged
 from stores.resume_points import ResumePoints
 from stores.selection import Selection
 from stores.trajectory import Ended, InstanceId, PolicyVersion
-from stores.versioned import Damaged, VersionedStore
+from stores.versioned import VersionedStore
 from stores.weight_hash import matches
 
 MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")

@@ -19,8 +19,9 @@ from pipeline.run_page.series import CHARTS, in_words, series
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.resumption import parts
 from stores.errors import ConfigError
+from stores.reading import Damaged
+from stores.repository import MAIN
 from stores.trajectory import Ended, TrajectoryId
-from stores.versioned import MAIN, Damaged
 
 TEXT_SHOWN, TEXTS_SHOWN = 6_000, 400_000
 """Most characters of a prompt or response shown beside siblings, and of all on a page; a trajectory's own page shows

@@ -29,7 +29,8 @@ from pipeline.runtime.run_folder import LOCK, load_job
 from stores.base import StepRecord
 from stores.bias import bias_of
 from stores.errors import ConfigError
-from stores.versioned import MAIN, VersionedStore
+from stores.repository import MAIN
+from stores.versioned import VersionedStore
 from tasks.texts import NumberTexts, Texts
 
 KEPT = 2

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.run_page.answers import Answers
 from stores.errors import ConfigError, StaleflowError
-from stores.versioned import MAIN
+from stores.repository import MAIN
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

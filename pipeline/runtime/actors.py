@@ -2,8 +2,11 @@
 
 Invariants:
 - Every call has a deadline. A lost actor shows as ActorLost, which names the deadline where one was missed.
-- Only rollout instances and reward workers are replaced: what they held is known elsewhere. The trainer and the
-  trajectory server hold state of their own; their loss ends the run with what was committed.
+- A call that hands on an actor (NamedActor) may take call_s longer: its own call to that one has to fail first, so
+  that who failed is who counts as lost, not who asked. What was slow and answers again is lost to nobody.
+- Rollout instances and reward workers are replaced by those who use them: what they held is known elsewhere. The
+  trainer holds state of its own and is restored (restoring.py); whoever called it is kept waiting and asks again. The
+  loss of the trajectory server ends the run with what was committed.
 - None is replaced more than REPLACEMENTS times an hour. An instance's replacement has its own name: late answers
   of the old one are not taken for the new one's.
 - An instance counts as serving a version only after it has proved to hold the weights that were published under it.
@@ -14,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,11 +28,12 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Command
 from pipeline.runtime.base import Placed, Workers
 from pipeline.runtime.clock import now_s
+from pipeline.runtime.restoring import Restoring
 from pipeline.runtime.resumption import Resumption
 from pipeline.runtime.transfers import Transfers
 from stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError, TransferFailed
 from stores.parameters import FOLDER_PREFIX
-from stores.trajectory import InstanceId, PolicyVersion
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import call
 from tasks.actors.parameter_server import ParameterServer
 from tasks.actors.reward_worker import RewardWorker
@@ -49,12 +53,25 @@ PROBE_PROMPTS, PROBE_TOKENS = 8, 64
 """Held-out prompts that the probe is made of, and its tokens at most: one small prefill after each pull."""
 AGAIN_S = 1.0
 """Seconds until weights that nobody could hand on are asked for again."""
+DOUBTS = 3
+"""How often in a row an actor may say that the trajectory server is lost, which answers, before it counts as lost
+itself: it may be the one that is cut off."""
 SLOW_PULL_S = 5.0
 """Pulls that take longer, in seconds, are logged."""
 CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
 Deadline = Literal["start_s", "call_s", "train_s", "commit_s"]
 """The knob of [deadlines] that limits a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedActor:
+    """An argument of a call that stands for the actor that has this name when the call is made."""
+
+    name: str
+
+
+SERVER = NamedActor("server")
 
 
 @dataclass(slots=True)
@@ -98,6 +115,8 @@ class Actors:
         self._placing_parameters = asyncio.Lock()
         self._published: dict[PolicyVersion, StepResult] = {}
         self._transfers = Transfers(self, config.deadlines.call_s)
+        self._trained: dict[PolicyVersion, str] = {}
+        self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every)
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.losses: list[str] = []
         self.alarms: list[str] = []
@@ -109,18 +128,49 @@ class Actors:
     def actor(self, name: str) -> Any:
         """The actor called `name`, to be handed to another as an argument. Raises ActorLost if it is gone."""
         if name not in self._workers.placed:
-            raise ActorLost(f"{name} is gone")
+            raise ActorLost(f"{name} is gone", name)
         return self._workers.placed[name].actor
 
     async def ask(
         self, name: str, method: str, *args: Any, deadline: Deadline | None = None, within_s: float | None = None
     ) -> Any:
         """Call an actor, by default within deadlines.call_s. within_s: seconds, where they are not the knob's own; the
-        message names the knob if `deadline` is given too. Raises ActorLost as `call` does."""
+        message names the knob if `deadline` is given too. Raises ActorLost as `call` does, unless who is lost can be
+        restored: then it is asked again. So it is, a few times, if it says that another is lost, which answers."""
+        num_doubts = 0
+        while True:
+            asked_s = now_s()
+            try:
+                return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)
+            except ActorLost as error:
+                lost = error
+            if lost.who == "server" != name and await self._server_answers():
+                num_doubts += 1
+                logger.warning("%s: %s; it answers now", name, lost)
+                if num_doubts <= DOUBTS:
+                    continue
+                lost = ActorLost(f"{name} does not reach the server, which answers: {lost}", name)
+            await self.restoring.restored(lost, asked_s)
+
+    async def _server_answers(self) -> bool:
+        """Whether the trajectory server answers a short call."""
+        try:
+            await self.ask_once("server", "held_out_notice")
+        except ActorLost:
+            return False
+        return True
+
+    async def ask_once(
+        self, name: str, method: str, *args: Any, deadline: Deadline | None = None, within_s: float | None = None
+    ) -> Any:
+        """`ask`, but a loss is raised whoever it is."""
         knob = deadline or "call_s"
         limit = f"deadlines.{knob}" if deadline or within_s is None else ""
         allowed_s: float = getattr(self._config.deadlines, knob) if within_s is None else within_s
-        return await call(self.actor(name), method, *args, within_s=allowed_s, who=name, limit=limit)
+        if knob == "call_s" and any(isinstance(arg, NamedActor) for arg in args):
+            allowed_s += self._config.deadlines.call_s
+        given = [self.actor(arg.name) if isinstance(arg, NamedActor) else arg for arg in args]
+        return await call(self.actor(name), method, *given, within_s=allowed_s, who=name, limit=limit)
 
     # -- placing -------------------------------------------------------------------------------------------------
 
@@ -134,17 +184,7 @@ class Actors:
         settings = actor_settings.server_settings(config, self._run_dir / "store", self._facts.context, resumed=stored)
         await _all(
             workers.place("server", "server", TrajectoryServer, settings, begin_s),
-            workers.place(
-                "trainer",
-                "trainer",
-                Trainer,
-                actor_settings.trainer_settings(config),
-                self._folder,
-                config.cluster.threads,
-                config.deadlines.call_s,
-                str(self._run_dir / "resume"),
-                config.training.resume_every,
-            ),
+            self.place_trainer(),
             *(self.place_reward(f"reward-{i}") for i in range(config.reward.workers)),
             *(self.place_instance(i) for i in range(config.rollout.instances)),
         )
@@ -153,16 +193,7 @@ class Actors:
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
-        recorded = "" if resumption is None else resumption.fingerprint
-        initial: StepResult = await self.ask(
-            "trainer", "publish_initial", self._probe, version, recorded, deadline="start_s"
-        )
-        if not initial.as_recorded:
-            raise StoreError(
-                f"{self._run_dir}/resume: version {version} is {initial.fingerprint}, its step published "
-                f"{recorded}; remove the damaged resume point to use an older one"
-            )
-        self.publish(initial)
+        await self.publish_initial(version, "" if resumption is None else resumption.fingerprint)
         if version:
             await _all(*(self.pull(instance, version) for instance in self.instances.values()))
 
@@ -185,6 +216,21 @@ class Actors:
         settings, call_s = actor_settings.scoring_settings(self._config), self._config.deadlines.call_s
         await self._workers.place(name, "reward", RewardWorker, settings, call_s)
         await self.ask(name, "check", deadline="start_s")
+
+    async def place_trainer(self) -> Placed:
+        """Place the trainer, which has to `publish_initial` first. Raises as Workers.place does."""
+        config = self._config
+        return await self._workers.place(
+            "trainer",
+            "trainer",
+            Trainer,
+            actor_settings.trainer_settings(config),
+            self._folder,
+            config.cluster.threads,
+            config.deadlines.call_s,
+            str(self._run_dir / "resume"),
+            config.training.resume_every,
+        )
 
     async def place_instance(self, index: int) -> InstanceHandle:
         """Place instance `index`; under a new name if it replaces one, so that late answers of the old do not match."""
@@ -230,6 +276,48 @@ class Actors:
         self._published[result.version] = result
         self._transfers.publish(result.version, self._workers.placed["trainer"].host, result.num_bytes)
 
+    async def train(
+        self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
+    ) -> StepResult:
+        """Train a step; `publish` what it returns. A trainer that is lost meanwhile trains it once it is restored."""
+        result: StepResult = await self.ask(
+            "trainer", "train", SERVER, step, trajectories, versions, deadline="train_s"
+        )
+        self._trained[result.version] = result.fingerprint
+        return result
+
+    @property
+    def trained(self) -> Mapping[PolicyVersion, str]:
+        """Fingerprints of the versions that the trainer came to, from the first of this start on."""
+        return self._trained
+
+    async def train_again(self, step: int) -> None:
+        """Have a restored trainer train a step on the rows that the server still has, and publish the version. Raises
+        ActorLost if it comes to other weights than before."""
+        result: StepResult = await self.ask_once("trainer", "train", SERVER, step, (), (), deadline="train_s")
+        if result.fingerprint != self._trained[result.version]:
+            raise ActorLost(
+                f"trainer: step {step}, trained again after a loss, gave other weights ({result.fingerprint}) than "
+                f"were published ({self._trained[result.version]}): its kernels are not deterministic; resume the run, "
+                "which repeats the step"
+            )
+        self.publish(result)
+
+    async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None:
+        """Have the trainer publish the base model, version 0, or a later version from its resume point. fingerprint:
+        of the version as it was published before; empty if it was not, or nobody knows. Raises StoreError if the point
+        holds other weights."""
+        initial: StepResult = await self.ask_once(
+            "trainer", "publish_initial", self._probe, version, fingerprint, deadline="start_s"
+        )
+        if not initial.as_recorded:
+            raise StoreError(
+                f"{self._run_dir}/resume: version {version} is {initial.fingerprint}, its step published "
+                f"{fingerprint}; remove the damaged resume point to use an older one"
+            )
+        self._trained[version] = initial.fingerprint
+        self.publish(initial)
+
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         """Load a version on an instance, and check that it then holds what was published. Raises ProtocolViolation if
         it holds something else."""
@@ -271,7 +359,7 @@ class Actors:
         hand it on: whether those are gone is for their own calls to tell. Raises ActorLost if the actor itself is."""
         name = f"parameters-{placed.host}"
         while True:
-            for one in (self._workers.placed.get("trainer", placed), placed):
+            for one in (await self._trainer(), placed):
                 await self._place_parameters(one)  # a host's own may be gone with another instance's process
             server = self._workers.placed[name]
             try:
@@ -285,6 +373,12 @@ class Actors:
                 if self._workers.placed.get(name) is server:
                     logger.warning("%s on %s does not answer; %s gets another", name, server.address, placed.host)
                     self._workers.forget(name)
+
+    async def _trainer(self) -> Placed:
+        """Where the trainer is, once it is there."""
+        while "trainer" not in self._workers.placed:
+            await self.restoring.restored(ActorLost("trainer is gone", "trainer"), now_s())
+        return self._workers.placed["trainer"]
 
     async def pull_all(self, version: PolicyVersion) -> None:
         """Load a version on every instance that serves another."""
@@ -323,12 +417,14 @@ class Actors:
         self.losses.append(f"{now:.1f} s: {lost}")
         logger.warning("%s; replacing it", lost)
         self.instances.pop(InstanceId(name), None)
-        self._workers.lose(name)
+        if name in self._workers.placed:
+            self._workers.lose(name)
         if len(recent) > REPLACEMENTS:
             raise ActorLost(f"{role} was lost {len(recent)} times within an hour, last: {lost}") from lost
 
     async def close(self) -> None:
         """Close all actors, the engines first: they may still use what the others hold. Never raises."""
+        await self.restoring.end()
         order = {"rollout": 0, "trainer": 1, "reward": 2}
         for placed in sorted(self._workers.placed.values(), key=lambda p: order.get(p.role, 3)):
             with contextlib.suppress(Exception, asyncio.CancelledError):

@@ -9,7 +9,8 @@ Invariants:
   server: what a step consumed is queued for commit before its version is announced to the coordinator. A step begins
   only when at most one trained before it is not stored.
 - A lost rollout instance or reward worker is an event, not an exception: it is replaced, and what it held is sampled
-  or scored again. The loss of the trainer or the server, or a failed commit, ends the run with one error.
+  or scored again. A lost trainer is restored from its resume point, and sent its step again. The loss of the server, or
+  a failed commit, ends the run with one error.
 - A stop lets the training step in flight finish; a second stop does not.
 - Whatever happens, `close` leaves no task behind and does not raise.
 """
@@ -149,8 +150,10 @@ class Driver:
             self._handle(resumed)
         self._background.spawn(self._commits.work(), "commits")
         self._background.spawn(self._tick(), "clock")
+        self._background.spawn(self._actors.restoring.watch(), "watch")
         for work in self._scoring.work():
             self._background.spawn(work, "scoring")
+        self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
         self._membership.join_all()
         self.training = True
         try:
@@ -245,7 +248,7 @@ class Driver:
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
                     self._give_up_rest()
-            if self._is_progress(item) or self._commits.full:  # a commit has a deadline of its own
+            if self._is_progress(item) or self._commits.full or self._actors.restoring.busy:  # these have deadlines
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
@@ -318,10 +321,7 @@ class Driver:
 
     async def _train(self, command: Train) -> None:
         await self._commits.room()
-        server = self._actors.actor("server")
-        result: StepResult = await self._actors.ask(
-            "trainer", "train", server, command.step, command.trajectories, command.versions, deadline="train_s"
-        )
+        result = await self._actors.train(command.step, command.trajectories, command.versions)
         self._measurements.training_ended(result.metrics)
         self._inbox.put_nowait(result)
 

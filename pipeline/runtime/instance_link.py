@@ -4,9 +4,9 @@ Invariants:
 - Commands are carried out one after the other in the order given; a Route after a Pull finds the new weights. Several
   of a kind in a row may travel in one call.
 - Every result that the instance gives is passed on exactly once, and only under the epoch it was given for.
-- An instance that is gone shows within a deadline as ActorLost. Its process answers no call (deadlines.call_s); its
-  engine is broken and says so; or the process is well and the engine stands still, which shows only in what it samples
-  (deadlines.sample_s).
+- An instance that is gone shows within a deadline as ActorLost that names it. Its process answers no call
+  (deadlines.call_s); its engine is broken and says so; or the process is well and the engine stands still, which shows
+  only in what it samples (deadlines.sample_s).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.coordination.events import (
     TrajectorySampled,
 )
 from pipeline.profiling.fit import CostWatch, StepPoint
-from pipeline.runtime.actors import Actors, InstanceHandle
+from pipeline.runtime.actors import SERVER, Actors, InstanceHandle
 from pipeline.runtime.clock import now_s
 from stores.errors import ActorLost
 from tasks.actors.rollout_instance import Outcome, RouteItem
@@ -82,7 +82,6 @@ class InstanceLink:
             await self._carry_out(batch)
 
     async def _carry_out(self, batch: list[Command]) -> None:
-        server = self._actors.actor("server")
         match batch[0]:
             case Route():
                 items = tuple(
@@ -90,13 +89,13 @@ class InstanceLink:
                     for c in batch
                     if isinstance(c, Route)
                 )
-                await self._actors.ask(self._name, "route", server, items)
+                await self._actors.ask(self._name, "route", SERVER, items)
             case Abort():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Abort))
                 await self._actors.ask(self._name, "abort", ids)
             case Interrupt():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
-                for o in await self._actors.ask(self._name, "interrupt", server, ids):
+                for o in await self._actors.ask(self._name, "interrupt", SERVER, ids):
                     self._tell(TrajectoryInterrupted(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens))
             case Pull(instance=instance, version=version):
                 await self._actors.pull(self._instance, version)
@@ -104,11 +103,10 @@ class InstanceLink:
 
     async def _listen(self) -> None:
         """Pass on the results of requests that ended."""
-        server = self._actors.actor("server")
-        within_s = self._deadlines.call_s + POLL_S
+        within_s = self._deadlines.call_s + POLL_S  # and as much again for its own call to the server
         while True:
             outcomes: list[Outcome] = await self._actors.ask(
-                self._name, "next_events", server, POLL_S, deadline="call_s", within_s=within_s
+                self._name, "next_events", SERVER, POLL_S, deadline="call_s", within_s=within_s
             )
             for o in outcomes:
                 event: Event = TrajectorySampled(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens)
@@ -127,7 +125,8 @@ class InstanceLink:
             if still_s:
                 raise ActorLost(
                     f"{self._name} has {load.running} trajectories to sample and has sampled nothing for "
-                    f"{still_s:.0f} s; deadlines.sample_s allows {self._deadlines.sample_s:g}"
+                    f"{still_s:.0f} s; deadlines.sample_s allows {self._deadlines.sample_s:g}",
+                    self._name,
                 )
             self._compare_cost(load)
             instance.busy_s = load.busy_s - (instance.busy_before_s or 0.0)

@@ -2,7 +2,8 @@
 
 Invariants:
 - The coordinator hears of each instance that it joined, and once at most that it was lost.
-- A lost instance is an event and is replaced; any other failure of its link ends the run.
+- A lost instance is an event and is replaced; any other failure of its link, such as the loss of the trajectory server
+  that it asked, is not its own and ends the run.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Membership:
             try:
                 await work
             except (errors.ActorLost, errors.ActorFailed) as lost:
+                if lost.who != instance.id and not lost.who.startswith("parameters-"):
+                    raise
                 if instance.id in self._actors.instances:  # else another of its tasks saw it first
                     for task in instance.tasks:
                         if task is not asyncio.current_task():

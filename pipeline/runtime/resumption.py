@@ -86,9 +86,9 @@ def reached(config: RunConfig) -> PolicyVersion:
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
     refuse_unfit(config, store.header)
-    records = store.steps()
-    trained = sum(r.kind == "step" for r in records)
-    if trained > config.steps or (trained == config.steps and records[-1].kind == "end"):
+    stored = store.summary()
+    trained = stored.num_steps
+    if trained > config.steps or (trained == config.steps and stored.ended):
         raise ConfigError(f"{run_dir}: all {trained} steps are trained; --set steps=N with a larger N trains further")
     points = [v for v in ResumePoints(run_dir / "resume").whole() if v <= trained]
     if trained and not points:

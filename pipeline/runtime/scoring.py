@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.events import TrajectoryScored
-from pipeline.runtime.actors import Actors
+from pipeline.runtime.actors import SERVER, Actors
 from stores import errors
 from stores.trajectory import TrajectoryId
 
@@ -57,11 +57,12 @@ class Scoring:
                 batch.append(self._queue.get_nowait())
             allowed_s = self._config.deadlines.call_s + len(batch) * self._config.reward.timeout_s
             try:
-                server = self._actors.actor("server")
                 scored = await self._actors.ask(
-                    name, "score", server, tuple(batch), deadline="call_s", within_s=allowed_s
+                    name, "score", SERVER, tuple(batch), deadline="call_s", within_s=allowed_s
                 )
             except (errors.ActorLost, errors.ActorFailed) as lost:
+                if lost.who != name:
+                    raise
                 self._actors.lose(name, lost, self._elapsed_s())
                 await self._actors.place_reward(name)
                 for trajectory in batch:

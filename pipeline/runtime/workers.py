@@ -111,7 +111,7 @@ class DaskWorkers:
             self.slots[worker].remove(role)
             self.lost.add(address)
             raise ActorLost(
-                f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}"
+                f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}", name
             ) from None
         except BaseException:
             self.slots[worker].remove(role)
@@ -137,7 +137,7 @@ class DaskWorkers:
         except (StaleflowError, TimeoutError):
             raise
         except Exception as error:
-            raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}") from error
+            raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}", name) from error
         self.placed[name] = Placed(
             name=name, role=role, worker=worker, address=address, host=host, actor=actor, future=future
         )

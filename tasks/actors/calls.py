@@ -65,7 +65,8 @@ def _answering(method: Any) -> Any:
 async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, limit: str = "") -> Any:
     """Return the result of `actor.method(*args)`. Raises ActorLost if the actor, `who` in messages, is gone or does not
     answer within `within_s` seconds, ActorFailed if the method fails; a StaleflowError of the method itself is passed
-    on. limit: the knob that sets within_s, for the message."""
+    on, and so is the loss or failure of an actor that it called in turn. limit: the knob that sets within_s, for the
+    message."""
     try:
         async with asyncio.timeout(within_s):  # wait_for may swallow a cancellation that comes with the answer
             if not isinstance(actor, Actor):  # it is in this process
@@ -73,10 +74,15 @@ async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, l
             result = await getattr(actor, method)(PICKLED, pickle.dumps(args, 5))
             return result if type(result) is bytes else pickle.loads(result[1])
     except ActorFailed as error:
-        raise ActorFailed(f"{who} failed: {error}") from error
+        if error.who:
+            raise
+        raise ActorFailed(f"{who} failed: {error}", who) from error
+    except ActorLost as error:  # by its own account, or an actor that it called
+        error.who = error.who or who
+        raise
     except StaleflowError:
         raise
     except TimeoutError:
-        raise ActorLost(f"{who} did not answer within {within_s:g} s" + (f" ({limit})" if limit else "")) from None
+        raise ActorLost(f"{who} did not answer within {within_s:g} s" + (f" ({limit})" if limit else ""), who) from None
     except (OSError, RuntimeError) as error:
-        raise ActorLost(f"{who} is gone: {error}") from error
+        raise ActorLost(f"{who} is gone: {error}", who) from error

@@ -27,10 +27,10 @@ class RewardWorker:
     async def score(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, float, str]]:
         """Score the trajectories that are still live; the server gets the scores and their parts. Returns (trajectory,
         reward, error) for each."""
-        items = await call(server, "scoring_items", trajectories, within_s=self._call_s, who="trajectory server")
+        items = await call(server, "scoring_items", trajectories, within_s=self._call_s, who="server")
         scores = await self.score_texts([(response, record) for _, response, record in items])
         scored = [(item[0], score) for item, score in zip(items, scores, strict=True)]
-        await call(server, "rewarded", scored, within_s=self._call_s, who="trajectory server")
+        await call(server, "rewarded", scored, within_s=self._call_s, who="server")
         return [(trajectory, score.reward, score.error) for trajectory, score in scored]
 
     async def score_texts(self, items: list[tuple[str, Any]]) -> list[ScoredResponse]:

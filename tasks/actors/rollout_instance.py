@@ -71,6 +71,8 @@ class RolloutInstance:
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._undelivered: list[Sampled | Failed] = []
+        self._stopped: list[Sampled] = []
+        """Interrupted, and not yet with the server."""
         self._whole: list[Sampled] = []
         """Routed here, and found to have ended already."""
         self._spool_s = spool_s
@@ -85,7 +87,7 @@ class RolloutInstance:
         """Start sampling trajectories from the tokens the server holds for them. Skips those that have ended; a
         response that is whole already is answered as sampled."""
         routed = tuple((i.trajectory, i.epoch) for i in items)
-        payloads = await call(server, "payloads", routed, within_s=self._call_s, who="trajectory server")
+        payloads = await call(server, "payloads", routed, within_s=self._call_s, who="server")
 
         def submit() -> list[Sampled]:
             requests, whole = [], []
@@ -120,9 +122,12 @@ class RolloutInstance:
         self._whole += await self._command(submit)
 
     async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[Outcome]:
-        """Stop sampling trajectories and send the tokens they have to the server."""
-        stopped: list[Sampled] = await self._command(self._engine.interrupt, trajectories)
-        return await self._deliver(server, stopped)
+        """Stop sampling trajectories and send the tokens they have to the server. If that fails, they are sent with the
+        next ones, or when this is asked again."""
+        self._stopped += await self._command(self._engine.interrupt, trajectories)
+        outcomes = await self._deliver(server, self._stopped)
+        self._stopped = []
+        return outcomes
 
     async def abort(self, trajectories: tuple[TrajectoryId, ...]) -> None:
         """Stop sampling trajectories and discard their tokens."""
@@ -208,9 +213,7 @@ class RolloutInstance:
             return {}
 
         async def deliver(parts: list[Sampled]) -> dict[TrajectoryId, int]:
-            found: dict[TrajectoryId, int] = await call(
-                server, "deliver", parts, within_s=self._call_s, who="trajectory server"
-            )
+            found: dict[TrajectoryId, int] = await call(server, "deliver", parts, within_s=self._call_s, who="server")
             return found
 
         parts = [_after(s, self._delivered.get(s.trajectory)) for s in sampled]

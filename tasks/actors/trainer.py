@@ -54,6 +54,7 @@ class Trainer:
         self._probe: tuple[int, ...] = ()
         self._points, self._point_every = ResumePoints(Path(points)), point_every
         self._saving: Future[None] | None = None
+        self._version = PolicyVersion(0)
 
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
         """Publish the base model as version 0, or a later version from its resume point. probe: tokens whose logprobs
@@ -74,7 +75,7 @@ class Trainer:
         v_traj. The resume point is written afterwards, before the next step, which fails if that has failed."""
         begin = time.monotonic()
         packed: PackedRows = await call(
-            server, "batch", step, trajectories, versions, within_s=self._call_s, who="trajectory server"
+            server, "batch", step, trajectories, versions, within_s=self._call_s, who="server"
         )
         fetched = time.monotonic()
         await self._saved()
@@ -82,6 +83,10 @@ class Trainer:
         if self._point_every and result.version % self._point_every == 0:
             self._saving = self._executor.submit(self._points.write, result.version, self._policy.save_state)
         return result
+
+    async def version(self) -> PolicyVersion:
+        """The version that was published last. Answers while a step is being trained, too."""
+        return self._version
 
     async def save_checkpoint(self, folder: str) -> None:
         """Save the current weights in the format of `from_pretrained`."""
@@ -103,6 +108,7 @@ class Trainer:
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
         named = self._policy.published()
         path = self._folder.publish(version, named)
+        self._version = version
         return StepResult(
             version=version,
             metrics=dict(metrics),

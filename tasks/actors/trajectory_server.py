@@ -148,7 +148,7 @@ class TrajectoryServer:
         if stored is None:
             self._spool.clear()
         else:
-            self._recover(stored.steps())
+            self._recover(stored.steps(-1))
 
     # -- a stored run --------------------------------------------------------------------------------------------
 
@@ -342,8 +342,11 @@ class TrajectoryServer:
     ) -> PackedRows:
         """The rows of training step `step`, group by group; from now on they count as consumed.
 
-        versions: each trajectory's v_traj, as decided by the ledger.
+        trajectories: none for a step that was trained before and is asked for again, stored or not. versions: each
+        trajectory's v_traj, as decided by the ledger.
         """
+        if step not in self._flight.batches and not trajectories:
+            return await asyncio.to_thread(lambda: _packed(list(self._store.ended(step))))
         if step not in self._flight.batches:
             self._check(step, [self._flight.live[t] for t in trajectories])
             taken = BatchTaken(step=step, trajectories=trajectories, versions=versions)

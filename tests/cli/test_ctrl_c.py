@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from stores.audit import audit
-from stores.versioned import VersionedStore, repository_at
+from stores.repository import repository_at
+from stores.versioned import VersionedStore
 from tests.earlier import asking
 from tests.support.terminal import Terminal, terminal
 

@@ -19,9 +19,10 @@ from pipeline.config import loading
 from pipeline.runtime import resumption
 from pipeline.runtime.run_folder import prepare_run_dir, write_job
 from stores.errors import ConfigError
+from stores.repository import repository_at
 from stores.resume_points import KEPT, ResumePoints
 from stores.trajectory import AbortReason, Fate, PolicyVersion
-from stores.versioned import VersionedStore, repository_at
+from stores.versioned import VersionedStore
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, run, staleflow
 

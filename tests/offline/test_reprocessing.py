@@ -20,8 +20,9 @@ from pipeline.offline.differences import difference
 from pipeline.offline.pool import local_pool
 from stores import branches
 from stores.errors import ConfigError, StoreError
+from stores.repository import repository_at
 from stores.trajectory import Fate
-from stores.versioned import VersionedStore, repository_at
+from stores.versioned import VersionedStore
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, staleflow
 

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.run_page.reading import JournalFollower, RunReader
 from stores.errors import ConfigError
-from stores.versioned import TOKEN_CHUNK, VersionedStore
+from stores.versioned import TOKEN_FILE, VersionedStore
 from tests.run_page.asking import Page
 from tests.stores.test_stores import corrupt_tokens
 from tests.support.stored_runs import Response, StoredRun
@@ -54,7 +54,7 @@ def test_a_page_of_a_step_reads_its_own_tokens_however_large_the_store(tmp_path:
         shown = sum(3 + m["response_tokens"] for g in answer["groups"] for m in g["members"])
         elements[steps] = (read["tokens/ids"], read["tokens/logprobs"])
         assert elements[steps][0] < shown + 20
-        assert read["text"] < 40_000 * steps  # records, once
+        assert read["text"] < 40_000 * steps  # records are apart
     assert elements[2][0] <= elements[20][0] <= elements[2][0] + 12  # prompts of later steps are longer
 
 
@@ -79,7 +79,7 @@ def test_a_list_reads_no_tokens_and_excerpts_only_those_listed(tmp_path: Path, r
     assert (found["total"], found["pages"]) == (96, 2)
     page.ask("excerpts", ids="5 90")
     assert read["tokens/ids"] < 2 * 30
-    assert read["tokens/ids"] < TOKEN_CHUNK
+    assert read["tokens/ids"] < TOKEN_FILE
 
 
 def test_a_live_run_is_followed_by_its_latest_records_only(tmp_path: Path, read: Counter[str]) -> None:
@@ -94,7 +94,7 @@ def test_a_live_run_is_followed_by_its_latest_records_only(tmp_path: Path, read:
     assert later is not None
     assert [r.step for r in later.steps] == [0, 1, 2, 3]
     assert later.records[:3] == first.records
-    assert read["steps"] == 1
+    assert read["commits"] == 1
     assert len(first.columns["step"]) == 48, "a page begun before keeps to its snapshot"
 
 

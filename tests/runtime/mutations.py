@@ -9,14 +9,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.runtime import actors, committing, driver, instance_link, membership, scoring
+from pipeline.runtime import actors, committing, driver, instance_link, membership, restoring, scoring
 from tests.runtime import test_actors as on_actors
 from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
 from tests.runtime import test_instance_link as on_link
+from tests.runtime import test_restoring as on_restoring
 from tests.support.bodies import Body, Runtime
 
 MODULES = {
+    "restoring": restoring,
     "actors": actors,
     "instance_link": instance_link,
     "committing": committing,
@@ -138,11 +140,11 @@ MUTATIONS = (
     ),
     Mutation(
         name="training_without_deadline",
-        module="driver",
-        breaks="a trainer that never answers ends the run after train_s, and says so",
-        old='command.versions, deadline="train_s"\n',
-        new="command.versions, within_s=1e9\n",
-        check=check(on_driver.test_a_trainer_that_never_answers_ends_the_run_after_train_s),
+        module="actors",
+        breaks="a trainer that never answers is replaced after train_s, and that is said",
+        old='trajectories, versions, deadline="train_s"',
+        new="trajectories, versions, within_s=1e9",
+        check=check(on_restoring.test_a_trainer_that_never_answers_is_replaced_after_train_s),
     ),
     Mutation(
         name="deaf_to_stops",
@@ -201,6 +203,47 @@ MUTATIONS = (
         check=check(
             on_commits.test_a_run_killed_while_commits_fall_behind_has_a_resume_point_that_the_store_has_reached
         ),
+    ),
+    # -- what has failed -----------------------------------------------------------------------------------------
+    Mutation(
+        name="who_asked_is_lost",
+        module="membership",
+        breaks="who failed is who is lost, not who asked",
+        old='                if lost.who != instance.id and not lost.who.startswith("parameters-"):\n',
+        new="                if False:\n",
+        check=check(on_driver.test_a_server_that_answers_nobody_any_more_is_who_is_lost, "payloads"),
+    ),
+    Mutation(
+        name="who_asks_is_not_waited_for",
+        module="actors",
+        breaks="who failed is heard of before who asked counts as silent",
+        old="            allowed_s += self._config.deadlines.call_s\n",
+        new="            pass\n",
+        check=check(on_driver.test_a_server_that_is_slow_once_is_lost_to_nobody_and_neither_is_who_asked, "payloads"),
+    ),
+    Mutation(
+        name="later_point_used",
+        module="restoring",
+        breaks="a trainer goes on from what the run has seen published",
+        old="if v <= version), default",
+        new="), default",
+        check=check(on_restoring.test_a_trainer_that_dies_goes_on_from_its_resume_point, 3, "after"),
+    ),
+    Mutation(
+        name="other_weights_under_one_version",
+        module="actors",
+        breaks="a version has one fingerprint",
+        old="        if result.fingerprint != self._trained[result.version]:\n",
+        new="        if not result.fingerprint:\n",
+        check=check(on_restoring.test_a_step_that_gives_other_weights_when_trained_again_ends_the_run),
+    ),
+    Mutation(
+        name="idle_trainer_unseen",
+        module="restoring",
+        breaks="the loss of a trainer that nobody calls is noticed",
+        old='            await self._actors.ask("trainer", "version", deadline="train_s")\n',
+        new="            pass\n",
+        check=check(on_restoring.test_the_loss_of_an_idle_trainer_is_noticed),
     ),
     # -- the link ------------------------------------------------------------------------------------------------
     Mutation(
@@ -268,16 +311,16 @@ MUTATIONS = (
         name="interrupted_not_told",
         module="instance_link",
         breaks="every answer is passed on: what an interrupt gave back",
-        old='for o in await self._actors.ask(self._name, "interrupt", server, ids):\n',
-        new='for o in (await self._actors.ask(self._name, "interrupt", server, ids))[1:]:\n',
+        old='for o in await self._actors.ask(self._name, "interrupt", SERVER, ids):\n',
+        new='for o in (await self._actors.ask(self._name, "interrupt", SERVER, ids))[1:]:\n',
         check=check(on_link.test_an_interrupted_response_is_told_with_its_tokens),
     ),
     Mutation(
         name="poll_without_deadline",
         module="instance_link",
         breaks="silence is a loss at the deadline",
-        old="        within_s = self._deadlines.call_s + POLL_S\n",
-        new="        within_s = 1e9\n",
+        old="        within_s = self._deadlines.call_s + POLL_S  #",
+        new="        within_s = 1e9  #",
         check=check(on_link.test_silence_is_a_loss_at_the_deadline_of_the_call, "next_events"),
     ),
     Mutation(

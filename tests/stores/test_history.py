@@ -49,7 +49,7 @@ def test_a_whole_store_has_no_findings(store: VersionedStore) -> None:
 
 
 def test_a_flipped_bit_that_only_earlier_steps_read_is_found(store: VersionedStore) -> None:
-    arrays = ("rows/int", "rows/float", "text")
+    arrays = ("rows/int", "rows/float", "text", "records")
     earlier = dict.fromkeys(arrays, 0)
     sound = audit(store).findings
     for path in sorted((store.path / "chunks").iterdir()):

@@ -20,10 +20,11 @@ import zarr
 from stores.audit import audit
 from stores.base import LedgerState, RunHeader, StepRecord, TrajectoryStore, batch_fingerprint, id_ranges
 from stores.errors import ConfigError, StoreError
-from stores.layout import INT_COLUMNS
+from stores.layout import COMMIT_AT, INT_COLUMNS
 from stores.memory import MemoryStore
+from stores.reading import Damaged
 from stores.trajectory import Ended, Fate, TrajectoryId
-from stores.versioned import TOKEN_CHUNK, Damaged, VersionedStore
+from stores.versioned import TOKEN_FILE, VersionedStore
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
 
 
@@ -84,7 +85,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         store = VersionedStore.create(tmp_path / "s", HEADER)
         for step in range(3):
             store.commit(record(step), [ended(rng, step, step)])
-        assert store.table()["offset"].tolist() == [0, TOKEN_CHUNK, 2 * TOKEN_CHUNK]
+        assert store.table()["offset"].tolist() == [0, TOKEN_FILE, 2 * TOKEN_FILE]
 
     def test_no_store_and_a_foreign_store_are_one_line(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no store here"):
@@ -229,8 +230,8 @@ def repeat_a_row(root: Any) -> None:
 
 
 def forge(root: Any) -> None:
-    text = np.asarray(root["text"][:]).tobytes().replace(b'["rollout-0",', b'["rollout-0",')
-    root["text"][:] = np.frombuffer(text.replace(b'"rollout-0":[2,"w2"]', b'"rollout-0":[2,"w9"]'), np.uint8)
+    text = np.asarray(root["records"][:]).tobytes()
+    root["records"][:] = np.frombuffer(text.replace(b'"rollout-0":[2,"w2"]', b'"rollout-0":[2,"w9"]'), np.uint8)
 
 
 def change_a_logprob(root: Any) -> None:
@@ -320,17 +321,17 @@ def test_a_flipped_bit_that_still_decompresses_is_one_line(tmp_path: Path) -> No
     store = sound_store(tmp_path / "s")
     offset = int(store.table()["text_offset"][5])
 
-    def flip(at: int) -> Callable[[Any], Any]:
-        return lambda root: root["text"].__setitem__(slice(at, at + 1), np.frombuffer(b"\xff", np.uint8))
+    def flip(name: str, at: int) -> Callable[[Any], Any]:
+        return lambda root: root[name].__setitem__(slice(at, at + 1), np.frombuffer(b"\xff", np.uint8))
 
-    edit(tmp_path / "s", flip(offset))
+    edit(tmp_path / "s", flip("text", offset))
     damaged = VersionedStore.open(tmp_path / "s")
     lost = [r for r in damaged.readable(0, 18) if isinstance(r, Damaged)]
     assert [(r.trajectory, "its record is corrupt" in r.what) for r in lost] == [(5, True)]
     assert [f.check for f in audit(damaged).findings] == ["arrays"]
 
     shutil.copytree(tmp_path / "s", tmp_path / "t")
-    edit(tmp_path / "t", lambda root: flip(int(root["steps"][2, 1]))(root))
+    edit(tmp_path / "t", lambda root: flip("records", int(root["commits"][2, COMMIT_AT["record_offset"]]))(root))
     worse = VersionedStore.open(tmp_path / "t")
     with pytest.raises(StoreError, match="the record of step 2 is corrupt"):
         worse.steps()

@@ -178,7 +178,7 @@ class InProcessWorkers:
             raise fault.error
         self.names.append(name)
         if fault.dies or fault.silent:
-            raise ActorLost(f"{name} could not start on {process.address}")
+            raise ActorLost(f"{name} could not start on {process.address}", name)
         actor = self._actors[cls](process.host, *copy.deepcopy(args))
         self._objects[name] = actor
         proxy = Proxy(self, name, process, actor)

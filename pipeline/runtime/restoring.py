@@ -1,0 +1,142 @@
+"""Restoring the trainer after a loss, from its resume point, while the engines stay loaded and go on sampling.
+
+Invariants:
+- A role is restored once for each loss, however many callers saw it: they wait for the same restoration, and are asked
+  again once it is there.
+- A trainer that is back holds the weights that were published last, by their fingerprint. It has trained the steps
+  since its resume point again, on the same rows in the same order; if it comes to other weights, as kernels that are
+  not deterministic may, the run ends and says so. Resuming it repeats those steps, so that the store has one history.
+- A loss counts like any other: too many within an hour end the run, and so does one without a free worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pipeline.runtime.base import NoFreeWorker, Placed
+from pipeline.runtime.clock import now_s
+from stores.errors import ActorLost
+from stores.resume_points import ResumePoints
+from stores.trajectory import PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 2.0
+"""Seconds between two looks whether the trainer is there."""
+
+
+class Roles(Protocol):
+    """The actors of one run, as far as the trainer's restoration goes; see Actors."""
+
+    @property
+    def trained(self) -> Mapping[PolicyVersion, str]: ...
+
+    async def ask(self, name: str, method: str, *args: Any, deadline: Literal["train_s"]) -> Any: ...
+
+    def lose(self, name: str, lost: ActorLost, now: float) -> None: ...
+
+    async def place_trainer(self) -> Placed: ...
+
+    async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None: ...
+
+    async def train_again(self, step: int) -> None: ...
+
+
+class Restoring:
+    """Restores the roles of one run that hold state of their own, once the run has started. points: the folder of its
+    resume points."""
+
+    def __init__(self, actors: Roles, points: Path, every: int) -> None:
+        """every: training steps between two resume points; 0 for none."""
+        self._actors = actors
+        self._points = ResumePoints(points)
+        self._every = every
+        self._elapsed_s: Callable[[], float] | None = None
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._done_s: dict[str, float] = {}
+
+    def begin(self, elapsed_s: Callable[[], float]) -> None:
+        """From now on losses are restored; before, they end a run that could not start. elapsed_s: seconds of the run
+        so far."""
+        self._elapsed_s = elapsed_s
+
+    @property
+    def busy(self) -> bool:
+        """Whether a role is being restored. All that is done for it has deadlines."""
+        return bool(self._under_way)
+
+    async def watch(self) -> None:
+        """Notice, for ever, the loss of a trainer that nobody calls: engines may wait for weights that went with it.
+        One that is only slow to answer is at work."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await self._actors.ask("trainer", "version", deadline="train_s")
+
+    async def end(self) -> None:
+        """Restore nothing any more."""
+        self._elapsed_s = None
+        tasks = list(self._under_way.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def restored(self, lost: ActorLost, asked_s: float) -> None:
+        """Wait until the actor that a call found lost is there again. asked_s: when the call was made. Raises `lost` if
+        it is none that can be restored, and ActorLost if that fails."""
+        if lost.who != "trainer" or self._elapsed_s is None:
+            raise lost
+        if self._done_s.get(lost.who, -1.0) >= asked_s:
+            return
+        task = self._under_way.get(lost.who)
+        if task is None:
+            task = self._under_way[lost.who] = asyncio.ensure_future(self._restore_trainer(lost, self._elapsed_s))
+            task.add_done_callback(lambda done: self._ended(lost.who, done))
+        await asyncio.shield(task)
+
+    def _ended(self, who: str, done: asyncio.Task[None]) -> None:
+        del self._under_way[who]
+        self._done_s[who] = now_s()
+        if not done.cancelled():
+            done.exception()  # whoever waits for it raises it
+
+    async def _restore_trainer(self, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
+        """Place the trainer again until it comes back. Raises ActorLost."""
+        while True:
+            point = self._newest_point(max(self._actors.trained))
+            if point is None:
+                raise lost
+            self._actors.lose("trainer", lost, elapsed_s())
+            try:
+                await self._bring_back(point)
+                return
+            except NoFreeWorker as error:
+                raise ActorLost(f"{lost}; {error}", lost.who) from error
+            except ActorLost as again:
+                if again.who != "trainer":
+                    raise
+                lost = again
+
+    def _newest_point(self, version: PolicyVersion) -> PolicyVersion | None:
+        """The version of the newest complete resume point up to `version`; the base model is one. None if the run
+        writes none."""
+        if version and not self._every:
+            return None
+        return max((v for v in self._points.whole() if v <= version), default=PolicyVersion(0))
+
+    async def _bring_back(self, point: PolicyVersion) -> None:
+        """Place a trainer, and have it train again what was trained after the point."""
+        actors, version = self._actors, max(self._actors.trained)
+        placed = await actors.place_trainer()
+        logger.warning(
+            "the trainer is back on %s with version %d from its resume point%s",
+            placed.address,
+            point,
+            f"; it trains steps {point} to {version - 1} again" if point < version else "",
+        )
+        await actors.publish_initial(point, actors.trained.get(point, ""))
+        for step in range(point, version):
+            await actors.train_again(step)

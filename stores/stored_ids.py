@@ -1,0 +1,51 @@
+"""Which trajectories a store has already: asked before each commit, so that none is stored twice. Numpy, pure.
+
+A commit's smallest and largest id are known without reading its rows. Ids are dense and a run commits them nearly in
+order, so of the commits of earlier processes only the last few overlap with new ones, and only their rows are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+class StoredIds:
+    """The ids of a store's trajectories. commits: [S, 4] smallest and largest id, first row and the row after the last
+    of each commit. read(first, last): the ids of these rows."""
+
+    def __init__(self, commits: Ints, read: Callable[[int, int], Ints]) -> None:
+        self._unread = commits[commits[:, 2] < commits[:, 3]]
+        self._read = read
+        self._earlier = np.zeros(0, np.int64)
+        """Of those commits that were read."""
+        self._ours = bytearray()
+        """A byte per id, set for what was added here."""
+
+    def among(self, ids: Sequence[int]) -> list[int]:
+        """Those of `ids` that are stored already or occur twice, in order."""
+        if not ids:
+            return []
+        overlap = (self._unread[:, 0] <= max(ids)) & (self._unread[:, 1] >= min(ids))
+        if overlap.any():
+            found = [self._read(int(first), int(last)) for first, last in self._unread[overlap, 2:]]
+            self._earlier = np.concatenate([self._earlier, *found])
+            self._unread = self._unread[~overlap]
+        stored = np.isin(np.asarray(ids, np.int64), self._earlier).tolist()
+        seen: set[int] = set()
+        twice = []
+        for id, earlier in zip(ids, stored, strict=True):
+            if earlier or id in seen or (id < len(self._ours) and self._ours[id]):
+                twice.append(id)
+            seen.add(id)
+        return twice
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Note the ids of a commit."""
+        self._ours.extend(bytes(max(0, max(ids, default=-1) + 1 - len(self._ours))))
+        for id in ids:
+            self._ours[id] = 1

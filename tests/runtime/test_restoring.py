@@ -1,0 +1,144 @@
+"""A trainer that is lost goes on from its resume point, while the engines stay loaded and go on sampling."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pipeline.runtime.base import NoFreeWorker
+from stores.errors import ActorLost
+from tests.support.bodies import Body, Run
+from tests.support.in_process import Fault
+from tests.support.scripted import World
+
+
+def dies(method: str = "train", nth: int = 3, moment: Any = "before") -> Fault:
+    return Fault(actor="trainer", method=method, nth=nth, dies=moment)
+
+
+def check_restored(run: Run, losses: int = 1) -> None:
+    """It did all its steps with the engines it began with, and trained each step on the same rows each time."""
+    run.check()
+    assert len(run.outcomes.losses) == losses
+    assert all("trainer" in loss for loss in run.outcomes.losses)
+    assert run.workers.names.count("trainer") == 1 + losses
+    assert sorted(n for n in run.workers.names if n.startswith("rollout")) == ["rollout-0", "rollout-1"]
+    rows: dict[int, set[str]] = {}
+    for step, digest in run.world.trained:
+        rows.setdefault(step, set()).add(digest)
+    assert sorted(rows) == list(range(run.config.steps))
+    assert all(len(digests) == 1 for digests in rows.values())
+
+
+def steps_trained(run: Run) -> list[int]:
+    return [step for step, _ in run.world.trained]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_trainer_that_dies_goes_on_from_its_resume_point(body: Body, nth: int, moment: Any) -> None:
+    """The step that it was training is sent again."""
+    run = body.run("steps=5", faults=[dies(nth=nth, moment=moment)])
+    check_restored(run)
+    again = [nth - 1] if moment == "after" else []
+    assert sorted(steps_trained(run)) == sorted([*range(5), *again])
+
+
+def test_engines_sample_while_the_trainer_is_restored(body: Body) -> None:
+    late = Fault(actor="trainer", method="__init__", nth=2, late_s=9.0)
+    run = body.run("steps=6", "staleness.eta=3", "rollout.max_new_tokens=400", faults=[dies(nth=2), late],
+                   world=World(length=lambda _: 60))  # fmt: skip
+    check_restored(run)
+    lost_s = next(c.at_s for c in run.workers.calls if c.method == "train" and c.args[1] == 1)
+    begun_s = run.workers.calls[0].at_s
+    sampled = [at_s for at_s, _ in run.events("TrajectorySampled")]
+    assert sum(lost_s < at_s + begun_s < lost_s + 9.0 for at_s in sampled) >= 4
+
+
+@pytest.mark.parametrize("commit_s", [0.0, 2.5])
+def test_steps_after_the_resume_point_are_trained_again_on_the_same_rows(body: Body, commit_s: float) -> None:
+    """Those rows are in the store by then, or on their way there."""
+    run = body.run("steps=8", "training.resume_every=3", faults=[dies(nth=6)], world=World(commit_s=commit_s))
+    check_restored(run)
+    assert steps_trained(run) == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
+
+
+def test_a_resume_point_that_was_being_written_is_not_used(body: Body) -> None:
+    async def kill(run: Run) -> None:
+        while run.driver is None or len(run.world.trained) < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # version 3 is published, its point is not there
+        run.workers.kill("trainer")
+
+    run = body.run("steps=5", world=World(point_s=5.0), meanwhile=kill)
+    check_restored(run)
+    assert steps_trained(run) == [0, 1, 2, 2, 3, 4]
+
+
+def test_a_trainer_that_never_answers_is_replaced_after_train_s(body: Body) -> None:
+    run = body.run(faults=[Fault(actor="trainer", method="train", nth=2, silent="before")])
+    check_restored(run)
+    assert "trainer did not answer within 40 s (deadlines.train_s)" in run.outcomes.losses[0]
+
+
+def test_the_loss_of_an_idle_trainer_is_noticed(body: Body) -> None:
+    async def kill(run: Run) -> None:
+        while run.driver is None or "route" not in run.workers.methods("rollout-0"):
+            await asyncio.sleep(0.01)
+        run.workers.kill("trainer")
+
+    run = body.run(world=World(length=lambda _: 90), meanwhile=kill)
+    check_restored(run)
+    sampled_s = run.events("TrajectorySampled")[0][0]
+    assert float(run.outcomes.losses[0].partition(" ")[0]) < sampled_s, "before there was anything to train on"
+
+
+def test_a_trainer_that_comes_back_on_another_host_is_pulled_from_there(body: Body) -> None:
+    """Its first host had no other actor: the parameter server there went with it."""
+    run = body.run("steps=6", faults=[dies(nth=3)], hosts=("one", "two", "one", "one", "one"))
+    check_restored(run)
+    assert "parameters-two" in run.workers.names
+    assert run.workers.placed == {} or run.workers.placed["trainer"].host == "one"
+
+
+def test_a_checkpoint_that_was_being_saved_is_saved_again(body: Body) -> None:
+    run = body.run("steps=4", "training.checkpoint_every=2", faults=[dies("save_checkpoint", 1, "before")])
+    check_restored(run)
+    assert [f.rpartition("/")[2] for f in run.workers.actor("trainer").saved] == ["step-000002", "step-000004"]
+
+
+def test_a_trainer_that_is_lost_while_it_is_restored_is_placed_once_more(body: Body) -> None:
+    run = body.run("steps=4", faults=[dies(nth=2), dies("publish_initial", 2)])
+    check_restored(run, losses=2)
+
+
+def test_a_trainer_that_is_lost_again_and_again_ends_the_run(body: Body) -> None:
+    run = body.run(faults=[dies(nth=0)])
+    assert str(run.raised()).startswith("trainer was lost 4 times within an hour, last: trainer is gone")
+    run.check_kept()
+
+
+def test_a_run_without_a_free_worker_for_its_trainer_ends_with_one_line(body: Body) -> None:
+    none = Fault(actor="trainer", method="__init__", nth=2, error=NoFreeWorker("cluster: no free worker for trainer"))
+    run = body.run(faults=[dies(nth=2), none])
+    error = run.raised()
+    assert isinstance(error, ActorLost)
+    assert str(error) == "trainer is gone: connection closed; cluster: no free worker for trainer"
+    run.check_kept()
+
+
+def test_a_run_without_resume_points_ends_with_its_trainer(body: Body) -> None:
+    run = body.run("training.resume_every=0", faults=[dies(nth=2)])
+    assert str(run.raised()) == "trainer is gone: connection closed"
+    run.check_kept()
+
+
+def test_a_step_that_gives_other_weights_when_trained_again_ends_the_run(body: Body) -> None:
+    """Instances serve the weights of before: two different ones under one version would be no version."""
+    run = body.run("training.resume_every=3", faults=[dies(nth=3)], world=World(chance="-other"))
+    error = run.raised()
+    assert isinstance(error, ActorLost)
+    assert "trainer: step 0, trained again after a loss, gave other weights (weights-1-other) than" in str(error)
+    run.check_kept()

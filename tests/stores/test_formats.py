@@ -1,0 +1,123 @@
+"""What a store reads for what is asked, and stores of the earlier format: read, and brought to this one by a commit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stores import history
+from stores.audit import audit
+from stores.base import StepRecord
+from stores.errors import StoreError
+from stores.stored_ids import StoredIds
+from stores.versioned import VersionedStore
+from tests.earlier import asking
+from tests.stores.store_conformance import HEADER, assert_same, ended, record
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Elements read of each array."""
+    counts: Counter[str] = Counter()
+    real = VersionedStore._slice
+
+    def counted(self: VersionedStore, root: Any, name: str, first: int, last: int) -> Any:
+        counts[name] += last - first
+        return real(self, root, name, first, last)
+
+    monkeypatch.setattr(VersionedStore, "_slice", counted)
+    return counts
+
+
+def make(path: Path, num_steps: int, rows: int = 8) -> VersionedStore:
+    rng = np.random.default_rng(0)
+    store = VersionedStore.create(path, HEADER)
+    for step in range(num_steps):
+        store.commit(record(step), [ended(rng, rows * step + i, step) for i in range(rows)])
+    return store
+
+
+def test_listing_and_resuming_read_no_row(tmp_path: Path, read: Counter[str]) -> None:
+    make(tmp_path / "s", 20)
+    read.clear()
+    store = VersionedStore.open(tmp_path / "s")
+    found = store.summary()
+    assert (found.num_steps, found.num_rows, found.ended) == (20, 160, False)
+    assert found.last == found.last_step == store.steps(-1)[0] == store.steps()[19]
+    assert len(store.steps(5, 8)) == 3
+    assert store.steps(-2) == store.steps()[-2:]
+    assert set(read) == {"commits", "records"}
+    read.clear()
+    store.summary()
+    assert read["records"] < 2_000  # of the last commit only
+
+
+def test_a_commit_after_reopening_reads_no_row_unless_ids_overlap(tmp_path: Path, read: Counter[str]) -> None:
+    rng = np.random.default_rng(1)
+    make(tmp_path / "s", 20)
+    store = VersionedStore.open(tmp_path / "s")
+    read.clear()
+    store.commit(record(20), [ended(rng, 160, 20)])
+    assert not read
+    with pytest.raises(StoreError, match="trajectory 155 would be stored twice"):
+        store.commit(record(21), [ended(rng, 161, 21), ended(rng, 155, 21)])
+    assert read == {"rows/int": 8}
+    with pytest.raises(StoreError, match="trajectory 160 would be stored twice"):
+        store.commit(record(21), [ended(rng, 160, 21)])
+    with pytest.raises(StoreError, match="trajectory 170 would be stored twice"):
+        store.commit(record(21), [ended(rng, 170, 21), ended(rng, 170, 21)])
+    store.commit(record(21), [ended(rng, 161, 21)])
+    assert [r.trajectory.id for r in store.ended()] == list(range(162))
+
+
+def test_ids_are_stored_once_whatever_the_order_of_commits() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        ids = rng.permutation(60)[: rng.integers(1, 60)]
+        cuts = np.sort(rng.integers(0, len(ids), 4))
+        spans = np.stack([np.r_[0, cuts], np.r_[cuts, len(ids)]], axis=1)
+        table = [(ids[a:b].min(initial=99), ids[a:b].max(initial=-1), a, b) for a, b in spans]
+        stored = StoredIds(np.asarray(table), lambda a, b, ids=ids: ids[a:b])
+        known = set(ids.tolist())
+        for _ in range(5):
+            new = rng.integers(0, 80, rng.integers(0, 6)).tolist()
+            twice = stored.among(new)
+            assert bool(twice) == (bool(known & set(new)) or len(set(new)) < len(new))
+            assert set(twice) <= set(new)
+            if not twice:
+                stored.add(new)
+                known |= set(new)
+
+
+@pytest.mark.parametrize("name", ["killed", "resumed", "finished"])
+def test_a_store_of_format_1_is_read_and_goes_on_in_this_one(name: str, tmp_path: Path) -> None:
+    path = asking.unpack(name, tmp_path) / "store"
+    before = VersionedStore.open(path)
+    records, rows = before.steps(), list(before.ended())
+    last_step = [r for r in records if r.kind == "step"][-1]
+    found = before.summary()
+    assert (found.num_rows, found.last, found.last_step) == (len(rows), records[-1], last_step)
+    assert found.num_steps == sum(r.kind == "step" for r in records)
+    assert before.steps(-1) == records[-1:]
+
+    with pytest.raises(StoreError, match=f"trajectory {rows[3].trajectory.id} would be stored twice"):
+        before.commit(StepRecord(kind="resume", step=found.num_steps, ledger=records[-1].ledger), [rows[3]])
+    new = ended(np.random.default_rng(0), 10**6, found.num_steps)
+    before.commit(StepRecord(kind="resume", step=found.num_steps, ledger=records[-1].ledger), [new])
+    after = VersionedStore.open(path)
+    assert after.steps()[:-1] == records
+    for a, b in zip(after.ended(), [*rows, new], strict=True):
+        assert_same(a, b)
+    assert after.summary().last == after.steps()[-1]
+    assert not [f for f in audit(after).findings if f.check in ("arrays", "fingerprints")]
+    assert list(history.audit_history(path)) == []
+
+    # An earlier step is of the earlier format, and so is the store that is set back to it.
+    assert VersionedStore.open(path, at_step=0).steps() == records[: 1 + records.index(after.steps()[0])]
+    VersionedStore.rewind(path, 1)
+    VersionedStore.open(path).commit(record(1), [new])
+    assert [r.kind for r in VersionedStore.open(path).steps()] == ["step", "step"]
