@@ -6,12 +6,16 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cli.lazy import LazyGroup
-from cli.stored import open_store
+from cli.offline import worker_options
+from cli.stored import open_store, quiet_libraries
+
+if TYPE_CHECKING:
+    from pipeline.scheduler.connection import Where
 
 COMMANDS = {
     "ls": ("cli.store:ls", "list the runs in a folder"),
@@ -74,15 +78,24 @@ def ls(runs_dir: str, as_json: bool) -> None:
 @click.command("audit")
 @click.argument("run", type=click.Path())
 @click.option("--full", is_flag=True, help="Also verify what earlier steps (--at-step) and other branches read.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def audit(run: str, full: bool, as_json: bool) -> None:
+@click.option(
+    "--memory",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    metavar="MIB",
+    help="Most resident memory, of all local processes together.",
+)
+@worker_options
+def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where: Where) -> None:
     """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails."""
+    quiet_libraries()
+    from pipeline.offline.auditing import audit_within
     from stores import history
-    from stores.audit import audit as audit_store
     from stores.bias import bias_report
 
     store = open_store(Path(run))
-    result = audit_store(store)
+    result = audit_within(store, memory, workers, where)
     if full:
         earlier = history.audit_history(store.path)
         result = dataclasses.replace(

@@ -15,8 +15,8 @@ import icechunk
 import numpy as np
 import zarr
 
-from stores.audit import Finding
 from stores.errors import StoreError
+from stores.findings import Finding
 from stores.reading import stored_chunk
 from stores.repository import MAIN, branch_names, first_line, repository_at
 from stores.versioned import VersionedStore

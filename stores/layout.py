@@ -45,6 +45,8 @@ AT = {name: i for i, name in enumerate(INT_COLUMNS)}
 """Index of each name in INT_COLUMNS."""
 COMMIT_AT = {name: i for i, name in enumerate(COMMIT_COLUMNS)}
 """Index of each name in COMMIT_COLUMNS."""
+FLOAT_AT = {name: i for i, name in enumerate(FLOAT_COLUMNS)}
+"""Index of each name in FLOAT_COLUMNS."""
 KINDS = ("step", "end", "resume")
 """Kinds of commits, as COMMIT_COLUMNS has them; others have no index."""
 

@@ -62,6 +62,7 @@ class Summary:
 
     num_steps: int
     num_rows: int
+    num_tokens: int
     last: StepRecord | None
     last_step: StepRecord | None
 
@@ -69,6 +70,26 @@ class Summary:
     def ended(self) -> bool:
         """Whether the run's end is stored."""
         return self.last is not None and self.last.kind == "end"
+
+
+class Root:
+    """The arrays of a session, by name; each is looked up once."""
+
+    def __init__(self, session: Any) -> None:
+        self._group = zarr.open_group(session.store, mode="r")
+        self._arrays: dict[str, Any] = {}
+
+    @property
+    def attrs(self) -> Any:
+        return self._group.attrs
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._arrays:
+            self._arrays[name] = self._group[name]
+        return self._arrays[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays or name in self._group
 
 
 class StoreReader:
@@ -79,6 +100,7 @@ class StoreReader:
         self._at_snapshot = at_snapshot
         self._branch = branch
         self._where = where
+        self._root: Root | None = None
         attributes = dict(self._read_root().attrs)
         if attributes.get("format") not in FORMATS:
             known = " and ".join(map(str, FORMATS))
@@ -134,15 +156,18 @@ class StoreReader:
         root = self._read_root()
         count = self._num_commits(root)
         if "commits" in root:
-            kinds = self._slice(root, "commits", 0, count)[:, COMMIT_AT["kind"]]
-            trained = np.flatnonzero(kinds == KINDS.index("step"))
+            table = self._slice(root, "commits", 0, count)
+            trained = np.flatnonzero(table[:, COMMIT_AT["kind"]] == KINDS.index("step"))
+            num_tokens = int(table[:, COMMIT_AT["tokens"]].sum())
             records = {int(i): next(self._records(root, i, i + 1)) for i in {*trained[-1:].tolist(), count - 1} - {-1}}
         else:
             records = dict(enumerate(self._records(root, 0, count)))
             trained = np.flatnonzero([r.kind == "step" for r in records.values()])
+            num_tokens = sum(r.num_tokens for r in records.values())
         return Summary(
             num_steps=len(trained),
             num_rows=int(root["rows/int"].shape[0]),
+            num_tokens=num_tokens,
             last=records.get(count - 1),
             last_step=records[int(trained[-1])] if len(trained) else None,
         )
@@ -340,12 +365,13 @@ class StoreReader:
     def _column(self, root: Any, name: str) -> npt.NDArray[Any]:
         return self._slice(root, name, 0, root[name].shape[0])
 
-    def _read_root(self) -> Any:
+    def _read_root(self) -> Root:
+        """The arrays as they are now; of a snapshot always the same."""
         if self._at_snapshot is None:
-            session = self._repository.readonly_session(self._branch)
-        else:
-            session = self._repository.readonly_session(snapshot_id=self._at_snapshot)
-        return zarr.open_group(session.store, mode="r")
+            return Root(self._repository.readonly_session(self._branch))
+        if self._root is None:
+            self._root = Root(self._repository.readonly_session(snapshot_id=self._at_snapshot))
+        return self._root
 
 
 def array_names(root: Any) -> list[str]:

@@ -36,6 +36,13 @@ class ResumePoints:
         """The versions whose file is complete: a torch file is a zip archive, and the zip directory comes last."""
         return [version for version in self.versions() if zipfile.is_zipfile(self.path(version))]
 
+    def remove_after(self, version: PolicyVersion) -> None:
+        """Remove the points of later versions. A run that goes on from `version` makes these anew, with other weights:
+        what is left of the old ones would be taken for them if it is killed before it has written its own."""
+        for later in self.versions():
+            if later > version:
+                self.path(later).unlink(missing_ok=True)
+
     def write(self, version: PolicyVersion, write: Callable[[Path], None]) -> None:
         """Have `write` create the file of `version`, then remove the oldest beyond `KEPT`. Raises StoreError."""
         remedy = "free space, move runs_dir or set training.resume_every"

@@ -192,6 +192,8 @@ class _Sampling:
     epoch: int
     since: float
     tokens_before: int
+    safe_tokens: int
+    """Tokens it keeps if its instance is lost."""
     tokens: float
     """As last reported."""
     steps: float
@@ -374,6 +376,13 @@ class LoadWatch:
                     self._prompts[group.group] = group.prompt_tokens
                     first = group.group * self._members
                     self._queued.update(TrajectoryId(first + i) for i in range(self._members))
+            case RunResumed():
+                for found in event.groups:
+                    self._prompts[found.group] = found.prompt_tokens
+                    for member in found.members:
+                        if not member.sampled and not member.scored:
+                            self._queued.add(member.trajectory)
+                            self._tokens[member.trajectory] = member.tokens
             case InstanceJoined():
                 one = _Instance(event.instance, event.kv_capacity, event.max_running, self._now)
                 self._instances[event.instance] = one
@@ -382,8 +391,9 @@ class LoadWatch:
                 lost = self._instances.pop(event.instance, None)
                 if lost is not None:
                     self._fleet.count(lost, -1)
-                    for trajectory in lost.running:
+                    for trajectory, held in lost.running.items():
                         del self._on[trajectory]
+                        self._tokens[trajectory] = held.safe_tokens
                         self._queued.add(trajectory)
             case InstanceReported():
                 self._reported(event)
@@ -394,7 +404,10 @@ class LoadWatch:
                     self._tokens[event.trajectory] = event.tokens
                     self._queued.add(event.trajectory)
             case TrajectoryFailed():
+                on = self._on.get(event.trajectory)
+                safe_tokens = 0 if on is None else on.running[event.trajectory].safe_tokens
                 if self._leave(event.trajectory, event.epoch, None):
+                    self._tokens[event.trajectory] = safe_tokens
                     self._queued.add(event.trajectory)
             case TrajectoryScored():
                 self._scoring.discard(event.trajectory)
@@ -450,8 +463,8 @@ class LoadWatch:
         tokens = self._tokens.pop(command.trajectory, 0)
         prompt_tokens = self._prompts.get(GroupId(command.trajectory // self._members), 0)
         one.running[command.trajectory] = _Sampling(
-            epoch=command.epoch, since=self._now, tokens_before=tokens, tokens=tokens, steps=one.steps,
-            prompt_tokens=prompt_tokens, running_s=one.running_s, kv_s=one.kv_s, pull_s=one.pull_s,
+            epoch=command.epoch, since=self._now, tokens_before=tokens, safe_tokens=tokens, tokens=tokens,
+            steps=one.steps, prompt_tokens=prompt_tokens, running_s=one.running_s, kv_s=one.kv_s, pull_s=one.pull_s,
             prefilled=one.prefilled,
         )  # fmt: skip
         one.kv_tokens += prompt_tokens + tokens
@@ -508,6 +521,10 @@ class LoadWatch:
             if held is not None and tokens >= held.tokens_before:
                 one.kv_tokens += tokens - one.tokens(held)
                 held.tokens, held.steps = tokens, one.steps
+        for trajectory, tokens in event.safe:
+            held = one.running.get(trajectory)
+            if held is not None:
+                held.safe_tokens = max(held.safe_tokens, tokens)
         self._fleet.count(one, 1)
 
 

@@ -111,6 +111,7 @@ class JournalIndex:
         self._begin_s = 0.0
 
         self._on: dict[str, Callable[[Plain, float], None]] = {
+            "RunResumed": self._taken_up,
             "GroupsArrived": self._arrived,
             "TrajectorySampled": lambda event, now: self._sampling_ended(event, now, SAMPLED),
             "TrajectoryInterrupted": lambda event, now: self._sampling_ended(event, now, INTERRUPTED),
@@ -154,10 +155,10 @@ class JournalIndex:
     def _add(self, event: Plain, commands: Iterable[Plain], now: float) -> None:
         kind = event["type"]
         if kind == "RunResumed":  # its time is of the clock before
-            return
+            now = 0.0
         now = max(self.end_s, self._begin_s + now)
         self.end_s = now
-        self.num_events += 1
+        self.num_events += kind != "RunResumed"
         before = self._present.copy()
         if kind in self._on:
             self._on[kind](event, now)
@@ -173,6 +174,13 @@ class JournalIndex:
             for id in range(first, first + self._members):
                 self._mark(id, now, ARRIVED)
                 self._move(id, WAITING)
+
+    def _taken_up(self, event: Plain, now: float) -> None:
+        for group in event.get("groups", ()):
+            for member in group["members"]:
+                self._mark(member["trajectory"], now, ARRIVED)
+                place = READY if member.get("scored") else SCORING if member.get("sampled") else WAITING
+                self._move(member["trajectory"], place)
 
     def _scored(self, event: Plain, now: float) -> None:
         if self._where.get(event["trajectory"], (READY, ""))[0] == SCORING:

@@ -86,6 +86,8 @@ class InstanceHandle:
     version: PolicyVersion = PolicyVersion(0)
     fetching: PolicyVersion | None = None
     """The version it is about to serve, while it pulls."""
+    loading: bool = False
+    """Whether its engine loads weights, which has a deadline of its own: it need not sample meanwhile."""
     fingerprint: str = ""
     """Fingerprint of the weights it holds; empty until its first pull."""
     drift: float = 0.0
@@ -346,12 +348,13 @@ class Actors:
         try:
             await self._pull(instance, version)
         finally:
-            instance.fetching = None
+            instance.fetching, instance.loading = None, False
 
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         begin = now_s()
         path = await self._fetch(instance.placed, version)
         within_s = self._transfers.within_s(version)
+        instance.loading = True
         loaded: Loaded = await self.ask(
             instance.placed.name, "pull", version, path, self._probe, deadline="call_s", within_s=within_s
         )

@@ -134,6 +134,7 @@ def prepare(config: RunConfig) -> Resumption:
         return Resumption(version=version, earlier_starts=_last_number(run_dir))
     try:
         VersionedStore.rewind(run_dir / "store", version)
+        ResumePoints(run_dir / "resume").remove_after(version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
         _set_aside(run_dir)
     except StoreError:

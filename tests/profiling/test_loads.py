@@ -8,13 +8,25 @@ import pytest
 
 from pipeline.config import actor_settings, deciding, loading
 from pipeline.coordination import journal
-from pipeline.coordination.events import RunResumed
+from pipeline.coordination.commands import Route
+from pipeline.coordination.events import (
+    InstanceJoined,
+    InstanceLost,
+    InstanceReported,
+    RunResumed,
+    Tick,
+    TrajectorySampled,
+    VersionPublished,
+)
 from pipeline.jobs.expectation import as_recorded
 from pipeline.profiling.loads import LoadWatch, steady, total
 from pipeline.profiling.measure import profile_run
 from pipeline.runtime.run_folder import load_job
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import measure
+from stores.in_flight import GroupInFlight, MemberInFlight
+from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.cost_model import CostModel
 from tests.support.simulated_store import stored_simulation
 
 
@@ -88,3 +100,29 @@ def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None
     for one, other in zip(alone.loads, twice.loads[before:], strict=True):
         assert other.total_s == pytest.approx(one.total_s)
         assert other.waiting.running == pytest.approx(one.waiting.running)
+
+
+def test_what_a_lost_instance_had_delivered_is_not_sampled_again() -> None:
+    one, two, group = InstanceId("one"), InstanceId("two"), GroupId(0)
+    watch = LoadWatch(CostModel(k1=0, k2=0, k3=0, k4=0.01, b=0, prefill=0), 1)
+    found = MemberInFlight(trajectory=TrajectoryId(0), version=PolicyVersion(0), tokens=30)
+    watch.observe(
+        0.0,
+        RunResumed(step=0, num_ended=(), groups=(GroupInFlight(group=group, prompt_tokens=5, members=(found,)),)),
+        (),
+    )
+
+    def route(epoch: int, instance: InstanceId) -> tuple[Route, ...]:
+        return (Route(trajectory=TrajectoryId(0), epoch=epoch, instance=instance, version=PolicyVersion(0), cause=""),)
+
+    for name in (one, two):
+        watch.observe(0.0, InstanceJoined(instance=name, version=PolicyVersion(0), kv_capacity=999, max_running=9), ())
+    watch.observe(0.0, Tick(), route(1, one))
+    progress, safe = ((TrajectoryId(0), 90),), ((TrajectoryId(0), 70),)
+    watch.observe(0.6, InstanceReported(instance=one, progress=progress, safe=safe), ())
+    watch.observe(0.7, InstanceLost(instance=one, why="x"), route(2, two))
+    watch.observe(1.0, TrajectorySampled(trajectory=TrajectoryId(0), epoch=2, tokens=100), ())
+    watch.observe(1.0, VersionPublished(version=PolicyVersion(1)), ())
+    (load,) = watch.loads
+    assert load.tokens == 30
+    assert load.speeds[two].measured_s == pytest.approx(0.3)

@@ -157,6 +157,33 @@ def test_a_next_start_of_the_run_begins_with_nothing_in_flight() -> None:
     assert window["places"][1]["count"] == [0, 0, 0]
 
 
+def test_a_next_start_shows_what_it_has_taken_up() -> None:
+    made = index(*LIFE[:3])
+    made.begin_start()
+    members = [
+        {"type": "MemberInFlight", "trajectory": 6, "version": 0, "tokens": 9, "sampled": True, "scored": True},
+        {"type": "MemberInFlight", "trajectory": 7, "version": 0, "tokens": 4, "sampled": True},
+    ]
+    group = {"type": "GroupInFlight", "group": 3, "prompt_tokens": 4, "members": members}
+    fresh = {"type": "GroupInFlight", "group": 4, "prompt_tokens": 4,
+             "members": [{"type": "MemberInFlight", "trajectory": id} for id in (8, 9)]}  # fmt: skip
+    score = {"type": "Score", "trajectory": 7, "cause": "c"}
+    add(
+        made,
+        (70.0, {"type": "RunResumed", "step": 0, "num_ended": [], "groups": [group, fresh]}, [score]),
+        (0.5, joined("a", 2), [route(8, "a")]),
+        (1.0, {"type": "TrajectoryScored", "trajectory": 7, "reward": 1.0}, []),
+        (2.0, {"type": "Tick"}, []),
+    )
+    counts = {place["name"]: place["count"] for place in made.window(1.0, 3.0, 4)["places"]}
+    assert counts == {
+        "waiting for an instance": [2, 1, 1, 1],
+        "being sampled": [0, 1, 1, 1],
+        "being scored": [1, 1, 0, 0],
+        "ready or waiting for siblings": [1, 1, 2, 2],
+    }
+
+
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 9)), max_size=20), st.integers(1, 9))
 def test_means_are_those_of_a_fine_sampling(changes: list[tuple[float, int]], bins: int) -> None:
     function = StepFunction()

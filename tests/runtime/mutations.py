@@ -208,14 +208,6 @@ MUTATIONS = (
     ),
     # -- what has failed -----------------------------------------------------------------------------------------
     Mutation(
-        name="who_asked_is_lost",
-        module="membership",
-        breaks="who failed is who is lost, not who asked",
-        old='return lost.who == instance.id or lost.who.startswith("parameters-")',
-        new="return True",
-        check=check(on_restoring.test_a_server_that_is_lost_again_and_again_ends_the_run),
-    ),
-    Mutation(
         name="who_asks_is_not_waited_for",
         module="actors",
         breaks="who failed is heard of before who asked counts as silent",
@@ -257,7 +249,7 @@ MUTATIONS = (
         breaks="a role is restored once for each loss, however many saw it",
         old="        if self._done_s.get(lost.who, -1.0) >= asked_s:\n",
         new="        if False:\n",
-        check=check(on_restoring.test_a_server_that_is_lost_while_engines_sample_has_their_tokens_again),
+        check=check(on_restoring.test_who_hears_of_a_loss_after_it_is_made_good_only_asks_again),
     ),
     Mutation(
         name="retired_with_its_work",

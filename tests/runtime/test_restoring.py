@@ -200,6 +200,19 @@ def test_a_server_that_is_lost_while_engines_sample_has_their_tokens_again(body:
     check_server_restored(run)
 
 
+def test_who_hears_of_a_loss_after_it_is_made_good_only_asks_again(body: Body) -> None:
+    """A commit may take longer than other calls, so that its caller is the last to give up the old server."""
+
+    async def stop(run: Run) -> None:
+        run.workers.nanny = False
+        while run.driver is None or "commit" not in run.workers.methods("server"):
+            await asyncio.sleep(0.0005)
+        run.workers.stop("server")
+
+    run = body.run(*LONG, "deadlines.stuck_s=200", world=some_long(), meanwhile=stop)
+    check_server_restored(run)
+
+
 def test_a_server_and_a_trainer_may_be_lost_at_once(body: Body) -> None:
     async def kill(run: Run) -> None:
         while run.driver is None or run.workers.methods("trainer").count("train") < 4:
@@ -225,4 +238,5 @@ def test_a_run_without_a_free_worker_for_its_server_ends_with_one_line(body: Bod
     error = run.raised()
     assert isinstance(error, ActorLost)
     assert str(error).endswith("; cluster: no free worker for server")
+    assert len(run.outcomes.losses) == 1, "no instance that asked it counts as lost"
     run.check_kept()

@@ -176,8 +176,11 @@ def test_loading_may_take_as_long_as_its_bytes(body: Body) -> None:
         trainer._version = V1
         one = stage.actors.instances[InstanceId("rollout-0")]
         stage.actors.publish(trainer._publish({}))
-        await stage.actors.pull(one, V1)
-        assert one.version == V1
+        pull = asyncio.ensure_future(stage.actors.pull(one, V1))
+        await asyncio.sleep(5.0)
+        assert one.loading, "it need not sample"
+        await pull
+        assert one.version == V1 and not one.loading
 
     slow = [Fault(actor="rollout-0", method="pull", late_s=6.0)]
     body.place(script, faults=slow, world=World(num_bytes=100_000_000))

@@ -1,0 +1,82 @@
+"""Sets of trajectory ids that stay small however many ids they hold. Numpy, pure.
+
+A run's ids are dense: of the ids up to any moment all are stored but those in flight. So a set is kept as the intervals
+of ids that are *not* in it, of which there are about as many as trajectories in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+LOWEST, HIGHEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+
+
+class IdSet:
+    """A set of ids that grows."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        # The absent ids: starts[i] <= id < ends[i], ascending and disjoint.
+        self._starts = np.asarray([LOWEST], np.int64)
+        self._ends = np.asarray([HIGHEST], np.int64)
+
+    def add(self, ids: Ints) -> Ints:
+        """Add ids; returns those that were in the set before or occur twice among them."""
+        unique, counts = np.unique(ids, return_counts=True)
+        absent = self._absent(unique)
+        new = unique[absent]
+        if len(new):
+            starts = np.sort(np.concatenate([self._starts, new + 1]))
+            ends = np.sort(np.concatenate([self._ends, new]))
+            kept = starts < ends
+            self._starts, self._ends = starts[kept], ends[kept]
+            self.count += len(new)
+        return unique[~absent | (counts > 1)]
+
+    def absent(self, first: Ints, last: Ints) -> int:
+        """How many ids of the disjoint intervals first <= id < last are not in the set."""
+        return int((self._below(last) - self._below(first)).sum())
+
+    def next_absent(self, id: int) -> int:
+        """The smallest id from `id` on that is not in the set."""
+        i = int(np.searchsorted(self._starts, id, side="right")) - 1
+        return id if i >= 0 and id < self._ends[i] else int(self._starts[i + 1])
+
+    def next_present(self, id: int) -> int:
+        """The smallest id from `id` on that is in the set; HIGHEST if there is none."""
+        i = int(np.searchsorted(self._starts, id, side="right")) - 1
+        return int(self._ends[i]) if i >= 0 and id < self._ends[i] else id
+
+    def _absent(self, ids: Ints) -> npt.NDArray[np.bool_]:
+        at = np.searchsorted(self._starts, ids, side="right") - 1
+        return (at >= 0) & (ids < self._ends[np.maximum(at, 0)])
+
+    def _below(self, ids: Ints) -> Ints:
+        """Number of absent ids below each id. It may wrap around; differences are right all the same."""
+        sizes = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._ends - self._starts)])
+        at = np.searchsorted(self._starts, ids, side="right") - 1
+        own = np.minimum(ids, self._ends[np.maximum(at, 0)]) - self._starts[np.maximum(at, 0)]
+        return np.where(at < 0, 0, sizes[np.maximum(at, 0)] + own)
+
+
+def merged(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+    """The same ids as disjoint ascending intervals, as first and last (exclusive).
+
+    >>> [edge.tolist() for edge in merged([(5, 9), (1, 3), (8, 12), (4, 4)])]
+    [[1, 5], [3, 12]]
+    """
+    try:
+        edges = np.asarray(ranges, np.int64).reshape(-1, 2)
+    except OverflowError:  # of a corrupt ledger
+        edges = np.clip(np.asarray(ranges, dtype=object), LOWEST, HIGHEST).astype(np.int64)
+    edges = edges[edges[:, 0] < edges[:, 1]]
+    edges = edges[np.argsort(edges[:, 0], kind="stable")]
+    if not len(edges):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    reach = np.maximum.accumulate(edges[:, 1])
+    begins = np.concatenate([[True], edges[1:, 0] > reach[:-1]])
+    return edges[begins, 0], reach[np.concatenate([begins[1:], [True]])]

@@ -1,0 +1,209 @@
+"""The audit written plainly, as the model for stores/audit.py: everything in memory, row by row, sets of ids."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from stores.audit import CHECKS, Audit
+from stores.base import RunHeader, StepRecord, batch_fingerprint
+from stores.errors import StoreError
+from stores.findings import Finding
+from stores.reading import StoreReader
+from stores.trajectory import Ended, Fate, ended_as
+from stores.weight_hash import comparable
+
+
+def plain_audit(store: StoreReader) -> Audit:
+    """Run all checks over the whole store."""
+    findings: list[Finding] = []
+    try:
+        records = store.steps()
+        rows = list(store.ended())
+    except StoreError as error:
+        findings += [*_damage(store), *_array_findings(store)]
+        if not findings:
+            findings.append(Finding(check="arrays", where="store", what=str(error)))
+        return Audit(
+            num_steps=0,
+            num_trajectories=0,
+            num_tokens=0,
+            max_staleness=-1,
+            checks=CHECKS,
+            findings=tuple(findings),
+        )
+    findings += _array_findings(store)
+    findings += _bound(store.header, rows)
+    findings += _once(store.header, records, rows)
+    findings += _conservation(records, rows)
+    findings += _fingerprints(records, rows)
+    return Audit(
+        num_steps=sum(r.kind == "step" for r in records),
+        num_trajectories=len(rows),
+        num_tokens=sum(r.num_tokens for r in records),
+        max_staleness=max((r.staleness for r in rows), default=-1),
+        checks=CHECKS,
+        findings=tuple(findings),
+    )
+
+
+def _damage(store: StoreReader) -> Iterable[Finding]:
+    """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
+    damage = list(store.damage())
+    try:
+        table = store.table()
+    except StoreError:
+        table = {}
+    for chunk in damage:
+        what = chunk.what
+        if table and (chunk.array == "text" or chunk.array.startswith("tokens/")):
+            begins, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
+            if chunk.array == "text":
+                begins, sizes = table["text_offset"], table["text_bytes"]
+            first = chunk.number * chunk.elements
+            held = int(((begins < first + chunk.elements) & (begins + sizes > first)).sum())
+            what += f"; it holds parts of {held} of {len(begins)} trajectories; the others can be read"
+        yield Finding(check="arrays", where=chunk.array, what=what)
+
+
+def _array_findings(store: StoreReader) -> Iterable[Finding]:
+    """Check that array lengths agree with each other and with the step records."""
+    lengths = store.array_lengths()
+    try:
+        records = store.steps()
+    except (StoreError, ValueError) as error:
+        yield Finding(
+            check="arrays",
+            where="records" if "records" in lengths else "text",
+            what=f"step records cannot be read: {error}",
+        )
+        return
+    num_rows = sum(r.num_rows for r in records)
+    for name in ("rows/int", "rows/float"):
+        if lengths[name] != num_rows:
+            yield Finding(check="arrays", where=name, what=f"{lengths[name]} rows, step records count {num_rows}")
+    token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
+    if len(token_lengths) > 1:
+        yield Finding(check="arrays", where="tokens", what=f"arrays of different lengths {sorted(token_lengths)}")
+    try:
+        table = store.table()
+    except StoreError:
+        return  # the damaged chunk is reported elsewhere
+    if len(table["offset"]):
+        need = int((table["offset"] + table["prompt_tokens"] + table["response_tokens"]).max())
+        for name in (n for n in lengths if n.startswith("tokens/")):
+            if lengths[name] < need:
+                yield Finding(check="arrays", where=name, what=f"truncated: {lengths[name]} of {need} tokens")
+
+
+def _bound(header: RunHeader, rows: list[Ended]) -> Iterable[Finding]:
+    """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step."""
+    for row in rows:
+        t = row.trajectory
+        where = f"trajectory {t.id}"
+        versions = t.versions
+        if len(versions) and int(versions.min()) < t.v_traj:
+            what = f"a token of version {versions.min()}, v_traj is {t.v_traj}"
+            yield Finding(check="bound", where=where, what=what)
+        if len(versions) and bool((np.diff(versions) < 0).any()):
+            yield Finding(check="bound", where=where, what="a later token has an older version")
+        if row.fate is not Fate.CONSUMED:
+            continue
+        if not t.v_traj <= row.step <= t.v_traj + header.eta:
+            what = f"consumed by step {row.step}, v_traj is {t.v_traj} and eta {header.eta}"
+            yield Finding(check="bound", where=where, what=what)
+        if len(versions) and int(versions.max()) > row.step:
+            what = f"a token of version {versions.max()}, consumed by step {row.step}"
+            yield Finding(check="bound", where=where, what=what)
+
+
+def _once(header: RunHeader, records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
+    """Check that every trajectory is stored once and every step consumed exactly its number of complete groups."""
+    for trajectory, count in Counter(r.trajectory.id for r in rows).items():
+        if count > 1:
+            yield Finding(check="once", where=f"trajectory {trajectory}", what=f"stored {count} times")
+    consumed: dict[int, Counter[int]] = {}
+    for row in rows:
+        if row.fate is Fate.CONSUMED:
+            consumed.setdefault(row.step, Counter())[row.trajectory.group] += 1
+    trained = [r.step for r in records if r.kind == "step"]
+    if trained != list(range(len(trained))):
+        yield Finding(check="once", where="steps", what=f"steps are not 0, 1, 2, ...: {trained[:20]}")
+    for step in sorted({*trained, *consumed}):
+        groups = consumed.get(step, Counter())
+        if len(groups) != header.groups_per_step or set(groups.values()) != {header.group_size}:
+            what = (
+                f"consumed {len(groups)} groups of sizes {sorted(set(groups.values()))}, "
+                f"a batch is {header.groups_per_step} of {header.group_size}"
+            )
+            yield Finding(check="once", where=f"step {step}", what=what)
+    for group, steps in _steps_by_group(rows).items():
+        if len(steps) > 1:
+            yield Finding(check="once", where=f"group {group}", what=f"consumed by steps {sorted(steps)}")
+
+
+def _steps_by_group(rows: list[Ended]) -> dict[int, set[int]]:
+    steps: dict[int, set[int]] = {}
+    for row in rows:
+        if row.fate is Fate.CONSUMED:
+            steps.setdefault(row.trajectory.group, set()).add(row.step)
+    return steps
+
+
+def conservation_of(record: StepRecord, ended: set[int], counts: Counter[str]) -> Iterable[Finding]:
+    """What is wrong at one commit. ended, counts: of all rows so far."""
+    where = f"{record.kind} {record.step}"
+    live = {i for a, b in record.ledger.live for i in range(a, b)}
+    started = set(range(record.ledger.num_started))
+    lost = started - ended - live
+    if lost:
+        what = f"{len(lost)} trajectories are neither stored nor in flight, first {min(lost)}"
+        yield Finding(check="conservation", where=where, what=what)
+    both = (ended & live) | ((ended | live) - started)
+    if both:
+        what = f"{len(both)} trajectories are stored and in flight, or were never started, first {min(both)}"
+        yield Finding(check="conservation", where=where, what=what)
+    if dict(counts) != {k: v for k, v in record.ledger.num_ended.items() if v}:
+        what = f"the ledger counted {record.ledger.num_ended}, the rows are {dict(counts)}"
+        yield Finding(check="conservation", where=where, what=what)
+
+
+def _conservation(records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
+    """Check at every commit that started = stored + in flight, and that the ledger's counts match the rows."""
+    ended: set[int] = set()
+    counts: Counter[str] = Counter()
+    at = 0
+    for record in records:
+        for row in rows[at : at + record.num_rows]:
+            ended.add(row.trajectory.id)
+            counts[ended_as(row.fate, row.reason)] += 1
+        at += record.num_rows
+        yield from conservation_of(record, ended, counts)
+    if records and at != len(rows):
+        yield Finding(check="conservation", where="rows", what=f"{len(rows)} rows, the step records account for {at}")
+    if records and records[-1].kind == "end" and records[-1].ledger.num_live:
+        what = f"{records[-1].ledger.num_live} trajectories still in flight after the end"
+        yield Finding(check="conservation", where="end", what=what)
+
+
+def _fingerprints(records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
+    """Check that batches read back as the trainer received them, and that instances held the published weights."""
+    by_step: dict[int, list[Ended]] = {}
+    for row in rows:
+        if row.fate is Fate.CONSUMED:
+            by_step.setdefault(row.step, []).append(row)
+    published = {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}
+    for record in records:
+        where = f"{record.kind} {record.step}"
+        if record.kind == "step":
+            batch = [(r.trajectory, r.advantage) for r in by_step.get(record.step, [])]
+            if batch_fingerprint(batch) != record.batch_fingerprint:
+                what = "the stored batch is not the one the trainer received"
+                yield Finding(check="fingerprints", where=where, what=what)
+        for instance, (version, held) in record.loaded_fingerprints.items():
+            expected = published.get(version)
+            if expected is not None and comparable(held, expected) and held != expected:
+                what = f"{instance} held weights other than those published as version {version}"
+                yield Finding(check="fingerprints", where=where, what=what)

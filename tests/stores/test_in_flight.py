@@ -1,0 +1,224 @@
+"""What is in flight: deliveries in any order, repeated, late or missing, and what a resume keeps of them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from stores.base import LedgerState
+from stores.in_flight import InFlight
+from stores.spool_entries import (
+    BatchTaken,
+    Entry,
+    FlightResumed,
+    GroupDrawn,
+    RewardDelivered,
+    TokensDelivered,
+    TrajectoriesRetired,
+    TrajectoriesRouted,
+    decode,
+    encode,
+)
+from stores.staleness import Ending
+from stores.trajectory import (
+    AbortReason,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
+
+MEMBERS = 3
+
+
+def drawn(group: int) -> GroupDrawn:
+    return GroupDrawn(group=GroupId(group), prompt_tokens=np.arange(4, dtype=np.int32), at_s=1.0)
+
+
+def routed(trajectory: int, epoch: int) -> TrajectoriesRouted:
+    return TrajectoriesRouted(routed=((TrajectoryId(trajectory), epoch),), at_s=2.0)
+
+
+def token(trajectory: int, position: int) -> int:
+    return 1000 * trajectory + position
+
+
+def tokens(
+    trajectory: int,
+    epoch: int,
+    first: int,
+    count: int,
+    *,
+    switch: int = 10**9,
+    finish: FinishReason = FinishReason.UNFINISHED,
+    at: str = "a",
+) -> TokensDelivered:
+    """Tokens at positions first, first + 1, ...; those from `switch` on are of version 1, those before it of 0."""
+    segments = []
+    for version, begin, end in (
+        (0, first, min(first + count, max(first, switch))),
+        (1, max(first, switch), first + count),
+    ):
+        if end > begin:
+            ids = np.asarray([token(trajectory, i) for i in range(begin, end)], np.int32)
+            segments.append(
+                Segment(
+                    version=PolicyVersion(version),
+                    instance=InstanceId(at),
+                    tokens=ids,
+                    logprobs=-ids.astype(np.float32),
+                )
+            )
+    return TokensDelivered(
+        trajectory=TrajectoryId(trajectory), epoch=epoch, first=first, segments=tuple(segments), finish=finish, at_s=3.0
+    )
+
+
+def reward(trajectory: int, count: int, value: float = 1.0) -> RewardDelivered:
+    return RewardDelivered(
+        trajectory=TrajectoryId(trajectory), tokens=count, reward=value, parts={}, error="", at_s=4.0
+    )
+
+
+def resumed(version: int, *again: int) -> FlightResumed:
+    return FlightResumed(version=PolicyVersion(version), again=tuple(map(TrajectoryId, again)), at_s=0.5)
+
+
+def flight(*entries: Entry) -> InFlight:
+    made = InFlight(members=MEMBERS)
+    for entry in entries:
+        made.apply(entry)
+    return made
+
+
+def check_tokens(t: Trajectory, switch: int = 10**9) -> None:
+    assert list(t.response_tokens) == [token(t.id, i) for i in range(t.num_tokens)]
+    np.testing.assert_array_equal(t.logprobs, -t.response_tokens.astype(np.float32))
+    assert list(t.versions) == [int(i >= switch) for i in range(t.num_tokens)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_deliveries_in_any_order_never_double_a_token_and_never_leave_a_gap(seed: int) -> None:
+    """Of one epoch an instance sends overlapping parts; some are lost, some come twice or late."""
+    rng = random.Random(seed)
+    state, held, epoch, switch = flight(drawn(0)), 0, 1, rng.randint(1, 30)
+    state.apply(routed(0, epoch))
+    for _ in range(40):
+        if rng.random() < 0.1:
+            epoch += 1
+            assert state.apply(routed(0, epoch))
+        sent_under = rng.choice((epoch, epoch, epoch, epoch - 1))
+        first, count = rng.randint(max(0, held - 4), held + 3), rng.randint(0, 6)
+        taken = state.apply(tokens(0, sent_under, first, count, switch=switch, at=f"i{sent_under}"))
+        expected = sent_under == epoch and first <= held < first + count
+        assert taken == expected
+        held = first + count if taken else held
+        t = state.live[TrajectoryId(0)]
+        assert t.num_tokens == held
+        check_tokens(t, switch)
+    merged = [(s.version, s.instance) for s in t.segments]
+    assert len(merged) == len(set(merged)), "what one instance sampled under one version is one segment"
+
+
+def test_an_end_is_not_taken_back_and_a_reward_is_of_the_tokens_that_were_scored() -> None:
+    state = flight(drawn(0), routed(0, 1), tokens(0, 1, 0, 5))
+    assert not state.apply(reward(0, 4))
+    assert state.apply(tokens(0, 1, 5, 0, finish=FinishReason.STOP))
+    assert not state.apply(tokens(0, 1, 3, 2))
+    assert not state.apply(tokens(0, 1, 3, 9))
+    assert state.apply(reward(0, 5))
+    (group,) = state.in_numbers()
+    assert [(m.trajectory, m.tokens, m.sampled, m.scored, m.reward) for m in group.members] == [
+        (0, 5, True, True, 1.0),
+        (1, 0, False, False, None),
+        (2, 0, False, False, None),
+    ]
+
+
+def eventful() -> list[Entry]:
+    """Two groups consumed by step 0 and 1, one retired, one half sampled under versions 0 and 1."""
+    entries: list[Entry] = [drawn(g) for g in range(4)]
+    for i in range(12):
+        entries.append(routed(i, 1))
+        count = 6 if i < 9 else 4
+        finish = FinishReason.STOP if i < 9 else FinishReason.UNFINISHED
+        entries.append(tokens(i, 1, 0, count, switch=3 if i >= 9 else 10**9, finish=finish))
+        entries += [reward(i, 6)] if i < 9 else []
+    batches = [tuple(TrajectoryId(i) for i in range(g * 3, g * 3 + 3)) for g in (0, 1)]
+    entries += [
+        BatchTaken(step=step, trajectories=b, versions=(PolicyVersion(0),) * 3) for step, b in enumerate(batches)
+    ]
+    endings = tuple(
+        Ending(trajectory=TrajectoryId(i), group=GroupId(2), fate=Fate.FILTERED, reason=AbortReason.NO_SIGNAL, step=1)
+        for i in (6, 7, 8)
+    )
+    return [*entries, TrajectoriesRetired(endings=endings, versions=(PolicyVersion(0),) * 3)]
+
+
+def test_a_resume_keeps_what_its_version_may_have_sampled() -> None:
+    state = flight(*eventful())
+    assert state.live.keys() == {9, 10, 11}
+    assert state.batches.keys() == {0, 1}
+    assert [e.trajectory.id for e in state.ended] == [6, 7, 8]
+    before = repr(state)
+    later = state.after(resumed(0, 5, 11))
+    assert repr(state) == before
+    assert list(later.live) == list(range(12))
+    assert not later.batches
+    assert not later.ended
+    assert later.scored == {0, 1, 2, 3, 4, 6, 7, 8}
+    for i, t in later.live.items():
+        assert t.num_tokens == {5: 0, 9: 3, 10: 3, 11: 0}.get(i, 6)
+        assert t.finish is (FinishReason.STOP if i < 9 and i != 5 else FinishReason.UNFINISHED)
+        assert t.v_traj == -1
+        assert max(t.timings.arrived_s, t.timings.routed_s, t.timings.sampled_s, t.timings.rewarded_s) <= 0.5
+        check_tokens(t)
+    assert all(t.num_tokens == 4 for i, t in state.after(resumed(1)).live.items() if i >= 9)
+
+
+def test_a_late_delivery_of_the_undone_run_is_not_continued() -> None:
+    """Old entries come before the resume in the spool; what comes after it begins where the resume has cut."""
+    state = flight(*eventful(), resumed(0))
+    assert state.apply(routed(9, 2))
+    assert not state.apply(tokens(9, 2, 4, 2))
+    assert state.apply(tokens(9, 2, 3, 2, at="b"))
+    check_tokens(state.live[TrajectoryId(9)])
+
+
+def test_what_the_store_holds_is_forgotten_and_what_nobody_knows_is_missing() -> None:
+    ledger = LedgerState(num_started=12, num_ended={}, live=((3, 6), (9, 12)), next_step=1, version=0)
+    state = flight(*eventful(), drawn(4))
+    state.forget_stored(ledger)
+    assert state.live.keys() == {9, 10, 11, 12, 13, 14}
+    assert state.batches.keys() == {1}
+    assert state.ended == []
+    assert state.missing(ledger) == {}
+    less = flight(*(e for e in eventful() if not isinstance(e, BatchTaken)), drawn(6))
+    less.live.clear()
+    less.forget_stored(ledger)
+    assert less.missing(ledger) == {1: [3, 4, 5], 3: [9, 10, 11], 4: [12, 13, 14], 5: [15, 16, 17], 6: [18, 19, 20]}
+    less.begin([TrajectoryId(4)], np.zeros(2, np.int32), 9.0)
+    assert less.live[TrajectoryId(4)].group == 1
+    assert less.stored([TrajectoryId(6), TrajectoryId(3)], None) == {2}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_entries_that_are_missing_leave_a_state_that_goes_on(seed: int) -> None:
+    """A spool that could not be written for a while has gaps: less is known, and nothing of it is wrong."""
+    rng = random.Random(seed)
+    entries = [decode(encode(e)) for e in eventful() if rng.random() < 0.7]
+    state = flight(*entries)
+    ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
+    for members in state.missing(ledger).values():
+        state.begin(members, np.arange(4, dtype=np.int32), 0.0)
+    state.apply(resumed(0))
+    assert list(state.live) == list(range(state.num_drawn * MEMBERS))
+    for t in state.live.values():
+        check_tokens(t)
+        assert t.id not in state.scored or t.num_tokens == 6
