@@ -70,6 +70,7 @@ class Process:
     address: str
     host: str
     dead: bool = False
+    stopped: bool = False
     running: dict[asyncio.Task[None], None] = field(default_factory=dict)
     """Running methods, in the order in which they were called, so that a run is reproducible."""
     waiting: dict[asyncio.Future[Any], None] = field(default_factory=dict)
@@ -163,6 +164,10 @@ class InProcessWorkers:
         """End the process of an actor at once."""
         self.placed[name].future.die()
 
+    def stop(self, name: str) -> None:
+        """Stop the process of an actor as SIGSTOP does: no call to it is answered any more."""
+        self.placed[name].future.stopped = True
+
     def actor(self, name: str) -> Any:
         """The object of an actor, also of a lost one."""
         return self._objects[name]
@@ -232,6 +237,8 @@ class InProcessWorkers:
         await asyncio.sleep(TRAVEL_S)
         if fault.act is not None:
             fault.act()
+        if process.stopped:
+            return
         if fault.dies == "before":
             process.die()
         if fault.error is not None:
@@ -248,6 +255,8 @@ class InProcessWorkers:
         if fault.change is not None:
             result = fault.change(result)
         await asyncio.sleep(fault.late_s + TRAVEL_S)
+        if process.stopped:
+            return
         _put(answer, copy.deepcopy(result), error)
 
     async def _outcome(self, actor: Any, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
