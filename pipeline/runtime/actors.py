@@ -119,6 +119,8 @@ class Actors:
         self._earlier_starts = 0
         self._trainer_host = ""
         self._placing_parameters = asyncio.Lock()
+        self._unanswering: set[str] = set()
+        """Addresses of processes whose parameter server did not answer: no further one is placed there."""
         self._published: dict[PolicyVersion, StepResult] = {}
         self._transfers = Transfers(self, config.deadlines.call_s)
         self._trained: dict[PolicyVersion, str] = {}
@@ -273,14 +275,15 @@ class Actors:
         return instance
 
     async def _place_parameters(self, neighbour: Placed) -> None:
-        """Place a parameter server on the neighbour's host if it has none, in the process of an actor that is there
-        anyway: its calls are short and asynchronous."""
+        """Place a parameter server on the neighbour's host if it has none: beside the trajectory server, if that is
+        there and answers, else beside the neighbour. Its calls are short and asynchronous."""
         name = f"parameters-{neighbour.host}"
         async with self._placing_parameters:
             if name in self._workers.placed:
                 return
             server = self._workers.placed.get("server")
-            beside = server if server is not None and server.host == neighbour.host else neighbour
+            fit = server is not None and server.host == neighbour.host and server.address not in self._unanswering
+            beside = server if server is not None and fit else neighbour
             call_s = self._config.deadlines.call_s
             await self._workers.place_beside(beside, name, "parameters", ParameterServer, self._folder, call_s)
 
@@ -391,12 +394,13 @@ class Actors:
             except TransferFailed as failed:
                 logger.warning("%s waits for weights: %s", placed.name, failed)
                 await asyncio.sleep(AGAIN_S)
-            except ActorLost:
+            except ActorLost as lost:
                 if server.address == placed.address:
-                    raise
+                    raise ActorLost(f"{placed.name}: {lost}", placed.name) from lost
                 if self._workers.placed.get(name) is server:
                     logger.warning("%s on %s does not answer; %s gets another", name, server.address, placed.host)
                     self._workers.forget(name)
+                    self._unanswering.add(server.address)
 
     async def _trainer(self) -> Placed:
         """Where the trainer is, once it is there."""

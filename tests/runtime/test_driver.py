@@ -352,6 +352,23 @@ def test_a_server_that_answers_nobody_any_more_is_who_is_lost(body: Body, method
     assert run.workers.names.count("server") == 2
 
 
+def test_a_stopped_instance_with_its_hosts_parameter_server_costs_the_others_there_nothing(body: Body) -> None:
+    """They pull from that parameter server, and it answers nobody."""
+    stopped = []
+
+    async def stop(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("trainer").count("train") == 2)
+        beside = run.workers.placed["parameters-two"].address
+        stopped.append(next(n for n, p in run.workers.placed.items() if p.address == beside and p.role == "rollout"))
+        run.workers.stop(stopped[0])
+
+    hosts = ("one", "one", "one", "two", "two")
+    run = body.run(*LONG[1:], "steps=6", "deadlines.stuck_s=100", hosts=hosts, world=long_ones(), meanwhile=stop)
+    run.check()
+    (loss,) = run.outcomes.losses
+    assert stopped[0] in loss
+
+
 def test_an_instance_that_alone_does_not_reach_the_server_is_replaced(body: Body) -> None:
     """Calls of that instance never arrive: it is the one that is cut off."""
     slow = [Fault(actor="server", method="payloads", nth=n, late_s=9.0) for n in (1, 2, 3, 4)]

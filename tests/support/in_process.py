@@ -20,6 +20,8 @@ from stores.errors import ActorLost
 
 TRAVEL_S = 0.001
 """Seconds a call takes to arrive, and its result to come back."""
+START_S = 50.0
+"""Seconds until a new actor in a stopped process counts as lost."""
 CREATE_S = 1.0
 """Seconds until a new actor is ready."""
 
@@ -189,6 +191,9 @@ class InProcessWorkers:
         assert role != "rollout" or name not in self.names, f"{name} was another's name: its late answers would match"
         fault = self._fault(name, "__init__")
         await asyncio.sleep(CREATE_S + fault.late_s)
+        if process.stopped:
+            await asyncio.sleep(START_S)
+            raise ActorLost(f"{name} was not ready on {process.address}", name)
         if fault.act is not None:
             fault.act()
         if fault.error is not None:
