@@ -15,7 +15,7 @@ from benchmarks.soaking.machine import Machine
 from benchmarks.soaking.running import Run
 from benchmarks.soaking.watching import Watch
 
-STOPPED_S = (0.5, 25.0)
+STOPPED_S = (0.5, 40.0)
 """Least and most seconds that a process stays stopped: below and beyond every deadline of the job's calls."""
 KILLED_AFTER = 0.3
 """Share of the stopped processes that are killed and not continued."""
