@@ -93,13 +93,12 @@ def stopping(role: str) -> Fault:
 
 
 def submitter(scene: Scene) -> str:
-    """End the run, and kill the process that submits it next."""
-    victim = scene.victim("driver")
-    if victim is None:
+    """End the run, and kill the process that submits it next. Not a submitted run: its driver starts again by itself,
+    and a second job would wait for the first one's workers."""
+    if scene.run.foreground is None or (victim := scene.victim("driver")) is None:
         return ""
     scene.run.kill_submitter = True
     scene.run.kill()
-    send(victim[1], signal.SIGKILL)
     return f"driver {victim[1]} killed, and the next to submit it"
 
 
