@@ -150,17 +150,6 @@ def test_an_instance_whose_logprobs_are_off_is_named(body: Body) -> None:
     body.place(script, "rollout.drift_limit=0.2", world=World(drift=0.25))
 
 
-def test_all_instances_that_serve_another_version_pull_it(body: Body) -> None:
-    async def script(stage: Stage) -> None:
-        await publish(stage, V1)
-        await stage.actors.pull(first(stage), V1)
-        await stage.actors.pull_all(V1)
-        assert [i.version for i in stage.actors.instances.values()] == [V1, V1]
-        assert [c.actor for c in stage.workers.calls if c.method == "pull"] == ["rollout-0", "rollout-1"]
-
-    body.place(script)
-
-
 def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -> None:
     async def script(stage: Stage) -> None:
         one, two = stage.actors.instances.values()

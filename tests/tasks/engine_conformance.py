@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +18,14 @@ from stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, Failed, Request, Sampled
 
 PATIENCE_S = 60.0
+
+
+def asked_beside(ask: Callable[[], None]) -> None:
+    """Call `ask` in another thread and wait for it. Raises AssertionError if it does not return."""
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(20)
+    assert not asking.is_alive(), "it waits for the load"
 
 
 def collect(engine: Engine, count: int, done: dict[int, Sampled] | None = None) -> dict[int, Sampled]:
@@ -82,6 +91,10 @@ class EngineTests:
 
     def hang(self, engine: Engine) -> AbstractContextManager[None]:
         """Have its decoding stand still for a while, as a kernel that never returns would."""
+        raise NotImplementedError
+
+    def during_load(self, engine: Engine, ask: Callable[[], None]) -> AbstractContextManager[None]:
+        """Have `ask` called in another thread, and waited for, whenever it is in the middle of replacing weights."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -271,6 +284,23 @@ class EngineTests:
         assert after.running == before.running == 4 - len(done) > 0
         assert (after.tokens_sampled, after.progress) == (before.tokens_sampled, before.progress)
         collect(engine, 4, done)
+
+    def test_an_engine_that_loads_weights_still_answers(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
+        """Where its weights are replaced in place that takes seconds for a large model."""
+        engine.submit([request(i, max_new_tokens=100) for i in range(4)])
+        done = wait_until_sampling(engine, 1)
+        answered: list[tuple[int, int]] = []
+
+        def ask() -> None:
+            done.update({e.trajectory: e for e in engine.events(0.05) if isinstance(e, Sampled)})
+            load = engine.load_statistics()
+            answered.append((load.running, load.tokens_sampled))
+
+        with self.during_load(engine, ask):
+            engine.load(PolicyVersion(5), other_weights[0])
+        assert len(answered) == 1 and answered[0][0] <= 4
+        collect(engine, 4, done)
+        assert engine.load_statistics().version == 5
 
     def test_many_requests_with_random_interrupts_aborts_and_updates(
         self, engine: Engine, other_weights: tuple[Path, str]

@@ -21,7 +21,7 @@ from tasks.engines.emulated import Clock, EmulatedEngine, weights, word_logprobs
 from tasks.engines.settings import EmulatedSettings
 from tasks.names import REWARD_TOKEN
 from tasks.workload import DrawnWorkload, WorkloadSettings
-from tests.tasks.engine_conformance import EngineTests, collect, request, tokens_of
+from tests.tasks.engine_conformance import EngineTests, asked_beside, collect, request, tokens_of
 
 COST = CostModel(k1=0.0, k2=0.004, k3=0.00005, k4=0.001, b=0.002, prefill=0.00001)
 
@@ -105,6 +105,13 @@ class TestEmulatedEngine(EngineTests):
         self._clock.stop()
         yield
         self._clock.go_on()
+
+    @contextmanager
+    def during_load(self, engine: Engine, ask: Callable[[], None]) -> Iterator[None]:
+        """When it would sleep for as long as loading takes."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tasks.engines.emulated.time.sleep", lambda seconds: asked_beside(ask))
+            yield
 
     @pytest.fixture
     def reference(self) -> Callable[..., list[float]]:

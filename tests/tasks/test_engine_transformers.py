@@ -17,7 +17,7 @@ from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine
 from tasks.engines.settings import TransformersSettings
 from tasks.engines.transformers import TransformersEngine, load_model
-from tests.tasks.engine_conformance import EngineTests, collect, model_settings, request
+from tests.tasks.engine_conformance import EngineTests, asked_beside, collect, model_settings, request
 
 
 def settings(model: Path, **changes: Any) -> TransformersSettings:
@@ -40,6 +40,21 @@ class TestTransformersEngine(EngineTests):
     def hang(self, engine: Engine) -> Iterator[None]:
         assert isinstance(engine, TransformersEngine)
         with engine._managers[False].pause():
+            yield
+
+    @contextmanager
+    def during_load(self, engine: Engine, ask: Callable[[], None]) -> Iterator[None]:
+        assert isinstance(engine, TransformersEngine)
+        paused = engine._paused
+
+        @contextmanager
+        def asked() -> Iterator[None]:
+            with paused():
+                asked_beside(ask)
+                yield
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "_paused", asked)
             yield
 
     @pytest.fixture
