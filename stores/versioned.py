@@ -116,10 +116,11 @@ class VersionedStore(StoreReader):
             raise StoreError(f"{path}: the store cannot be opened: {first_line(error)}") from error
 
     @classmethod
-    def rewind(cls, path: Path, num_steps: int) -> int:
+    def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
         """Reset the store to its first `num_steps` training steps; returns the number of steps undone. They stay
-        readable on a branch named after their last commit."""
-        undone = 0
+        readable on a branch named after their last commit. undo_end: also undo the end of a run that has not gone on
+        since, with what it had given up."""
+        undone, ended = 0, False
         try:
             repository = open_repository(path)
             with locked(path):
@@ -128,7 +129,8 @@ class VersionedStore(StoreReader):
                     if kind == "created" or (kind == "step" and step == num_steps - 1):
                         break
                     undone += kind == "step"
-                if undone:
+                    ended |= kind == "end"
+                if undone or (ended and undo_end):
                     head = repository.lookup_branch(MAIN)
                     repository.create_branch(f"undone-{head}", head)
                     repository.reset_branch(MAIN, snapshot.id)
