@@ -163,7 +163,7 @@ class RunReader:
     def stored(self, branch: str = MAIN) -> Stored | None:
         """The store as it is now; None if the run has not stored anything yet. Raises ConfigError, StoreError."""
         path = self.run_dir / "store"
-        if not path.is_dir():
+        if not path.exists():
             return None
         with self._lock:
             store = VersionedStore.pinned(path, branch)

@@ -5,8 +5,8 @@ Invariants:
 - A call that hands on an actor (NamedActor) may take call_s longer: its own call to that one has to fail first, so
   that who failed is who counts as lost, not who asked. What was slow and answers again is lost to nobody.
 - Rollout instances and reward workers are replaced by those who use them: what they held is known elsewhere. The
-  trainer holds state of its own and is restored (restoring.py); whoever called it is kept waiting and asks again. The
-  loss of the trajectory server ends the run with what was committed.
+  trainer and the trajectory server hold state of their own and are restored (restoring.py); who called one is kept
+  waiting, and its call is made again.
 - None is replaced more than REPLACEMENTS times an hour. An instance's replacement has its own name: late answers
   of the old one are not taken for the new one's.
 - An instance counts as serving a version only after it has proved to hold the weights that were published under it.
@@ -117,7 +117,10 @@ class Actors:
         self._retired: list[int] = []
         """Indices of the instances that were retired, each time."""
         self._earlier_starts = 0
+        self._trainer_host = ""
         self._placing_parameters = asyncio.Lock()
+        self._unanswering: set[str] = set()
+        """Addresses of processes whose parameter server did not answer: no further one is placed there."""
         self._published: dict[PolicyVersion, StepResult] = {}
         self._transfers = Transfers(self, config.deadlines.call_s)
         self._trained: dict[PolicyVersion, str] = {}
@@ -185,10 +188,9 @@ class Actors:
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
-        stored = resumption is not None and (self._run_dir / "store").is_dir()
-        settings = actor_settings.server_settings(config, self._run_dir / "store", self._facts.context, resumed=stored)
+        stored = resumption is not None and (self._run_dir / "store").exists()
         await side_by_side(
-            workers.place("server", "server", TrajectoryServer, settings, begin_s),
+            self.place_server(begin_s, resumed=stored),
             self.place_trainer(),
             *(self.place_reward(f"reward-{i}") for i in range(config.reward.workers)),
             *(self.place_instance(i) for i in range(config.rollout.instances)),
@@ -225,7 +227,7 @@ class Actors:
     async def place_trainer(self) -> Placed:
         """Place the trainer, which has to `publish_initial` first. Raises as Workers.place does."""
         config = self._config
-        return await self._workers.place(
+        placed = await self._workers.place(
             "trainer",
             "trainer",
             Trainer,
@@ -236,6 +238,16 @@ class Actors:
             str(self._run_dir / "resume"),
             config.training.resume_every,
         )
+        self._trainer_host = placed.host
+        return placed
+
+    async def place_server(self, begin_s: float, *, resumed: bool) -> Placed:
+        """Place the trajectory server. begin_s: the present moment on the run's clock. resumed: it has the store, and
+        what it finds in the spool. Raises as Workers.place does."""
+        settings = actor_settings.server_settings(
+            self._config, self._run_dir / "store", self._facts.context, resumed=resumed
+        )
+        return await self._workers.place("server", "server", TrajectoryServer, settings, begin_s)
 
     async def place_instance(self, index: int) -> InstanceHandle:
         """Place instance `index`; under a new name if it replaces one, so that late answers of the old do not match."""
@@ -263,14 +275,15 @@ class Actors:
         return instance
 
     async def _place_parameters(self, neighbour: Placed) -> None:
-        """Place a parameter server on the neighbour's host if it has none, in the process of an actor that is there
-        anyway: its calls are short and asynchronous."""
+        """Place a parameter server on the neighbour's host if it has none: beside the trajectory server, if that is
+        there and answers, else beside the neighbour. Its calls are short and asynchronous."""
         name = f"parameters-{neighbour.host}"
         async with self._placing_parameters:
             if name in self._workers.placed:
                 return
-            server = self._workers.placed["server"]
-            beside = server if server.host == neighbour.host else neighbour
+            server = self._workers.placed.get("server")
+            fit = server is not None and server.host == neighbour.host and server.address not in self._unanswering
+            beside = server if server is not None and fit else neighbour
             call_s = self._config.deadlines.call_s
             await self._workers.place_beside(beside, name, "parameters", ParameterServer, self._folder, call_s)
 
@@ -279,7 +292,7 @@ class Actors:
     def publish(self, result: StepResult) -> None:
         """Note a published version; instances can pull it from now on."""
         self._published[result.version] = result
-        self._transfers.publish(result.version, self._workers.placed["trainer"].host, result.num_bytes)
+        self._transfers.publish(result.version, self._trainer_host, result.num_bytes)
 
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -299,7 +312,15 @@ class Actors:
     async def train_again(self, step: int) -> None:
         """Have a restored trainer train a step on the rows that the server still has, and publish the version. Raises
         ActorLost if it comes to other weights than before."""
-        result: StepResult = await self.ask_once("trainer", "train", SERVER, step, (), (), deadline="train_s")
+        while True:
+            asked_s = now_s()
+            try:
+                result: StepResult = await self.ask_once("trainer", "train", SERVER, step, (), (), deadline="train_s")
+                break
+            except ActorLost as lost:
+                if lost.who != "server":
+                    raise
+                await self.restoring.restored(lost, asked_s)
         if result.fingerprint != self._trained[result.version]:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({result.fingerprint}) than "
@@ -373,12 +394,13 @@ class Actors:
             except TransferFailed as failed:
                 logger.warning("%s waits for weights: %s", placed.name, failed)
                 await asyncio.sleep(AGAIN_S)
-            except ActorLost:
+            except ActorLost as lost:
                 if server.address == placed.address:
-                    raise
+                    raise ActorLost(f"{placed.name}: {lost}", placed.name) from lost
                 if self._workers.placed.get(name) is server:
                     logger.warning("%s on %s does not answer; %s gets another", name, server.address, placed.host)
                     self._workers.forget(name)
+                    self._unanswering.add(server.address)
 
     async def _trainer(self) -> Placed:
         """Where the trainer is, once it is there."""

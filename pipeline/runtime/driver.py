@@ -9,8 +9,8 @@ Invariants:
   server: what a step consumed is queued for commit before its version is announced to the coordinator. A step begins
   only when at most one trained before it is not stored.
 - A lost rollout instance or reward worker is an event, not an exception: it is replaced, and what it held is sampled
-  or scored again. A lost trainer is restored from its resume point, and sent its step again. The loss of the server, or
-  a failed commit, ends the run with one error.
+  or scored again. The trainer and the trajectory server are restored (restoring.py), and what they were asked is asked
+  again. A failed commit ends the run with one error.
 - A stop lets the training step in flight finish; a second stop does not.
 - Whatever happens, `close` leaves no task behind and does not raise.
 """

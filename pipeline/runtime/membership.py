@@ -8,8 +8,8 @@ Invariants:
 - No place has two instances, and none is placed twice at once.
 - A retired instance has handed over all tokens of what it ran before it is closed. It is no loss.
 - The coordinator hears of each instance that it joined, and once at most that it was lost.
-- A lost instance is an event and is replaced; any other failure of its link, such as the loss of the trajectory server
-  that it asked, is not its own and ends the run.
+- A lost instance is an event and is replaced; any other failure of its link, such as that of the trajectory server that
+  it asked, is not its own and ends the run.
 """
 
 from __future__ import annotations

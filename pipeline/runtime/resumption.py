@@ -85,7 +85,7 @@ def reached(config: RunConfig) -> PolicyVersion:
     from stores.versioned import VersionedStore
 
     run_dir = config.run_dir
-    if not (run_dir / "store").is_dir():
+    if not (run_dir / "store").exists():
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
     refuse_unfit(config, store.header)
@@ -130,7 +130,7 @@ def prepare(config: RunConfig) -> Resumption:
     from stores.versioned import VersionedStore
 
     run_dir, version = config.run_dir, reached(config)
-    if not (run_dir / "store").is_dir():
+    if not (run_dir / "store").exists():
         write_job(config)
         return Resumption(version=version, earlier_starts=_last_number(run_dir))
     try:

@@ -31,6 +31,9 @@ from stores.errors import ActorLost, ConfigError, StaleflowError
 
 logger = logging.getLogger(__name__)
 
+RETIRE_TRIES = 5
+"""How often the scheduler is asked, a second apart, to let a worker go: it refuses while it counts an actor as there,
+which it may for a moment after that was released."""
 ADMITTED_POLL_S = 0.5
 """Seconds between two questions of a run that waits whether it has its workers."""
 FILE_S = 10.0
@@ -171,8 +174,12 @@ class DaskWorkers:
         self.lost.add(leaving.address)
         for other in [p.name for p in self.placed.values() if p.address == leaving.address]:
             self.forget(other)
-        with contextlib.suppress(Exception):
-            await self.client.retire_workers([leaving.address])
+        for _ in range(RETIRE_TRIES):
+            with contextlib.suppress(Exception):
+                if await self.client.retire_workers([leaving.address]):
+                    return
+            await asyncio.sleep(1.0)
+        logger.warning("%s does not leave the cluster; nothing of the run is on it any more", leaving.address)
 
     async def spare(self, role: str) -> bool:
         """Whether a worker could take `role` at once that no other run waits for."""

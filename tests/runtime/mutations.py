@@ -14,6 +14,7 @@ from tests.runtime import test_actors as on_actors
 from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
 from tests.runtime import test_instance_link as on_link
+from tests.runtime import test_membership as on_membership
 from tests.runtime import test_restoring as on_restoring
 from tests.runtime import test_transfers as on_transfers
 from tests.support.bodies import Body, Runtime
@@ -208,14 +209,6 @@ MUTATIONS = (
     ),
     # -- what has failed -----------------------------------------------------------------------------------------
     Mutation(
-        name="who_asked_is_lost",
-        module="membership",
-        breaks="who failed is who is lost, not who asked",
-        old='return lost.who == instance.id or lost.who.startswith("parameters-")',
-        new="return True",
-        check=check(on_driver.test_a_server_that_answers_nobody_any_more_is_who_is_lost, "payloads"),
-    ),
-    Mutation(
         name="who_asks_is_not_waited_for",
         module="actors",
         breaks="who failed is heard of before who asked counts as silent",
@@ -238,6 +231,34 @@ MUTATIONS = (
         old="        if result.fingerprint != self._trained[result.version]:\n",
         new="        if not result.fingerprint:\n",
         check=check(on_restoring.test_a_step_that_gives_other_weights_when_trained_again_ends_the_run),
+    ),
+    Mutation(
+        name="server_begins_anew",
+        module="restoring",
+        breaks="a trajectory server that is back has what the one before it acknowledged",
+        old="self._actors.place_server(elapsed_s(), resumed=True)",
+        new="self._actors.place_server(elapsed_s(), resumed=False)",
+        check=check(
+            on_restoring.test_a_server_that_dies_in_the_middle_of_a_call_goes_on_from_store_and_spool,
+            "deliver",
+            "before",
+        ),
+    ),
+    Mutation(
+        name="restored_for_each_caller",
+        module="restoring",
+        breaks="a role is restored once for each loss, however many saw it",
+        old="        if self._done_s.get(lost.who, -1.0) >= asked_s:\n",
+        new="        if False:\n",
+        check=check(on_restoring.test_who_hears_of_a_loss_after_it_is_made_good_only_asks_again),
+    ),
+    Mutation(
+        name="retired_with_its_work",
+        module="membership",
+        breaks="a retired instance has handed over its tokens before it is closed",
+        old="        while not self._has_left(instance.id):\n",
+        new="        while False:\n",
+        check=check(on_membership.test_what_a_retired_instance_ran_goes_on_elsewhere_and_nothing_is_lost),
     ),
     Mutation(
         name="idle_trainer_unseen",

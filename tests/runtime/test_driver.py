@@ -325,36 +325,6 @@ def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body, caplog: py
 # -- what cannot be replaced ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize(
-    ("actor", "method", "overrides"),
-    [
-        ("server", "draw", ()),
-        ("server", "commit", ()),
-        ("server", "retire", REDUNDANT),
-    ],
-)
-def test_the_loss_of_the_server_ends_the_run(
-    body: Body, actor: str, method: str, overrides: tuple[str, ...], moment: Any
-) -> None:
-    run = body.run(*overrides, world=long_ones(), faults=[Fault(actor=actor, method=method, dies=moment)])
-    error = run.raised()
-    assert isinstance(error, ActorLost)
-    # A parameter server shares the server's process, so that it may be the first to be missed.
-    assert str(error) in [f"{name} is gone: connection closed" for name in ("server", "parameters-one")]
-    run.check_kept()
-
-
-@pytest.mark.parametrize(("method", "seconds", "knob"), [("draw", 3, "call_s"), ("commit", 60, "commit_s")])
-def test_a_server_that_never_answers_ends_the_run_at_its_deadline(
-    body: Body, method: str, seconds: float, knob: str
-) -> None:
-    run = body.run(faults=[Fault(actor="server", method=method, silent="before")])
-    assert str(run.raised()) == f"server did not answer within {seconds} s (deadlines.{knob})"
-    assert run.ended_s == pytest.approx(first_call(run, "server", method) + seconds, abs=0.1)
-    run.check_kept()
-
-
 ASKED_BY_OTHERS = ["payloads", "deliver", "scoring_items", "rewarded", "batch"]
 """Methods of the server that instances, the reward worker and the trainer call."""
 
@@ -369,12 +339,34 @@ def test_a_server_that_is_slow_once_is_lost_to_nobody_and_neither_is_who_asked(b
 
 @pytest.mark.parametrize("method", ASKED_BY_OTHERS)
 def test_a_server_that_answers_nobody_any_more_is_who_is_lost(body: Body, method: str) -> None:
-    stops = Fault(actor="server", method=method, nth=2, silent="before")
-    mute = Fault(actor="server", method="held_out_notice", nth=2, silent="before")
-    run = body.run(faults=[stops, mute])
-    assert str(run.raised()) == "server did not answer within 3 s"
-    assert run.outcomes.losses == []
-    run.check_kept()
+    async def mute(run: Run) -> None:
+        """The first one, from its second call of the method on."""
+        while run.workers.methods("server").count(method) < 2:
+            await asyncio.sleep(0.001)
+        run.workers.stop("server")
+
+    run = body.run("deadlines.stuck_s=100", meanwhile=mute)
+    run.check()
+    (loss,) = run.outcomes.losses
+    assert "server did not answer within 3 s" in loss
+    assert run.workers.names.count("server") == 2
+
+
+def test_a_stopped_instance_with_its_hosts_parameter_server_costs_the_others_there_nothing(body: Body) -> None:
+    """They pull from that parameter server, and it answers nobody."""
+    stopped = []
+
+    async def stop(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("trainer").count("train") == 2)
+        beside = run.workers.placed["parameters-two"].address
+        stopped.append(next(n for n, p in run.workers.placed.items() if p.address == beside and p.role == "rollout"))
+        run.workers.stop(stopped[0])
+
+    hosts = ("one", "one", "one", "two", "two")
+    run = body.run(*LONG[1:], "steps=6", "deadlines.stuck_s=100", hosts=hosts, world=long_ones(), meanwhile=stop)
+    run.check()
+    (loss,) = run.outcomes.losses
+    assert stopped[0] in loss
 
 
 def test_an_instance_that_alone_does_not_reach_the_server_is_replaced(body: Body) -> None:

@@ -12,10 +12,12 @@ import pytest
 
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.events import RunResumed
+from pipeline.runtime.instance_link import POLL_S
 from pipeline.runtime.resumption import Resumption
 from stores.memory import MemoryStore
 from stores.trajectory import AbortReason, Fate, PolicyVersion
 from tests.support.bodies import Body, Run
+from tests.support.in_process import Fault
 from tests.support.scripted import World
 
 BASE = ("steps=7", "staleness.eta=2", "rollout.max_new_tokens=400", "rollout.spool_s=0.5")
@@ -120,6 +122,30 @@ def test_finished_and_half_sampled_responses_of_a_killed_run_go_on(body: Body) -
         if t.id in before:
             assert list(t.versions)[: before[t.id].num_tokens] == list(before[t.id].versions)
     assert not [row for row in second.store.ended() if row.reason is AbortReason.RUN_ENDED]
+
+
+@pytest.mark.parametrize("spool_s", [0.5, 0.0])
+def test_a_lost_instance_costs_what_it_sampled_since_it_last_delivered(body: Body, spool_s: float) -> None:
+    """Two instances, four responses each: of those on the lost one, tokens of little more than spool_s."""
+    world = World(length=lambda _: 160)
+    fault = Fault(actor="rollout-0", method="report", nth=13, dies="after")
+    run = body.run(
+        "steps=1", "batch.groups_per_step=4", "staleness.eta=0", "rollout.max_new_tokens=400",
+        f"rollout.spool_s={spool_s}", faults=[fault], world=world,
+    )  # fmt: skip
+    run.check()
+    ((lost_s, _),) = run.events("InstanceLost")
+    routed = [c for c in run.commands("Route") if c.instance == "rollout-0"]
+    assert len(routed) == 4
+    rows = {row.trajectory.id: row.trajectory for row in run.store.ended()}
+    kept = [sum(len(s.tokens) for s in rows[c.trajectory].segments if s.instance == "rollout-0") for c in routed]
+    begun_s = min(now for now, event in run.events("GroupsArrived") if event.groups)
+    sampled = world.tokens_per_s * (lost_s - begun_s)
+    assert sampled > 100
+    if spool_s:
+        assert all(sampled - n <= world.tokens_per_s * (spool_s + POLL_S + 0.1) for n in kept)
+    else:
+        assert kept == [0, 0, 0, 0]
 
 
 def test_what_undone_steps_had_consumed_is_trained_on_again(body: Body) -> None:

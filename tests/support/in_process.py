@@ -20,6 +20,8 @@ from stores.errors import ActorLost
 
 TRAVEL_S = 0.001
 """Seconds a call takes to arrive, and its result to come back."""
+START_S = 50.0
+"""Seconds until a new actor in a stopped process counts as lost."""
 CREATE_S = 1.0
 """Seconds until a new actor is ready."""
 
@@ -70,6 +72,7 @@ class Process:
     address: str
     host: str
     dead: bool = False
+    stopped: bool = False
     running: dict[asyncio.Task[None], None] = field(default_factory=dict)
     """Running methods, in the order in which they were called, so that a run is reproducible."""
     waiting: dict[asyncio.Future[Any], None] = field(default_factory=dict)
@@ -163,6 +166,10 @@ class InProcessWorkers:
         """End the process of an actor at once."""
         self.placed[name].future.die()
 
+    def stop(self, name: str) -> None:
+        """Stop the process of an actor as SIGSTOP does: no call to it is answered any more."""
+        self.placed[name].future.stopped = True
+
     def actor(self, name: str) -> Any:
         """The object of an actor, also of a lost one."""
         return self._objects[name]
@@ -184,6 +191,9 @@ class InProcessWorkers:
         assert role != "rollout" or name not in self.names, f"{name} was another's name: its late answers would match"
         fault = self._fault(name, "__init__")
         await asyncio.sleep(CREATE_S + fault.late_s)
+        if process.stopped:
+            await asyncio.sleep(START_S)
+            raise ActorLost(f"{name} was not ready on {process.address}", name)
         if fault.act is not None:
             fault.act()
         if fault.error is not None:
@@ -232,6 +242,8 @@ class InProcessWorkers:
         await asyncio.sleep(TRAVEL_S)
         if fault.act is not None:
             fault.act()
+        if process.stopped:
+            return
         if fault.dies == "before":
             process.die()
         if fault.error is not None:
@@ -248,6 +260,8 @@ class InProcessWorkers:
         if fault.change is not None:
             result = fault.change(result)
         await asyncio.sleep(fault.late_s + TRAVEL_S)
+        if process.stopped:
+            return
         _put(answer, copy.deepcopy(result), error)
 
     async def _outcome(self, actor: Any, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
