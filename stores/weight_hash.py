@@ -47,7 +47,8 @@ def fingerprint(
     names = sorted(tensors)
     pieces = [(name, *piece) for name in names for piece in _pieces(tensors[name])]
     if threads is None:
-        threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = min(MOST_THREADS, cores)
     digests: dict[str, list[bytes]] = {name: [] for name in names}
     with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
         hashed = map(digest, pieces) if len(pieces) == 1 else pool.map(digest, pieces)
