@@ -127,15 +127,14 @@ class Measured:
     def __init__(self, *words: object) -> None:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         begin = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "cli.main", *map(str, words)], stdout=subprocess.PIPE, start_new_session=True
-        )
         self.most_mib = 0.0
-        while process.poll() is None:
-            self.most_mib = max(self.most_mib, resident_mib(process.pid))
-            time.sleep(0.05)
-        assert process.stdout is not None
-        self.out = process.stdout.read().decode()
+        command = [sys.executable, "-m", "cli.main", *map(str, words)]
+        with tempfile.TemporaryFile() as out, subprocess.Popen(command, stdout=out, start_new_session=True) as process:
+            while process.poll() is None:
+                self.most_mib = max(self.most_mib, resident_mib(process.pid))
+                time.sleep(0.05)
+            out.seek(0)
+            self.out = out.read().decode()
         self.code = process.returncode
         self.wall_s = time.perf_counter() - begin
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -165,7 +164,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.journal_steps = 12, 3
+        args.steps, args.journal_steps = 6, 2
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         measure(Path(folder), args.steps, args.journal_steps or args.steps)
 
