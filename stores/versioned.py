@@ -29,7 +29,7 @@ import icechunk
 import numpy as np
 import numpy.typing as npt
 import zarr
-from zarr.codecs import BloscCodec
+from zarr.codecs import BloscCodec, Crc32cCodec
 
 from stores import layout
 from stores.base import CODEC, RunHeader, StepRecord
@@ -257,9 +257,10 @@ def _array(
 ) -> None:
     """Create an array. file: elements stored together, if those are several chunks."""
     dimensions = (name.replace("/", "_"), "column")[: len(shape)]
-    codec = BloscCodec(cname="zstd", clevel=1)
+    # The checksum is verified at every read: a flipped bit may well decompress to other numbers.
+    codecs = [BloscCodec(cname="zstd", clevel=1), Crc32cCodec()]
     shards = None if file is None else (file,)
     root.create_array(
-        name, shape=shape, chunks=chunks, shards=shards, dtype=dtype, compressors=[codec], fill_value=0,
+        name, shape=shape, chunks=chunks, shards=shards, dtype=dtype, compressors=codecs, fill_value=0,
         dimension_names=dimensions,
     )  # fmt: skip
