@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cli.job import check, load_new
+from cli.job import check, load_new, store_option
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
@@ -51,12 +51,15 @@ def cluster_options(function: Command) -> Command:
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
 @click.option("--name", default="", help="Name of the run; the same as --set name=NAME.")
+@store_option
 @click.option("--json", "as_json", is_flag=True, help="Print the job as JSON.")
 @cluster_options
-def submit(config_path: str, overrides: tuple[str, ...], name: str, as_json: bool, where: Where) -> None:
+def submit(config_path: str, overrides: tuple[str, ...], name: str, store: str, as_json: bool, where: Where) -> None:
     """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
     if name:
         overrides = (*overrides, f"name={name}")
+    if store:
+        overrides = (*overrides, f"store={store}")
     config = load_new(config_path, overrides)
     check(config, here=False)
     from pipeline.jobs import submission

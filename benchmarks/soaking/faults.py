@@ -126,7 +126,7 @@ def leaving(*, kill: bool) -> Fault:
 
 def slow_commits(scene: Scene) -> str:
     """Hold the store's lock, as a disk that does not answer would."""
-    if not (scene.job.run_dir / "store").is_dir():
+    if not (scene.job.run_dir / "store").exists():
         return ""
     seconds = scene.rng.uniform(*SLOW_S)
 

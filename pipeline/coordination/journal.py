@@ -1,14 +1,22 @@
-"""The journal of a coordinator's events and commands, a JSON line per event. Replayed, it gives the same commands."""
+"""The journal of a coordinator's events and commands, a JSON line per event. Replayed, it gives the same commands.
+
+A long journal is a row of files: `events.jsonl` is written to; when it has PART_BYTES, it is closed and renamed
+`events.jsonl.0001`, then `.0002` and so on, and a new one begins with a line that gives its number. Closed parts may be
+compressed (`events.jsonl.0001.gz`) at any time. Readers read all of them one after the other.
+"""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, get_args
+from typing import Any, BinaryIO, cast, get_args
 
 from pipeline.coordination.commands import Command
 from pipeline.coordination.coordinator import Coordinator
@@ -22,6 +30,14 @@ from stores.trajectory import AbortReason, Fate
 CODEC = Codec(tagged=(*get_args(Event), *get_args(Command), NewGroup, Ending, GroupInFlight, MemberInFlight))
 ENDED = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """A fate and its reason, as `RunResumed` has them."""
+PART_BYTES = 64 * 2**20
+"""Size at which a journal goes on in a new file: some 140,000 trajectories."""
+BUFFER_BYTES = 2**20
+"""Read of a compressed part at once."""
+PART = "part"
+"""Key of a continuing file's first line: {"part": its number}."""
+HEADING = b'{"part":'
+"""How that line begins, and no entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +68,77 @@ class Replay:
 
 
 class Journal:
-    """Appends entries to a file; flushed every entry, so that a killed run's journal is whole but for its last line."""
+    """Appends entries to a file; flushed every entry, so that a killed run's journal is whole but for its last line.
+    closed: told of each part that is closed."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("a")
+    def __init__(self, path: Path, closed: Callable[[Path], None] | None = None, part_bytes: int = PART_BYTES) -> None:
+        self._path, self._closed, self._part_bytes = path, closed, part_bytes
+        self._part = max(closed_parts(path), default=0) + 1
+        self._file: BinaryIO = path.open("ab")
+        self._begin()
+
+    def _begin(self) -> None:
+        self._bytes = self._file.tell()
+        if self._part > 1 and not self._bytes:
+            self._write({PART: self._part})
+
+    def _write(self, value: Any) -> None:
+        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+        self._file.write(line)
+        self._file.flush()
+        self._bytes += len(line)
 
     def append(self, now: float, event: Event, answered: Sequence[Command]) -> None:
-        line = CODEC.encode(JournalEntry(now=now, event=event, commands=tuple(answered)))
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()
+        self._write(CODEC.encode(JournalEntry(now=now, event=event, commands=tuple(answered))))
+        if self._bytes >= self._part_bytes:
+            self._close_part()
+
+    def _close_part(self) -> None:
+        self._file.close()
+        part = self._path.with_name(f"{self._path.name}.{self._part:04}")
+        self._path.rename(part)
+        self._part += 1
+        self._file = self._path.open("ab")
+        self._begin()
+        if self._closed is not None:
+            self._closed(part)
 
     def close(self) -> None:
         self._file.close()
+
+
+def closed_parts(path: Path) -> dict[int, Path]:
+    """The closed parts of the journal at `path`, by number. A compressed one is complete, whatever is beside it."""
+    called = re.compile(rf"{re.escape(path.name)}\.(\d{{4,}})(\.gz)?")
+    found = sorted((p for p in path.parent.glob(f"{path.name}.*") if called.fullmatch(p.name)), key=lambda p: p.name)
+    return dict(sorted((int(p.name.removeprefix(f"{path.name}.").partition(".")[0]), p) for p in found))
+
+
+def files(path: Path) -> list[Path]:
+    """The files of the journal at `path`, in order; empty if there is none."""
+    return [*closed_parts(path).values(), *([path] if path.is_file() else [])]
+
+
+def open_part(file: Path) -> BinaryIO:
+    """Open a file of a journal to read its lines, compressed or not."""
+    packed = file if file.suffix == ".gz" else file.with_name(f"{file.name}.gz")
+    if packed is not file:
+        try:
+            return file.open("rb")
+        except FileNotFoundError:
+            if not packed.is_file():  # else it has been compressed since it was listed
+                raise
+    return io.BufferedReader(cast(io.RawIOBase, gzip.open(packed)), BUFFER_BYTES)
+
+
+def num_bytes(file: Path) -> int:
+    """Bytes of a file of a journal, before compression. Raises OSError."""
+    with file.open("rb") as opened:
+        size = opened.seek(0, 2)
+        if file.suffix == ".gz":  # the last four bytes say it: parts are far below 4 GiB
+            opened.seek(max(0, size - 4))
+            return int.from_bytes(opened.read(4), "little")
+        return size
 
 
 class Entries:
@@ -75,25 +150,53 @@ class Entries:
         self.torn_line = 0
 
     def __iter__(self) -> Iterator[JournalEntry]:
-        """Iterate over the entries. Raises ConfigError, naming the line, for an invalid one."""
+        """Iterate over the entries. Raises ConfigError, naming the line, for an invalid one, and naming the file for a
+        part that is missing or damaged."""
+        parts = closed_parts(self.path)
+        missing = [n for n in range(1, max(parts, default=0) + 1) if n not in parts]
+        if missing:
+            name = f"{self.path.name}.{missing[0]:04}"
+            raise ConfigError(f"{self.path.with_name(name)}: this part of the journal is missing; restore it")
+        for number, file in parts.items():
+            yield from self._of_file(file, number, last=False)
+        yield from self._of_file(self.path, len(parts) + 1, last=True)
+
+    def _of_file(self, file: Path, part: int, *, last: bool) -> Iterator[JournalEntry]:
+        number = 0
         try:
-            with self.path.open("rb") as file:
-                for number, line in enumerate(file, 1):
+            with open_part(file) as lines:
+                for number, line in enumerate(lines, 1):
                     try:
                         value = json.loads(line)
                     except (ValueError, RecursionError):
-                        if not file.read(1):
+                        if last and not lines.read(1):
                             self.torn_line = number
                             return
-                        raise ConfigError(f"{self.path}, line {number}: not JSON") from None
+                        raise ConfigError(f"{file}, line {number}: not JSON") from None
+                    if number == 1 and part > 1:
+                        self._require_heading(file, value, part)
+                        continue
                     try:
                         entry = CODEC.decode(value, JournalEntry)
                         _check(entry)
                     except ValueError as error:
-                        raise ConfigError(f"{self.path}, line {number}: {error}") from error
+                        raise ConfigError(f"{file}, line {number}: {error}") from error
                     yield entry
+            if not number and not last:
+                raise ConfigError(f"{file}: damaged: it is empty; restore it")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ConfigError(f"{file}: damaged after line {number}: {error}; restore it") from error
         except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
+            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+
+    def _require_heading(self, file: Path, value: object, part: int) -> None:
+        """Raise ConfigError unless a file's first line says that it is this part."""
+        found = value.get(PART) if isinstance(value, dict) else None
+        if not isinstance(found, int):
+            raise ConfigError(f"{file}, line 1: not the heading of part {part} of a journal; restore the file")
+        if found != part:
+            missing = self.path.with_name(f"{self.path.name}.{part:04}")
+            raise ConfigError(f"{missing}: this part of the journal is missing; {file.name} is {found}")
 
 
 def _check(entry: JournalEntry) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from pipeline.coordination.events import RunResumed, StopRequested
 from pipeline.coordination.journal import JournalEntry
 from pipeline.runtime.resumption import parts
 from pipeline.runtime.run_folder import load_job, require_run
-from stores.base import StepRecord
 from stores.errors import ConfigError
+from stores.reading import Summary
 from stores.trajectory import TrajectoryId
 from stores.versioned import VersionedStore
 
@@ -37,10 +37,10 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> RunRepl
     """Replay all events recorded in a run folder. trajectory: whose events to list. Raises ConfigError, also for a
     trajectory that the run never started."""
     require_run(run_dir)
-    if not (run_dir / "events.jsonl").is_file():
+    if not journal.files(run_dir / "events.jsonl"):
         raise ConfigError(f"{run_dir}: no recorded events; the run was killed before its first, or they were removed")
     # Read before the journals: a run in progress records events before it stores their step.
-    records = VersionedStore.open(run_dir / "store").steps() if (run_dir / "store").is_dir() else []
+    stored = VersionedStore.open(run_dir / "store").summary() if (run_dir / "store").exists() else None
     result = journal.Replay(num_events=0, num_commands=0, difference="")
     story: list[str] = []
     torn: list[str] = []
@@ -73,7 +73,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> RunRepl
         num_events=result.num_events,
         num_commands=result.num_commands,
         difference=result.difference,
-        missing="" if result.difference else missing or coverage.missing(records),
+        missing="" if result.difference else missing or coverage.missing(stored),
         torn="; ".join(torn),
         story=tuple(story),
     )
@@ -100,11 +100,12 @@ class _Coverage:
                 self.resumed_from = entry.event.step
             yield entry
 
-    def missing(self, records: Sequence[StepRecord]) -> str:
+    def missing(self, stored: Summary | None) -> str:
         """What the store holds that the journals do not cover; empty if nothing."""
-        trained = sum(r.kind == "step" for r in records)
-        if trained > self.version:
-            return f"the journal ends at version {self.version}, {trained} steps are stored"
-        if records and records[-1].kind == "end" and self.ended_at < records[-1].ledger.version:
+        if stored is None or stored.last is None:
+            return ""
+        if stored.num_steps > self.version:
+            return f"the journal ends at version {self.version}, {stored.num_steps} steps are stored"
+        if stored.ended and self.ended_at < stored.last.ledger.version:
             return f"the journal ends at version {self.version}, before the end of the run that is stored"
         return ""

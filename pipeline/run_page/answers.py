@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.coordination.journal import files, num_bytes
 from pipeline.jobs.replaying import replay_run
 from pipeline.offline.differences import difference
 from pipeline.offline.views import facts, trajectory_view
@@ -243,7 +244,7 @@ class Answers:
     def story(self, id: int) -> dict[str, Any]:
         """A trajectory's story with the coordinator's reasons, by replaying the journal."""
         run_dir = self._reader.run_dir
-        size = sum(events.stat().st_size for _, events in parts(run_dir) if events.is_file())
+        size = sum(num_bytes(file) for _, events in parts(run_dir) for file in files(events))
         if size > REPLAYED_BYTES:
             raise ConfigError(
                 f"the journal has {size / 2**20:.0f} MiB, a page replays {REPLAYED_BYTES / 2**20:.0f}; use "

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.schema import RunConfig
+from pipeline.coordination.journal import HEADING, files, num_bytes, open_part
 from pipeline.offline.texts import shown_texts
 from pipeline.run_page.lanes import JournalIndex
 from pipeline.runtime.evaluation import Evaluation, read_evaluations
@@ -95,37 +96,44 @@ class JournalFollower:
         self._members = members
         self.index = JournalIndex(members)
         self._files: list[tuple[int, int, int]] = []
-        """(inode, bytes read, lines read) of each journal."""
+        """(inode, bytes read, lines read) of each file of the journals; no inode of a compressed one."""
 
     def follow(self, journals: Sequence[Path], most: int = READ_AT_ONCE) -> None:
-        """Read on, at most about `most` bytes. Journals that are not those read before are read from their
-        beginning: a resumed run renames the last."""
-        there = [path for path in journals if path.is_file()]
-        inodes = [path.stat().st_ino for path in there]
-        if [inode for inode, *_ in self._files] != inodes[: len(self._files)]:
+        """Read on, at most about `most` bytes. Files that are not those read before are read from their beginning: a
+        resumed run renames the last, a closed part is compressed and remains the same."""
+        there = [(journal, file) for journal in journals for file in files(journal)]
+        inodes = [0 if file.suffix == ".gz" else file.stat().st_ino for _, file in there]
+        known = [inode for inode, *_ in self._files]
+        same = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
+        if len(inodes) < len(known) or not same:
             self._files.clear()
             self.index = JournalIndex(self._members)
-        total = read = 0
-        for i, path in enumerate(there):
+        sizes = [num_bytes(file) for _, file in there]
+        for i, (journal, file) in enumerate(there):
             if i == len(self._files):
                 self._files.append((inodes[i], 0, 0))
-                self.index.begin_start()
-            inode, at, number = self._files[i]
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                file.seek(at)
-                while at < size and most > 0 and (line := file.readline()).endswith(b"\n"):
-                    number += 1
-                    at += len(line)
-                    most -= len(line)
-                    self.index.add(line, f"{path.name}, line {number},")
-            self._files[i] = (inode, at, number)
-            total += size
-            read += at
+                if i == 0 or there[i - 1][0] != journal:
+                    self.index.begin_start()
+            most -= self._read(i, file, inodes[i], sizes[i], most)
             if most <= 0:
-                total += sum(later.stat().st_size for later in there[i + 1 :])
                 break
-        self.index.read_share = read / total if total else 1.0
+        read, total = sum(at for _, at, _ in self._files), sum(sizes)
+        self.index.read_share = min(1.0, read / total) if total else 1.0
+
+    def _read(self, number: int, file: Path, inode: int, size: int, most: int) -> int:
+        """Read on in a file that has `size` bytes; returns how many were read."""
+        _, begin, line_number = self._files[number]
+        at = begin
+        if at < size:
+            with open_part(file) as lines:
+                lines.seek(at)
+                while at < size and at - begin < most and (line := lines.readline()).endswith(b"\n"):
+                    line_number += 1
+                    at += len(line)
+                    if line_number > 1 or not line.startswith(HEADING):
+                        self.index.add(line, f"{file.name}, line {line_number},")
+        self._files[number] = (inode, at, line_number)
+        return at - begin
 
 
 class RunReader:
@@ -155,7 +163,7 @@ class RunReader:
     def stored(self, branch: str = MAIN) -> Stored | None:
         """The store as it is now; None if the run has not stored anything yet. Raises ConfigError, StoreError."""
         path = self.run_dir / "store"
-        if not path.is_dir():
+        if not path.exists():
             return None
         with self._lock:
             store = VersionedStore.pinned(path, branch)

@@ -188,7 +188,7 @@ class Actors:
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
-        stored = resumption is not None and (self._run_dir / "store").is_dir()
+        stored = resumption is not None and (self._run_dir / "store").exists()
         await side_by_side(
             self.place_server(begin_s, resumed=stored),
             self.place_trainer(),

@@ -38,7 +38,6 @@ from pipeline.coordination.events import (
     Tick,
     VersionPublished,
 )
-from pipeline.coordination.journal import Journal
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.coordination.taking_up import plan_resume
 from pipeline.profiling.fit import CostWatch
@@ -58,6 +57,7 @@ from pipeline.runtime.measurements import Measurements
 from pipeline.runtime.membership import Membership
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.resumption import Resumption
+from pipeline.runtime.run_journal import RunJournal
 from pipeline.runtime.scoring import Scoring
 from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
@@ -101,7 +101,7 @@ class Driver:
         self._resumption = resumption
         self._measurements = Measurements(config, 0.0 if resumption is None else resumption.elapsed_s)
         self._coordinator: Coordinator = deciding.make_coordinator(config)
-        self._journal = Journal(run_dir / "events.jsonl")
+        self._journal = RunJournal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
         self._background = Background(self._inbox.put_nowait)
         self._commits = Commits(actors, config.deadlines, self._stored, self._say)

@@ -1,7 +1,7 @@
 """Resuming a stored run: the version to continue from, and the preparation of its folder.
 
 A run is resumed from its newest resume point that the store has reached. Steps committed after it are undone (they stay
-readable on a branch), and what was in flight is lost; everything else is kept.
+readable on a branch), and what was in flight goes on (pipeline/coordination/taking_up.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.config import actor_settings
 from pipeline.config.schema import RunConfig
+from pipeline.coordination import journal
 from pipeline.runtime.run_folder import load_job, require_run, write_job
 from stores.base import RunHeader
 from stores.errors import ConfigError, StoreError
@@ -84,7 +85,7 @@ def reached(config: RunConfig) -> PolicyVersion:
     from stores.versioned import VersionedStore
 
     run_dir = config.run_dir
-    if not (run_dir / "store").is_dir():
+    if not (run_dir / "store").exists():
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
     refuse_unfit(config, store.header)
@@ -129,11 +130,12 @@ def prepare(config: RunConfig) -> Resumption:
     from stores.versioned import VersionedStore
 
     run_dir, version = config.run_dir, reached(config)
-    if not (run_dir / "store").is_dir():
+    if not (run_dir / "store").exists():
         write_job(config)
         return Resumption(version=version, earlier_starts=_last_number(run_dir))
     try:
-        VersionedStore.rewind(run_dir / "store", version)
+        # Of what the run gave up when it was stopped, the spool has everything: it goes on with it.
+        VersionedStore.rewind(run_dir / "store", version, undo_end=(run_dir / "spool").is_dir())
         ResumePoints(run_dir / "resume").remove_after(version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
         _set_aside(run_dir)
@@ -167,8 +169,17 @@ def _last_number(run_dir: Path) -> int:
 
 
 def _set_aside(run_dir: Path) -> None:
-    """Rename the events of the previous start, and copy its job file: each start is replayed with its own."""
-    if (run_dir / "events.jsonl").is_file():
-        number = _last_number(run_dir) + 1
-        replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text(), ROOM)
-        (run_dir / "events.jsonl").rename(run_dir / f"events.{number}.jsonl")
+    """Rename the events of the previous start, and copy its job file: each start is replayed with its own. If this is
+    interrupted, it goes on where it was: the file that gives the start its number is renamed last."""
+    events = run_dir / "events.jsonl"
+    number = _last_number(run_dir) + 1
+    before = run_dir / f"events.{number}.jsonl"
+    if not journal.files(events) and not journal.files(before):
+        return
+    replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text(), ROOM)
+    for part in journal.closed_parts(events).values():
+        part.rename(run_dir / part.name.replace(events.name, before.name, 1))
+    if events.is_file():
+        events.rename(before)
+    else:  # killed while one part was closed and the next was not yet begun
+        before.touch()

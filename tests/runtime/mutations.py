@@ -16,6 +16,7 @@ from tests.runtime import test_driver as on_driver
 from tests.runtime import test_instance_link as on_link
 from tests.runtime import test_membership as on_membership
 from tests.runtime import test_restoring as on_restoring
+from tests.runtime import test_transfers as on_transfers
 from tests.support.bodies import Body, Runtime
 
 MODULES = {
@@ -425,6 +426,38 @@ MUTATIONS = (
         old="                await self._place_parameters(one)  #",
         new="                await asyncio.sleep(0)  #",
         check=check(on_actors.test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another),
+    ),
+    Mutation(
+        name="carrier_taken_for_asker",
+        module="actors",
+        breaks="a stopped process that carries a parameter server is not taken for the instance that asked it",
+        old="                if server.address == placed.address:\n",
+        new="                if server.address:\n",
+        check=check(on_transfers.test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_who_asked),
+    ),
+    Mutation(
+        name="own_process_asked_for_ever",
+        module="actors",
+        breaks="an instance whose own process does not answer is lost",
+        old="                if server.address == placed.address:\n",
+        new="                if not server.address:\n",
+        check=check(on_transfers.test_an_instance_whose_own_process_does_not_answer_is_lost),
+    ),
+    Mutation(
+        name="weights_not_waited_for",
+        module="actors",
+        breaks="nobody is lost while those that have the weights do not answer",
+        old='                logger.warning("%s waits for weights: %s", placed.name, failed)\n',
+        new="                raise\n",
+        check=check(on_transfers.test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer),
+    ),
+    Mutation(
+        name="load_within_a_short_call",
+        module="actors",
+        breaks="loading may take as long as its bytes",
+        old="        within_s = self._transfers.within_s(version)\n",
+        new="        within_s = self._config.deadlines.call_s\n",
+        check=check(on_transfers.test_loading_may_take_as_long_as_its_bytes),
     ),
     Mutation(
         name="others_start_on",

@@ -140,9 +140,7 @@ def test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer(body: Bo
     body.place(script, hosts=APART, faults=fails)
 
 
-def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_taken_for_the_one_that_asked(
-    body: Body,
-) -> None:
+def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_who_asked(body: Body) -> None:
     async def script(stage: Stage) -> None:
         carrier, other = stage.actors.instances.values()
         assert stage.workers.placed["parameters-two"].address == carrier.placed.address != other.placed.address

@@ -221,6 +221,29 @@ class EngineTests:
         engine.interrupt([TrajectoryId(i) for i in range(12)])
         assert engine.load_statistics().progress == ()
 
+    def test_a_look_at_running_requests_shows_how_their_responses_begin(
+        self, engine: Engine, other_weights: tuple[Path, str]
+    ) -> None:
+        path, _ = other_weights
+        engine.submit([request(i, max_new_tokens=100, num_prior=2) for i in range(20)])
+        done = wait_until_sampling(engine, 5)
+        engine.load(PolicyVersion(5), path)
+        done |= wait_until_sampling(engine, 8)
+        seen = {s.trajectory: s for s in engine.peek()}
+        again = {s.trajectory: s for s in engine.peek()}
+        assert seen
+        whole = collect(engine, 20, done)
+        for trajectory, part in seen.items():
+            count = len(tokens_of(part))
+            assert (part.epoch, part.first, part.finish) == (1, 2, FinishReason.UNFINISHED)
+            assert tokens_of(part) == tokens_of(whole[trajectory])[:count]
+            assert logprobs_of(part) == logprobs_of(whole[trajectory])[:count]
+            versions = [s.version for s in whole[trajectory].segments for _ in s.tokens]
+            assert [s.version for s in part.segments for _ in s.tokens] == versions[:count]
+            assert trajectory not in again or len(tokens_of(again[trajectory])) >= count
+        assert max(len(tokens_of(part)) for part in seen.values()) >= 5
+        assert engine.peek() == []
+
     def test_wrong_weights_are_refused_before_anything_changes(self, engine: Engine, tmp_path: Path) -> None:
         import torch
         from safetensors.torch import save_file
@@ -245,6 +268,7 @@ class EngineTests:
             lambda: engine.load(PolicyVersion(5), other_weights[0]),
             lambda: engine.logprobs([3, 10, 14]),
             engine.load_statistics,
+            engine.peek,
         ):
             with pytest.raises(ActorLost, match="rollout-0"):
                 verb()

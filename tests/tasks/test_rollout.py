@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.config import actor_settings, loading
 from stores.base import LedgerState, StepRecord
-from stores.errors import ProtocolViolation
+from stores.errors import ActorLost, ProtocolViolation
 from stores.staleness import Ending
 from stores.trajectory import (
     AbortReason,
@@ -159,6 +159,29 @@ def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(t
             ("lost", safe[0][1]),
             ("other", 90 - safe[0][1]),
         ]
+
+    virtual_time.run(scenario())
+
+
+def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(length=lambda _: 90)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 30.0, 0.0)
+
+        class Away:
+            async def deliver(self, *_: object) -> None:
+                raise OSError("connection closed")
+
+        await server.draw(0, 1)
+        await one.route(server, (item(0, 1), item(1, 1)))
+        await asyncio.sleep(1.0)
+        with pytest.raises(ActorLost, match="server is gone"):
+            await one.interrupt(Away(), (TrajectoryId(0), TrajectoryId(1)))
+        outcomes = await one.interrupt(server, (TrajectoryId(0), TrajectoryId(1)))
+        assert outcomes == [Outcome(trajectory=TrajectoryId(i), epoch=1, tokens=20) for i in (0, 1)]
+        assert await one.interrupt(server, (TrajectoryId(0),)) == []
 
     virtual_time.run(scenario())
 

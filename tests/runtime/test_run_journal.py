@@ -1,0 +1,224 @@
+"""A journal in parts: read as if it were one file, whatever was closed, compressed, cut off or taken away."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pipeline.coordination import journal
+from pipeline.coordination.journal import Journal, JournalEntry
+from pipeline.run_page.reading import JournalFollower
+from pipeline.runtime import resumption, run_journal
+from pipeline.runtime.resumption import parts
+from pipeline.runtime.run_journal import RunJournal, compress
+from stores.errors import ConfigError
+from tests.commands import command
+from tests.coordination.test_journal import WRITTEN, TinyBody, coordinator
+from tests.jobs.test_replaying import run_folder
+
+PART_BYTES = 20_000
+
+
+def in_parts(
+    path: Path, whole: Path, part_bytes: int = PART_BYTES, kind: type[Journal] = RunJournal
+) -> list[JournalEntry]:
+    """Write the entries of a journal of one file to another of several; returns them."""
+    entries = list(journal.read(whole))
+    book = kind(path, part_bytes=part_bytes)
+    for entry in entries:
+        book.append(entry.now, entry.event, entry.commands)
+    book.close(wait=True)  # type: ignore[call-arg]
+    return entries
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """An eventful journal of one file."""
+    (tmp_path / "whole").mkdir()
+    path = tmp_path / "whole" / "events.jsonl"
+    TinyBody(coordinator(tmp_path), path, 3).run()
+    return path
+
+
+def test_a_journal_in_parts_reads_and_replays_as_one_file(tmp_path: Path, whole: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    entries = in_parts(path, whole)
+    found = journal.files(path)
+    assert [p.name for p in found] == [*(f"events.jsonl.{n:04}.gz" for n in range(1, len(found))), "events.jsonl"]
+    assert len(found) > 5
+    read = journal.read(path)
+    assert list(read) == entries
+    assert read.torn_line == 0
+    assert journal.replay(coordinator(tmp_path), journal.read(path)).difference == ""
+    headings = b"".join(b'{"part":%d}\n' % n for n in range(2, len(found) + 1))
+    assert sum(map(journal.num_bytes, found)) == whole.stat().st_size + len(headings)
+    assert sum(p.stat().st_size for p in found[:-1]) < whole.stat().st_size / 5
+
+
+def test_a_journal_of_one_part_is_what_it_was(tmp_path: Path, whole: Path) -> None:
+    in_parts(tmp_path / "events.jsonl", whole, journal.PART_BYTES)
+    assert (tmp_path / "events.jsonl").read_bytes() == whole.read_bytes()
+    assert journal.files(tmp_path / "events.jsonl") == [tmp_path / "events.jsonl"]
+
+
+def test_a_part_that_is_missing_or_damaged_is_one_line(tmp_path: Path, whole: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    in_parts(path, whole)
+    second = tmp_path / "events.jsonl.0002.gz"
+    *closed, last = journal.files(path)
+
+    def refusal() -> str:
+        with pytest.raises(ConfigError) as said:
+            list(journal.read(path))
+        assert "\n" not in str(said.value)
+        return str(said.value)
+
+    data = second.read_bytes()
+    second.unlink()
+    assert refusal() == f"{tmp_path}/events.jsonl.0002: this part of the journal is missing; restore it"
+    for torn in (data[: len(data) // 2], data[:-4], b"", data[:40] + bytes(40) + data[80:]):
+        second.write_bytes(torn)
+        assert refusal().startswith(f"{second}: damaged{' after line ' if torn else ': it is empty'}")
+    second.write_bytes(data)
+    assert list(journal.read(path))
+    kept = closed[-1].read_bytes()
+    closed[-1].unlink()
+    assert refusal() == (
+        f"{tmp_path}/events.jsonl.{len(closed):04}: this part of the journal is missing; "
+        f"events.jsonl is {len(closed) + 1}"
+    )
+    closed[-1].write_bytes(kept)
+    last.unlink()
+    assert f"{last}: cannot be read" in refusal()
+
+
+def test_what_a_killed_writer_left_is_read_and_compressed_by_the_next(tmp_path: Path, whole: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    entries = in_parts(path, whole)
+    for part in list(journal.closed_parts(path).values())[1::2]:
+        plain = part.with_suffix("")
+        plain.write_bytes(gzip.decompress(part.read_bytes()))
+        if part != list(journal.closed_parts(path).values())[3]:
+            part.unlink()  # killed before, or after, the compressed one was complete
+    path.write_bytes(path.read_bytes() + b'{"now":1.5,"ev')
+    read = journal.read(path)
+    assert list(read) == entries
+    assert read.torn_line == len(path.read_bytes().splitlines())
+    path.rename(tmp_path / "events.1.jsonl")
+    RunJournal(tmp_path / "events.jsonl").close(wait=True)
+    assert [p.suffix for p in journal.closed_parts(path).values()] == [".gz"] * (len(journal.closed_parts(path)))
+    assert not [p for p in tmp_path.glob("events.jsonl.*") if p.suffix != ".gz"]
+
+
+def test_a_part_that_cannot_be_compressed_stays_and_is_said(
+    tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    (tmp_path / "events.jsonl.0002.gz").mkdir()
+    (tmp_path / "events.jsonl.0002.gz" / "full").write_text("")
+    book = Journal(path, compress, 5_000)
+    book.append(1.0, next(iter(journal.read(whole))).event, ())
+    book.close()
+    (tmp_path / "events.jsonl.0007").write_text("x\n")
+    (tmp_path / "events.jsonl.0007.gz").mkdir()
+    compress(tmp_path / "events.jsonl.0007")
+    assert (tmp_path / "events.jsonl.0007").read_text() == "x\n"
+    assert "it stays uncompressed" in caplog.text
+
+
+def test_killed_at_any_moment_it_has_every_entry_that_was_written(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from pipeline.coordination.events import Tick
+        from pipeline.runtime.run_journal import RunJournal
+        book = RunJournal(Path(sys.argv[1]), part_bytes=3_000)
+        for i in range(10**9):
+            book.append(float(i), Tick(), ())
+            print(i, flush=True)
+        """
+    )
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        path = folder / "events.jsonl"
+        with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            for _ in range(400 + 37 * attempt):
+                last = int(process.stdout.readline())
+            os.kill(process.pid, signal.SIGKILL)
+        read = [entry.now for entry in journal.read(path)]
+        assert read == list(range(len(read)))
+        assert len(read) > last
+
+
+def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_folder(folder)
+    events = folder / "events.jsonl"
+    before = list(journal.read(events))
+    (folder / "one").write_bytes(events.read_bytes())
+    events.unlink()
+    in_parts(events, folder / "one")
+    count = len(journal.files(events))
+    resumption._set_aside(folder)
+    assert journal.files(events) == []
+    assert len(journal.files(folder / "events.1.jsonl")) == count
+    assert [events.name for _, events in parts(folder)] == ["events.1.jsonl", "events.jsonl"]
+    in_parts(events, folder / "one")
+    told = command("replay", folder)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert f"{2 * len(before)} events" in told.stdout
+
+    # Interrupted while it renames, and killed while the current part was being closed: it goes on from there.
+    for part in list(journal.closed_parts(events).values())[:2]:
+        part.rename(folder / part.name.replace("events", "events.2", 1))
+    events.rename(folder / f"events.jsonl.{count:04}")
+    resumption._set_aside(folder)
+    assert [events.name for _, events in parts(folder)] == ["events.1.jsonl", "events.2.jsonl", "events.jsonl"]
+    assert list(journal.read(folder / "events.2.jsonl")) == before
+    resumption._set_aside(folder)  # a start without any event
+    assert [events.name for _, events in parts(folder)] == ["events.1.jsonl", "events.2.jsonl", "events.jsonl"]
+
+
+def test_the_run_page_follows_parts_as_they_are_closed_and_compressed(tmp_path: Path, whole: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    entries = list(journal.read(whole))
+    alone, follower = JournalFollower(3), JournalFollower(3)
+    alone.follow([whole], most=10**9)
+    lines: list[str] = []
+    add = follower.index.add
+    follower.index.add = lambda line, name: (lines.append(name), add(line, name))[1]  # type: ignore[method-assign]
+    book = Journal(path, None, 15_000)
+    for i, entry in enumerate(entries):
+        book.append(entry.now, entry.event, entry.commands)
+        if i % 50 == 0:
+            follower.follow([path], most=6_000)
+            done = [p for p in journal.closed_parts(path).values() if p.suffix != ".gz"]
+            if done and i % 200 == 0:
+                run_journal.compress(done[0])
+    book.close()
+    shares = []
+    while follower.index.read_share < 1:
+        follower.follow([path], most=6_000)
+        shares.append(follower.index.read_share)
+    assert shares == sorted(shares)
+    assert len(lines) == len(entries), "no line is read twice"
+    assert (follower.index.num_events, follower.index.end_s) == (alone.index.num_events, alone.index.end_s)
+    assert follower.index.starts == alone.index.starts
+    views = [index.window(0, 1e9, 20) for index in (follower.index, alone.index)]
+    assert {bool(view.pop("invalid")) for view in views} in ({False}, {True}), "the line of an instance lost unknown"
+    assert views[0] == views[1]
+
+
+def test_earlier_journals_have_no_parts(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in WRITTEN))
+    assert len(list(journal.read(tmp_path / "events.jsonl"))) == len(WRITTEN)
