@@ -219,7 +219,10 @@ class Soak:
             print(f"  {count:5}  {why}")
         if (run_dir / "store").exists():
             counted = prompts(run_dir)
-            print(f"prompts: {counted.trained} trained on, the last is number {counted.last}")
+            print(
+                f"prompts: {counted.trained} trained on, the last is number {counted.last}; {counted.stopped} given up "
+                "when the run was asked to stop"
+            )
             self.findings += counted.findings()
             tokens = sampled(run_dir)
             print(
@@ -268,7 +271,8 @@ def main() -> None:
         args.faults = 3
     folder = args.folder or Path(tempfile.mkdtemp(prefix="staleflow-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"seed {args.seed}, {args.faults} faults, in {folder}", flush=True)
+    planned = f"{args.faults} faults" if args.mode == "faults" else f"{args.times} kills of everything"
+    print(f"seed {args.seed}, {planned}, in {folder}", flush=True)
     if args.mode == "kill-all":
         overrides = (
             "task.eval_prompts=0",

@@ -15,10 +15,16 @@ import pytest
 from benchmarks.soaking.counting import Recoveries, prompts, sampled
 from benchmarks.soaking.job import DIGITS, Job, number_of
 from benchmarks.soaking.killing import kept
-from pipeline.coordination.events import InstanceReported, TrajectoryInterrupted, TrajectorySampled
+from pipeline.coordination.events import (
+    InstanceReported,
+    PullFinished,
+    RunResumed,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+)
 from pipeline.coordination.journal import CODEC, JournalEntry
 from stores.base import RunHeader
-from stores.trajectory import AbortReason, Ended, Fate, GroupId, InstanceId, TrajectoryId
+from stores.trajectory import AbortReason, Ended, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from stores.versioned import VersionedStore
 from tests.stores.store_conformance import ended, record
 
@@ -39,7 +45,8 @@ def folder_with(tmp_path: Path, journals: Sequence[Sequence[object]] = ()) -> Ve
     """A run's folder with a store, and the journals of its starts."""
     for number, events in enumerate(journals, 1):
         name = "events.jsonl" if number == len(journals) else f"events.{number}.jsonl"
-        lines = [CODEC.encode(JournalEntry(now=0.0, event=event, commands=())) for event in events]  # type: ignore[arg-type]
+        entries = [JournalEntry(now=float(at), event=event, commands=()) for at, event in enumerate(events)]  # type: ignore[arg-type]
+        lines = [CODEC.encode(entry) for entry in entries]
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return VersionedStore.create(tmp_path / "store", HEADER)
 
@@ -59,12 +66,15 @@ def test_every_prompt_is_counted_against_the_source(tmp_path: Path) -> None:
     store.commit(record(1), [row(10, number=77), row(11, number=77), row(14), row(15), row(12, **GIVEN_UP)])
     found = prompts(tmp_path)
     assert (found.trained, found.last, found.doubled, found.wrong) == (4, 7, 0, 1)
+    assert found.stopped == 0
     assert found.skipped == {
         "aborted:run_ended at a resume": 1,
         "not in the store": 2,
         "aborted:run_ended at a step": 1,
     }
     assert len(found.findings()) == 4
+    store.commit(record(2, "end"), [row(4, **GIVEN_UP), row(5, **GIVEN_UP)])
+    assert prompts(tmp_path).stopped == 1
     assert number_of((2, 2, 3, 11)) == 19
 
 
@@ -85,15 +95,15 @@ def test_tokens_sampled_again_are_those_a_trajectory_falls_back_by(tmp_path: Pat
 
 
 def test_a_finished_response_is_kept_unless_it_is_sampled_again_or_given_up(tmp_path: Path) -> None:
-    store = folder_with(tmp_path, [[end(0, 5), end(1, 5), end(2, 5), end(4, 5)], [report((1, 3)), end(6, 5)]])
+    pulled = PullFinished(instance=InstanceId("rollout-0"), version=PolicyVersion(4))
+    first = [end(0, 5), end(1, 5), end(2, 5), end(4, 5), pulled, end(7, 5)]
+    resumed = RunResumed(step=3, num_ended=())  # version 4 is undone
+    store = folder_with(tmp_path, [first, [resumed, report((1, 3), (7, 1)), end(6, 5)]])
     store.commit(record(0, "resume"), [row(2, **GIVEN_UP)])
-    store.commit(record(0), [row(0), row(1)])
+    store.commit(record(0), [row(0), row(1), row(7)])
     found = kept(tmp_path)
-    assert (found.finished, found.again, found.lost) == (
-        4,
-        1,
-        {"given up at a resume": 1, "not in the store": 1},
-    )
+    assert (found.finished, found.again, found.undone) == (5, 2, 1)
+    assert found.lost == {"given up at a resume": 1, "not in the store": 1}
     assert not found.whole
 
 

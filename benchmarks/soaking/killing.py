@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -16,13 +17,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.soaking.cluster import ENVIRONMENT
 from benchmarks.soaking.counting import audited
 from pipeline.coordination import journal
-from pipeline.coordination.events import InstanceReported, TrajectorySampled
+from pipeline.coordination.events import InstanceReported, PullFinished, RunResumed, TrajectorySampled
 from pipeline.runtime.resumption import parts
 from stores.trajectory import AbortReason
 from stores.versioned import VersionedStore
@@ -35,35 +36,66 @@ STEP_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Finished responses at the kills, and those lost by how. again: sampled again by a later start."""
+    """Finished responses at the kills, and those lost by how. again: sampled again by a later start. undone: of those,
+    the ones that ended when a version was served already that the resume went back behind: its weights are gone."""
 
     finished: int
     again: int
+    undone: int
     lost: dict[str, int]
 
     @property
     def whole(self) -> bool:
-        return not self.again and not self.lost
+        return self.again == self.undone and not self.lost
+
+
+@dataclass(slots=True)
+class _Start:
+    """What a start's journal says. resumed: the version it began with. ends: when each response ended. begun: what it
+    sampled of. served: when an instance first served each version."""
+
+    resumed: int = 0
+    ends: dict[int, float] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+    served: dict[int, float] = field(default_factory=dict)
+
+    def hear(self, now: float, event: object) -> None:
+        match event:
+            case RunResumed(step=step):
+                self.resumed = step
+            case TrajectorySampled(trajectory=trajectory):
+                self.ends[int(trajectory)] = now
+                self.begun.add(int(trajectory))
+            case InstanceReported(progress=progress):
+                self.begun |= {int(trajectory) for trajectory, _ in progress}
+            case PullFinished(version=version):
+                self.served.setdefault(int(version), now)
+            case _:
+                pass
 
 
 def kept(run_dir: Path) -> Kept:
     """What became of the responses that each start but the last had finished."""
-    finished: list[set[int]] = []
-    sampled: list[set[int]] = []
+    starts = []
     for _, path in parts(run_dir):
-        done, seen = set(), set()
+        starts.append(_Start())
         for entry in journal.read(path):
-            if isinstance(entry.event, TrajectorySampled):
-                done.add(int(entry.event.trajectory))
-            elif isinstance(entry.event, InstanceReported):
-                seen |= {int(trajectory) for trajectory, _ in entry.event.progress}
-        finished.append(done)
-        sampled.append(done | seen)
+            starts[-1].hear(entry.now, entry.event)
+    again, undone = set(), set()
+    for k, start in enumerate(starts[:-1]):
+        sampled = set(start.ends) & set().union(*(later.begun for later in starts[k + 1 :]))
+        gone = min((at for v, at in start.served.items() if v > starts[k + 1].resumed), default=math.inf)
+        again |= sampled
+        undone |= {i for i in sampled if start.ends[i] >= gone}
     hows = _hows(run_dir)
-    before = set().union(*finished[:-1])
-    again = set().union(*(done & set().union(*sampled[k + 1 :]) for k, done in enumerate(finished[:-1])))
+    before = set().union(*(start.ends for start in starts[:-1]))
     lost = Counter(hows.get(i, "not in the store") for i in before)
-    return Kept(finished=len(before), again=len(again), lost={how: n for how, n in lost.items() if how})
+    return Kept(
+        finished=len(before),
+        again=len(again),
+        undone=len(undone),
+        lost={how: n for how, n in lost.items() if how},
+    )
 
 
 def _hows(run_dir: Path) -> dict[int, str]:
