@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "reality": (("emulated",), ("overhead",), ("transformers",)),
     "reprocess": ((),),
     "run_page": ((),),
+    "long_store": ((),),
     "learning": (("--set", "runs_dir={folder}"),),
     "soak": ((),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),

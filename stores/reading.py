@@ -329,6 +329,11 @@ class StoreReader:
         text_last = int((ints[:, AT["text_offset"]] + ints[:, AT["text_bytes"]]).max())
         return tokens, first, self._slice(root, "text", text_first, text_last).tobytes(), text_first
 
+    def require_masks(self, first: int, last: int) -> None:
+        """Raise StoreError unless the masks of tokens at first <= token < last can be read. Rows have their mask, too,
+        so nothing else reads these."""
+        self._slice(self._read_root(), "tokens/mask", first, last)
+
     def unpacked(
         self,
         ints: npt.NDArray[Any],

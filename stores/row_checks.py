@@ -114,6 +114,7 @@ def _cuts(ints: Ints, most_tokens: int) -> Iterator[tuple[int, int]]:
 
 def _read(store: StoreReader, ints: Ints, floats: npt.NDArray[np.float32]) -> RowBlock:
     tokens, begin, text, text_begin = store.extent(ints)
+    store.require_masks(begin, begin + len(tokens["ids"]))
     segments = _agreeing(ints, tokens["versions"], begin, text, text_begin)
     if segments is None:
         # Something contradicts something: the reader of single rows says what, if it is of consequence.

@@ -29,7 +29,7 @@ import icechunk
 import numpy as np
 import numpy.typing as npt
 import zarr
-from zarr.codecs import BloscCodec
+from zarr.codecs import BloscCodec, Crc32cCodec
 
 from stores import layout
 from stores.base import CODEC, RunHeader, StepRecord
@@ -116,10 +116,11 @@ class VersionedStore(StoreReader):
             raise StoreError(f"{path}: the store cannot be opened: {first_line(error)}") from error
 
     @classmethod
-    def rewind(cls, path: Path, num_steps: int) -> int:
+    def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
         """Reset the store to its first `num_steps` training steps; returns the number of steps undone. They stay
-        readable on a branch named after their last commit."""
-        undone = 0
+        readable on a branch named after their last commit. undo_end: also undo the end of a run that has not gone on
+        since, with what it had given up."""
+        undone, ended = 0, False
         try:
             repository = open_repository(path)
             with locked(path):
@@ -128,7 +129,8 @@ class VersionedStore(StoreReader):
                     if kind == "created" or (kind == "step" and step == num_steps - 1):
                         break
                     undone += kind == "step"
-                if undone:
+                    ended |= kind == "end"
+                if undone or (ended and undo_end):
                     head = repository.lookup_branch(MAIN)
                     repository.create_branch(f"undone-{head}", head)
                     repository.reset_branch(MAIN, snapshot.id)
@@ -255,9 +257,10 @@ def _array(
 ) -> None:
     """Create an array. file: elements stored together, if those are several chunks."""
     dimensions = (name.replace("/", "_"), "column")[: len(shape)]
-    codec = BloscCodec(cname="zstd", clevel=1)
+    # The checksum is verified at every read: a flipped bit may well decompress to other numbers.
+    codecs = [BloscCodec(cname="zstd", clevel=1), Crc32cCodec()]
     shards = None if file is None else (file,)
     root.create_array(
-        name, shape=shape, chunks=chunks, shards=shards, dtype=dtype, compressors=[codec], fill_value=0,
+        name, shape=shape, chunks=chunks, shards=shards, dtype=dtype, compressors=codecs, fill_value=0,
         dimension_names=dimensions,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """The driver of a submitted job, as a Dask task: when its worker dies it restarts on another one.
 
-It runs in a thread of one of the workers that its job was given. After a restart, and after the loss of the trainer or
-the trajectory server, it resumes from the run's newest resume point. A job ends as done, stopped on request, or failed
-with a reason.
+It runs in a thread of one of the workers that its job was given. After a restart, and after a loss that the run could
+not make good by itself, it resumes from the run's newest resume point. A job ends as done, stopped on request, or
+failed with a reason.
 
 Whoever submits a job imports this module too, so torch and the store are loaded only where a driver runs.
 """

@@ -101,14 +101,12 @@ class JournalFollower:
     def follow(self, journals: Sequence[Path], most: int = READ_AT_ONCE) -> None:
         """Read on, at most about `most` bytes. Files that are not those read before are read from their beginning: a
         resumed run renames the last, a closed part is compressed and remains the same."""
-        there = [(journal, file) for journal in journals for file in files(journal)]
-        inodes = [0 if file.suffix == ".gz" else file.stat().st_ino for _, file in there]
+        there, inodes, sizes = _listed(journals)
         known = [inode for inode, *_ in self._files]
         same = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
         if len(inodes) < len(known) or not same:
             self._files.clear()
             self.index = JournalIndex(self._members)
-        sizes = [num_bytes(file) for _, file in there]
         for i, (journal, file) in enumerate(there):
             if i == len(self._files):
                 self._files.append((inodes[i], 0, 0))
@@ -134,6 +132,17 @@ class JournalFollower:
                         self.index.add(line, f"{file.name}, line {line_number},")
         self._files[number] = (inode, at, line_number)
         return at - begin
+
+
+def _listed(journals: Sequence[Path]) -> tuple[list[tuple[Path, Path]], list[int], list[int]]:
+    """The journals' files, each with its journal; their inodes, 0 of compressed ones; their sizes uncompressed."""
+    while True:
+        there = [(journal, file) for journal in journals for file in files(journal)]
+        try:
+            inodes = [0 if file.suffix == ".gz" else file.stat().st_ino for _, file in there]
+            return there, inodes, [num_bytes(file) for _, file in there]
+        except FileNotFoundError:
+            continue  # compressed or renamed meanwhile
 
 
 class RunReader:

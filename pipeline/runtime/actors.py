@@ -345,11 +345,16 @@ class Actors:
         self.publish(initial)
 
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
-        """Load a version on an instance, and check that it then holds what was published. Raises ProtocolViolation if
-        it holds something else."""
+        """Load a version on an instance, or the newest if nobody has that one any more, and check that it then holds
+        what was published. Raises ProtocolViolation if it holds something else."""
         instance.fetching = version
         try:
             await self._pull(instance, version)
+        except TransferFailed as failed:  # it went with the host of a lost trainer, which came back on another
+            newest = max(self._published)
+            logger.warning("%s: %s; it pulls version %d", instance.id, failed, newest)
+            instance.fetching = newest
+            await self._pull(instance, newest)
         finally:
             instance.fetching, instance.loading = None, False
 
@@ -383,7 +388,8 @@ class Actors:
 
     async def _fetch(self, placed: Placed, version: PolicyVersion) -> str:
         """The path of a version on an actor's host, brought there if it is not there. Waits for as long as nobody can
-        hand it on: whether those are gone is for their own calls to tell. Raises ActorLost if the actor itself is."""
+        hand on the newest: whether those are gone is for their own calls to tell. Raises ActorLost if the actor itself
+        is, TransferFailed if nobody hands on an older one."""
         name = f"parameters-{placed.host}"
         while True:
             for one in (await self._trainer(), placed):
@@ -392,6 +398,8 @@ class Actors:
             try:
                 return await self._transfers.fetch(version, placed.host)
             except TransferFailed as failed:
+                if version < max(self._published):
+                    raise
                 logger.warning("%s waits for weights: %s", placed.name, failed)
                 await asyncio.sleep(AGAIN_S)
             except ActorLost as lost:

@@ -254,14 +254,14 @@ class Driver:
             if isinstance(item, StepResult):
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
-                    self._give_up_rest()
+                    await self._give_up_rest()
             if self._is_progress(item) or self._commits.full or self._actors.restoring.busy:  # these have deadlines
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
                 break
             self._check_progress(now_s() - last_progress)
-        self._give_up_rest()
+        await self._give_up_rest()
         step = self._coordinator.ledger.next_step
         self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
 
@@ -276,8 +276,11 @@ class Driver:
             case _:
                 return True
 
-    def _give_up_rest(self) -> None:
-        """Have the coordinator give up what is in flight; redundancy may leave something even after the last step."""
+    async def _give_up_rest(self) -> None:
+        """Have the coordinator give up what is in flight; redundancy may leave something even after the last step. Of a
+        run that is stopped before, the trajectory server has all tokens by then: it goes on with them when resumed."""
+        if self._stop_requested and any(self._coordinator.loads().values()):
+            await self._membership.save_all()
         self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
 
     def _check_progress(self, still_s: float) -> None:

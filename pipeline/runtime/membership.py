@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.events import Event, InstanceJoined, InstanceLeaving, InstanceLost
 from pipeline.profiling.fit import CostWatch
-from pipeline.runtime.actors import Actors, InstanceHandle
+from pipeline.runtime.actors import SERVER, Actors, InstanceHandle
 from pipeline.runtime.background import Background
 from pipeline.runtime.base import NoFreeWorker
 from pipeline.runtime.instance_link import InstanceLink
@@ -37,6 +38,8 @@ GROW_S = 2.0
 """Seconds between two looks for a spare worker."""
 EMPTY_S = 0.1
 """Seconds between two looks whether an instance that leaves is empty."""
+SAVE_S = 10.0
+"""Seconds in which instances deliver what they run, when a run stops."""
 
 
 class Membership:
@@ -165,6 +168,16 @@ class Membership:
 
         for instance in list(self._actors.instances.values()):
             await self.while_resting(instance.index, pull)
+
+    async def save_all(self) -> None:
+        """Have the trajectory server given the tokens of all that is running. What an instance does not deliver in time
+        starts again where it was last delivered."""
+
+        async def save(instance: InstanceHandle) -> None:
+            with contextlib.suppress(errors.ActorLost, errors.ActorFailed):
+                await self._actors.ask(instance.placed.name, "save", SERVER, within_s=SAVE_S)
+
+        await asyncio.gather(*(save(instance) for instance in self._actors.instances.values()))
 
     async def _present(self, index: int) -> InstanceHandle:
         """Instance `index`, placed if it is missing, or any other if there is no worker for it."""

@@ -129,6 +129,10 @@ class RolloutInstance:
         self._stopped = []
         return outcomes
 
+    async def save(self, server: Any) -> None:
+        """Send the server the tokens that running trajectories have so far; they go on."""
+        await self._spool(server)
+
     async def abort(self, trajectories: tuple[TrajectoryId, ...]) -> None:
         """Stop sampling trajectories and discard their tokens."""
         await self._command(self._engine.abort, trajectories)

@@ -13,7 +13,7 @@ from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
-from stores.weight_hash import fingerprint, matches
+from stores.weight_hash import matches
 from tasks.actors.calls import answers_calls, call
 from tasks.training.packing import BatchPart, Row
 from tasks.training.policy import Policy, PolicySettings
@@ -93,7 +93,7 @@ class Trainer:
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
-        self._folder.remove()
+        await asyncio.to_thread(self._folder.remove)
 
     async def _batch(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -119,12 +119,12 @@ class Trainer:
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
         named = self._policy.published()
-        path = self._folder.publish(version, named)
+        held, path = self._folder.publish(version, named), self._folder.path(version)
         self._version = version
         return StepResult(
             version=version,
             metrics=dict(metrics),
-            fingerprint=fingerprint(named),
+            fingerprint=held,
             path=str(path),
             num_bytes=path.stat().st_size,
             probe=self._policy.probe(self._probe) if self._probe else (),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.schema import RunConfig
-from pipeline.coordination.events import RunResumed
+from pipeline.coordination.events import InstanceReported, RunResumed
 from pipeline.runtime.instance_link import POLL_S
 from pipeline.runtime.resumption import Resumption
 from stores.memory import MemoryStore
@@ -32,8 +32,9 @@ SHAPES = {
 
 
 def rewound(store: MemoryStore, num_steps: int) -> MemoryStore:
-    """A store as it was after so many steps; as it is if it has no more."""
-    if sum(r.kind == "step" for r in store.steps()) <= num_steps:
+    """A store as it was after so many steps, as `prepare` sets it back: as it is if it has no more and no end."""
+    records = store.steps()
+    if sum(r.kind == "step" for r in records) <= num_steps and not (records and records[-1].kind == "end"):
         return store
     kept, rows = MemoryStore(store.header), list(store.ended())
     for record in store.steps():
@@ -184,6 +185,45 @@ def test_a_run_killed_again_and_again_asks_every_prompt_once(body: Body, seed: i
     else:
         run = body.run(config=config, world=world, resumption=resumption)
     check_whole(run)
+
+
+def test_a_run_that_was_stopped_and_goes_on_has_lost_no_token(body: Body) -> None:
+    """Instances deliver what they run when a run is stopped, also if they never do else."""
+    world = World(length=lambda trajectory: 120 if trajectory % 4 == 3 else 8)
+
+    async def stop(run: Run) -> None:
+        while run.driver is None or len(run.outcomes.steps) < 2 or run.outcomes.commands["Score"] <= 12:
+            await asyncio.sleep(0.01)
+        run.driver.stop("interrupted")
+
+    shape = (*BASE, "rollout.spool_s=0")
+    first = body.run(*shape, world=world, meanwhile=stop)
+    running = dict(next(e.event.progress for e in reversed(first.entries) if isinstance(e.event, InstanceReported)))
+    second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0))
+    check_whole(second)
+    members = {m.trajectory: m for group in resumed_event(second).groups for m in group.members}
+    assert any(0 < m.tokens < 120 and not m.sampled for m in members.values())
+    assert all(members[t].tokens >= tokens for t, tokens in running.items() if t in members)
+
+
+def test_what_a_stopped_run_gave_up_goes_on_when_it_is_resumed(body: Body) -> None:
+    async def stop(run: Run) -> None:
+        while run.driver is None or len(run.outcomes.steps) < 2:
+            await asyncio.sleep(0.01)
+        run.driver.stop("interrupted")
+
+    first = body.run(*BASE, meanwhile=stop)
+    assert first.records[-1].kind == "end"
+    given_up = {r.trajectory.id for r in first.store.ended() if r.reason is AbortReason.RUN_ENDED}
+    sampled = {r.trajectory.id for r in first.store.ended() if r.trajectory.id in given_up and r.trajectory.segments}
+    assert sampled
+    second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 0))
+    check_whole(second)
+    kept = {m.trajectory for group in resumed_event(second).groups for m in group.members if m.tokens}
+    assert sampled <= kept
+    consumed = {r.trajectory.id for r in second.store.ended() if r.fate is Fate.CONSUMED}
+    assert given_up & consumed
+    assert min(set(range(max(consumed))) - consumed, default=max(consumed)) >= max(given_up)
 
 
 def test_a_run_of_an_earlier_version_gives_up_what_was_in_flight(body: Body) -> None:

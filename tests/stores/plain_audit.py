@@ -22,6 +22,8 @@ def plain_audit(store: StoreReader) -> Audit:
     try:
         records = store.steps()
         rows = list(store.ended())
+        if broken := next((chunk for chunk in store.damage() if chunk.array == "tokens/mask"), None):
+            raise StoreError(broken.what)
     except StoreError as error:
         findings += [*_damage(store), *_array_findings(store)]
         if not findings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 
 from stores import branches, history
 from stores.audit import audit
+from stores.base import batch_fingerprint
 from stores.branches import Rewards
 from stores.errors import StoreError
+from stores.findings import Finding
+from stores.trajectory import Fate
 from stores.versioned import VersionedStore
 from tests.stores.store_conformance import HEADER, ended, record
 
@@ -34,7 +38,7 @@ def flip(path: Path) -> bytes:
     return before
 
 
-def found(store: VersionedStore) -> list[history.Finding]:
+def found(store: VersionedStore) -> list[Finding]:
     return list(history.audit_history(store.path))
 
 
@@ -64,6 +68,32 @@ def test_a_flipped_bit_that_only_earlier_steps_read_is_found(store: VersionedSto
         path.write_bytes(before)
     # Small chunks are kept in manifests, not in files; of each array some earlier ones are files.
     assert all(count >= 2 for count in earlier.values()), earlier
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut off"])
+def test_every_damaged_chunk_is_found(tmp_path: Path, how: str) -> None:
+    """Also where nothing else would show: times, reward parts, masks, tokens of dropped responses, earlier steps."""
+    rng = np.random.default_rng(0)
+    store = VersionedStore.create(tmp_path / "store", HEADER)
+    for step in range(3):
+        rows = [ended(rng, 2000 * step + i, step, Fate.CONSUMED if i % 5 else Fate.ABORTED) for i in range(800)]
+        batch = batch_fingerprint((r.trajectory, r.advantage) for r in rows if r.fate is Fate.CONSUMED)
+        store.commit(replace(record(step), batch_fingerprint=batch), rows)
+
+    def findings() -> list[Finding]:
+        return [*audit(VersionedStore.open(store.path)).findings, *found(store)]
+
+    sound = findings()
+    named = set()
+    for path in sorted((store.path / "chunks").iterdir()):
+        before = flip(path)
+        if how == "cut off":
+            path.write_bytes(before[: len(before) // 2])
+        new = [f for f in findings() if f not in sound]
+        assert new, f"{path.name}, {len(before)} bytes"
+        named |= {f.where for f in new}
+        path.write_bytes(before)
+    assert {"tokens/ids", "tokens/logprobs", "tokens/mask", "rows/int", "rows/float", "text", "records"} <= named
 
 
 @pytest.mark.parametrize("what", ["snapshots", "manifests"])

@@ -17,7 +17,6 @@ import pytest
 
 from stores.parameters import ParameterFolder
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion
-from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine
 from tasks.engines.cost_model import CostModel
 from tasks.engines.emulated import Clock, EmulatedEngine, weights, word_logprobs
@@ -123,7 +122,9 @@ class TestEmulatedEngine(EngineTests):
     @pytest.fixture
     def other_weights(self, tmp_path: Path) -> tuple[Path, str]:
         named = weights(5)
-        return ParameterFolder(tmp_path / "weights").publish(PolicyVersion(5), named), fingerprint(named)
+        folder = ParameterFolder(tmp_path / "weights")
+        held = folder.publish(PolicyVersion(5), named)
+        return folder.path(PolicyVersion(5)), held
 
 
 def test_responses_are_as_long_and_as_good_as_the_workload_says() -> None:

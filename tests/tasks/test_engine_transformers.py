@@ -13,7 +13,6 @@ import torch
 from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.trajectory import InstanceId, PolicyVersion
-from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine
 from tasks.engines.settings import TransformersSettings
 from tasks.engines.transformers import TransformersEngine, load_model
@@ -85,8 +84,9 @@ def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     named = dict(model.named_parameters())
-    path = ParameterFolder(tmp_path / "weights").publish(PolicyVersion(5), named)
-    return path, fingerprint(named)
+    folder = ParameterFolder(tmp_path / "weights")
+    held = folder.publish(PolicyVersion(5), named)
+    return folder.path(PolicyVersion(5)), held
 
 
 def plain_logprobs(
