@@ -264,7 +264,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="kept; by default a temporary one, kept if there are findings")
     parser.add_argument("--quick", action="store_true", help="three faults: whether it works")
     args = parser.parse_args()
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # that the scheduler is gone is no news here
+    for name in ("distributed", "distributed.client"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # that the scheduler is gone is no news here
     if unknown := set(args.only) - set(FAULTS):
         parser.error(f"no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
     if args.quick:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -150,3 +153,14 @@ def test_time_passes_as_the_cost_model_says() -> None:
         assert engine.load_statistics().busy_s == pytest.approx((COST.decode_s(1, 4, length) + 4 * COST.prefill) / 2.0)
     finally:
         engine.close()
+
+
+def test_what_a_pull_needs_is_imported_before_the_engine_is_ready() -> None:
+    """torch takes seconds on a busy machine: an instance may take them to start, not to answer its first pull."""
+    script = (
+        "import pickle, sys; from stores.trajectory import InstanceId; from tasks.engines import emulated; "
+        "settings = pickle.loads(bytes.fromhex(sys.argv[1])); assert 'torch' not in sys.modules; "
+        "emulated.build(settings, InstanceId('i'), 1).close(); print('safetensors.torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, pickle.dumps(settings()).hex()]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
