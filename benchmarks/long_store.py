@@ -44,6 +44,7 @@ GROUPS, SIZE, TOKENS, PROMPT = 64, 8, 480, 33
 """512 responses a step, of 240 to 720 tokens, with their prompts: 263 million tokens in 1,000 steps."""
 LIVE = 1_536
 """Trajectories in flight at a commit: three steps' worth."""
+LOOK_S = 0.05
 LIMITS = {"audit": "60 CPU-s, 1,024 MiB", "ls": "1 s", "replay": "512 MiB"}
 """What 1,000 steps may take."""
 
@@ -122,36 +123,41 @@ def make_journal(config: RunConfig) -> None:
 
 
 class Measured:
-    """A command in a process of its own: its seconds, CPU seconds and largest resident MiB, children included."""
+    """A command in a process of its own: its seconds, CPU seconds and largest resident MiB, with those of its children.
+    These are looked at every LOOK_S seconds."""
 
     def __init__(self, *words: object) -> None:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         begin = time.perf_counter()
+        cpu_s: dict[int, float] = {}
         self.most_mib = 0.0
         command = [sys.executable, "-m", "cli.main", *map(str, words)]
         with tempfile.TemporaryFile() as out, subprocess.Popen(command, stdout=out, start_new_session=True) as process:
             while process.poll() is None:
-                self.most_mib = max(self.most_mib, resident_mib(process.pid))
-                time.sleep(0.05)
+                found = of_session(process.pid)
+                self.most_mib = max(self.most_mib, sum(mib for _, mib in found.values()))
+                cpu_s |= {id: seconds for id, (seconds, _) in found.items()}
+                time.sleep(LOOK_S)
             out.seek(0)
             self.out = out.read().decode()
         self.code = process.returncode
         self.wall_s = time.perf_counter() - begin
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        self.cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        self.cpu_s = sum(cpu_s.values())
 
 
-def resident_mib(session: int) -> float:
-    """Resident memory of all processes of a session together; pages that they share count in each."""
-    total = 0
+def of_session(session: int) -> dict[int, tuple[float, float]]:
+    """CPU seconds and resident MiB of each process of a session; pages that several share count in each."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) != session:
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(stat[3]) != session:
                 continue
-            total += int((folder / "statm").read_text().split()[1]) * resource.getpagesize()
+            pages = int((folder / "statm").read_text().split()[1])
         except OSError:
             continue  # it has ended
-    return total / 2**20
+        ticks = int(stat[11]) + int(stat[12])
+        found[int(folder.name)] = (ticks / os.sysconf("SC_CLK_TCK"), pages * resource.getpagesize() / 2**20)
+    return found
 
 
 def main() -> None:

@@ -103,6 +103,8 @@ class Membership:
             return f"{worker}: no rollout instance of this run is there; it has {', '.join(self._actors.instances)}"
         if instance.index in self._retiring:
             return ""
+        if self._resting:
+            return f"{worker}: the run does not train at the moment; ask again once it does"
         least = self._config.rollout.min_instances
         if len(self._actors.instances) - len(self._retiring) <= least:
             return f"{worker}: the run has no more than {least} instances (rollout.min_instances); start a worker first"
