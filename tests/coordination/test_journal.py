@@ -194,6 +194,7 @@ ADDED = (
     '{"type":"MemberInFlight","trajectory":10,"version":0,"tokens":7,"sampled":true,"scored":true,"reward":0.5},'
     '{"type":"MemberInFlight","trajectory":9}]}]},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"safe":[[5,2]]},"commands":[]}',
+    '{"now":1.5,"event":{"type":"InstanceLeaving","instance":"b"},"commands":[]}',
 )
 """Lines with what later versions have added."""
 
