@@ -220,7 +220,9 @@ def updates_one(model: str, count: int, running: int, *, keep: bool) -> None:
     busy: list[float] = []
     stalls: list[float] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        path = ParameterFolder(Path(folder)).publish(PolicyVersion(1), named)
+        published = ParameterFolder(Path(folder))
+        published.publish(PolicyVersion(1), named)
+        path = published.path(PolicyVersion(1))
         engine = settings("vllm", model, running, keep=keep).build(InstanceId("i"), 1)
 
         def load(version: int) -> float:

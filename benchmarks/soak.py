@@ -3,6 +3,7 @@
     python -m benchmarks.soak --faults 1000 --seed 1      the long one: hours
     python -m benchmarks.soak --faults 30                  minutes
     python -m benchmarks.soak --only "kill -9 trainer"     one kind of fault
+    python -m benchmarks.soak --mode kill-all --times 100  kill -9 of everything in the middle of a step, the demo's job
 
 A scheduler, six workers and the run are processes of their own; the engine is emulated. Faults strike one after
 another, some before the last one has passed. Whatever has ended is started again by this program, as an operator's
@@ -19,6 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import random
 import shutil
 import sys
@@ -30,7 +32,8 @@ from pathlib import Path
 from benchmarks.soaking.cluster import Cluster
 from benchmarks.soaking.counting import Recoveries, audited, prompts, sampled
 from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, Scene
-from benchmarks.soaking.job import Job
+from benchmarks.soaking.job import STEPS, Job
+from benchmarks.soaking.killing import kill_all
 from benchmarks.soaking.machine import Machine, isolated
 from benchmarks.soaking.running import Run
 from benchmarks.soaking.watching import Watch
@@ -214,16 +217,18 @@ class Soak:
         print("how starts ended:")
         for why, count in scene.run.ends.most_common():
             print(f"  {count:5}  {why}")
-        if (run_dir / "store").is_dir():
+        if (run_dir / "store").exists():
             counted = prompts(run_dir)
-            print(f"prompts: {counted.trained} trained on, the last is number {counted.last}")
+            print(
+                f"prompts: {counted.trained} trained on, the last is number {counted.last}; {counted.stopped} given up "
+                "when the run was asked to stop"
+            )
             self.findings += counted.findings()
             tokens = sampled(run_dir)
             print(
                 f"tokens: {tokens.tokens:,} sampled; {tokens.again:,} sampled again, {tokens.lost:,} lost: "
                 f"{tokens.share:.2%}"
             )
-        print("findings:" if self.findings else "no findings", *self.findings, sep="\n  ")
 
 
 async def soak(args: argparse.Namespace, folder: Path, machine: Machine) -> list[str]:
@@ -250,18 +255,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--every", type=float, default=2.0, help="mean seconds between a fault's end and the next")
+    parser.add_argument("--mode", choices=("faults", "kill-all"), default="faults")
+    parser.add_argument("--times", type=int, default=100, help="kill-all: how often")
+    parser.add_argument("--job", default="examples/demo.toml", help="kill-all: the job; `make demo` makes its model")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], help="kill-all: override of the job")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="FAULT", help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--folder", type=Path, help="kept; by default a temporary one, kept if there are findings")
     parser.add_argument("--quick", action="store_true", help="three faults: whether it works")
     args = parser.parse_args()
+    for name in ("distributed", "distributed.client"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # that the scheduler is gone is no news here
     if unknown := set(args.only) - set(FAULTS):
         parser.error(f"no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
     if args.quick:
         args.faults = 3
     folder = args.folder or Path(tempfile.mkdtemp(prefix="staleflow-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"seed {args.seed}, {args.faults} faults, in {folder}", flush=True)
+    planned = f"{args.faults} faults" if args.mode == "faults" else f"{args.times} kills of everything"
+    print(f"seed {args.seed}, {planned}, in {folder}", flush=True)
+    if args.mode == "kill-all":
+        overrides = (
+            "task.eval_prompts=0",
+            *args.overrides,
+            f"runs_dir={folder.resolve()}/runs",
+            "name=killed",
+            f"steps={STEPS}",
+        )
+        killed = folder.resolve() / "runs" / "killed"
+        end(
+            asyncio.run(kill_all(Path(args.job), overrides, killed, args.times, random.Random(args.seed))), args, folder
+        )
+        return
     machine = isolated(folder.resolve() / "runs")
     for lacking, what in ((machine.disk is None, NEEDS_ROOT[:1]), (not machine.namespace, NEEDS_ROOT[1:])):
         if lacking:
@@ -270,6 +295,12 @@ def main() -> None:
     if machine.disk is not None and (findings or args.folder):
         shutil.copytree(machine.disk, folder / "kept")  # the disk ends with this process
         print(f"the run is kept in {folder / 'kept'}")
+    end(findings, args, folder)
+
+
+def end(findings: list[str], args: argparse.Namespace, folder: Path) -> None:
+    """Print the findings and exit with 1 if there are any; else remove a temporary folder."""
+    print("findings:" if findings else "no findings", *findings, sep="\n  ")
     if findings:
         sys.exit(1)
     if args.folder is None:

@@ -27,7 +27,7 @@ from distributed import Client, Nanny, Scheduler, SpecCluster
 
 from pipeline.runtime.transfers import Transfers
 from stores.trajectory import PolicyVersion
-from tasks.actors.calls import call
+from tasks.actors.calls import answers_calls, call
 from tasks.actors.parameter_server import ParameterServer
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -37,6 +37,7 @@ CALL_S = 60.0
 MIB = 2**20
 
 
+@answers_calls
 class Resident:
     """Measures the largest resident set of the process it is in."""
 
@@ -54,6 +55,7 @@ class Resident:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
+@answers_calls
 class Instance:
     """What reads the version in place of an engine."""
 

@@ -104,6 +104,8 @@ class Display:
             f"{snapshot.num_started} started, {snapshot.num_live} live",
             ", ".join(f"{n} {k}" for k, n in snapshot.ended.items()),
         )
+        if outcomes.instances:
+            head.add_row(outcomes.instances)
         buffers = Table.grid(padding=(0, 1))
         for view in snapshot.buffers:
             done, reserved = sum(view.occupied.values()), sum(view.reserved.values())

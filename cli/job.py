@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from pipeline.jobs.execution import RunEnd
 
 
+store_option = click.option(
+    "--store",
+    default="",
+    metavar="URL",
+    help="Store the trajectories in a bucket: s3://BUCKET/PREFIX; the same as --set store=URL.",
+)
+
+
 def load_new(config_path: str, overrides: tuple[str, ...]) -> RunConfig:
     """The job of a file, with absolute paths. Raises ConfigError, also if its run's name is taken."""
     from pipeline.config import checks, loading, user_files
@@ -86,7 +94,7 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
         with display, logging_to(display.console, verbose):
             return display, asyncio.run(run())
     except Interrupted as stopped:
-        begun = (config.run_dir / "store").is_dir()
+        begun = (config.run_dir / "store").exists()
         again = f"`staleflow resume {config.run_dir}` begins it" if begun else "the same command begins it again"
         click.echo(f"stopped: {stopped} before the first step; nothing is lost, {again}", err=True)
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""staleflow submit | jobs | status | logs | cancel"""
+"""staleflow submit | jobs | status | logs | retire | cancel"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cli.job import check, load_new
+from cli.job import check, load_new, store_option
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
@@ -51,12 +51,15 @@ def cluster_options(function: Command) -> Command:
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
 @click.option("--name", default="", help="Name of the run; the same as --set name=NAME.")
+@store_option
 @click.option("--json", "as_json", is_flag=True, help="Print the job as JSON.")
 @cluster_options
-def submit(config_path: str, overrides: tuple[str, ...], name: str, as_json: bool, where: Where) -> None:
+def submit(config_path: str, overrides: tuple[str, ...], name: str, store: str, as_json: bool, where: Where) -> None:
     """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
     if name:
         overrides = (*overrides, f"name={name}")
+    if store:
+        overrides = (*overrides, f"store={store}")
     config = load_new(config_path, overrides)
     check(config, here=False)
     from pipeline.jobs import submission
@@ -177,6 +180,27 @@ def cancel(id: str, as_json: bool, where: Where) -> None:
         click.echo(f"{job['id']} stops at its next step; `staleflow resume {job['run_dir']}` continues it")
 
 
+@click.command("retire")
+@click.argument("id")
+@click.argument("worker")
+@cluster_options
+def retire(id: str, worker: str, where: Where) -> None:
+    """Have a job give up one of its rollout instances: WORKER is its name, or the name or address of its worker. What
+    it samples goes on elsewhere from the tokens it has; then the worker leaves the cluster. Nothing is lost."""
+    from pipeline.scheduler import board, job_list
+    from stores.errors import ConfigError
+
+    async def ask() -> tuple[str, str]:
+        async with where.connected() as client:
+            job = job_list.the_one(await board.ask(client, "jobs"), id)["id"]
+            return job, str(await board.ask(client, "retire", id=job, worker=worker))
+
+    job, state = asyncio.run(ask())
+    if state != "running":
+        raise ConfigError(f"{job} is {state}: only a running job can give up a worker")
+    click.echo(f"{job} gives up {worker}; `staleflow logs {job} -f` says when it has left")
+
+
 def _row(job: dict[str, Any]) -> str:
     last, status = job["last"], job["status"]
     done = int(last["step"]) + 1 if last else 0
@@ -208,6 +232,8 @@ def _details(job: dict[str, Any]) -> list[str]:
             f"{status['num_queued']} queued, {status['num_running']} sampling, {status['num_scoring']} scoring; "
             f"staleness in flight {status['staleness_in_flight']:.2f}, in queue {status['staleness_in_queue']:.2f}"
         )
+        if status.get("fleet"):
+            lines.append(status["fleet"])
         lines += [
             f"{one['instance']:<14} v{one['version']}{' pulling' if one['pulling'] else ''}  "
             f"{one['num_running']}/{one['max_running']} running, {one['kv_tokens']}/{one['kv_capacity']} KV tokens"

@@ -21,6 +21,7 @@ COMMANDS = {
     "jobs": ("cli.jobs:list_jobs", "list the jobs of a cluster"),
     "status": ("cli.jobs:status", "show a job's progress and what it waits for"),
     "logs": ("cli.jobs:logs", "print a job's log"),
+    "retire": ("cli.jobs:retire", "have a job give up one of its workers, losing nothing"),
     "cancel": ("cli.jobs:cancel", "stop a job at its next step"),
     "train-offline": ("cli.train_offline", "train on stored trajectories, without rollout"),
     "simulate": ("cli.simulate", "run a job in virtual time: how long it would take, and why"),

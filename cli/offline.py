@@ -14,7 +14,7 @@ import click
 
 from cli.jobs import cluster_options
 from cli.output import claim_folder
-from cli.stored import open_store, print_errors, progress_bar, quiet_libraries, selection_option
+from cli.stored import open_store, print_errors, progress_bar, quiet_libraries, run_folder, selection_option
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
@@ -55,14 +55,15 @@ def refuse_branch(store: VersionedStore, branch: str) -> None:
 def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, where: Where) -> None:
     """Score the stored responses again and store the rewards on a branch. Exit code 1 if some could not be scored."""
     quiet_libraries()
-    refuse_branch(open_store(Path(run)), branch)  # before imports that take seconds
+    run_dir = run_folder(run)
+    refuse_branch(open_store(run_dir), branch)  # before imports that take seconds
     from pipeline.offline import reprocessing
     from pipeline.offline.pool import pool_at
     from pipeline.runtime.run_folder import only_here
 
-    reprocessing.refuse(Path(run), reward, branch)
-    with only_here(Path(run)), pool_at(where, workers) as pool, progress_bar("scored", quiet=as_json) as progress:
-        result = reprocessing.reprocess(Path(run), reward, branch, pool, progress)
+    reprocessing.refuse(run_dir, reward, branch)
+    with only_here(run_dir), pool_at(where, workers) as pool, progress_bar("scored", quiet=as_json) as progress:
+        result = reprocessing.reprocess(run_dir, reward, branch, pool, progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:
@@ -83,10 +84,11 @@ def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, w
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(run: str, first: str, second: str, as_json: bool) -> None:
     """Compare the rewards of the same trajectories on two branches."""
-    open_store(Path(run))
+    run_dir = run_folder(run)
+    open_store(run_dir)
     from pipeline.offline.differences import difference
 
-    result = difference(Path(run), first, second)
+    result = difference(run_dir, first, second)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
         return
@@ -119,18 +121,19 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
     """Compute logprobs of the stored responses under a checkpoint, and its distance from the sampling policy."""
     quiet_libraries()
-    store = open_store(Path(run))
+    run_dir = run_folder(run)
+    store = open_store(run_dir)
     if branch:
         refuse_branch(store, branch)
     from pipeline.offline import rescoring
     from pipeline.offline.pool import pool_at
     from pipeline.runtime.run_folder import only_here
 
-    rescoring.refuse(Path(run), model, branch, selection)
+    rescoring.refuse(run_dir, model, branch, selection)
     # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
-    alone = only_here(Path(run)) if branch else contextlib.nullcontext()
+    alone = only_here(run_dir) if branch else contextlib.nullcontext()
     with alone, pool_at(where, workers, model=True) as pool, progress_bar("read", quiet=as_json) as progress:
-        result = rescoring.rescore(Path(run), model, pool, branch=branch, where=selection, progress=progress)
+        result = rescoring.rescore(run_dir, model, pool, branch=branch, where=selection, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:
@@ -169,15 +172,16 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
 def export(run: str, to: str, out: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
     """Export trajectories, as texts and tokens, for other tools."""
     quiet_libraries()
-    open_store(Path(run), branch=branch)
+    run_dir = run_folder(run)
+    open_store(run_dir, branch=branch)
     from pipeline.offline import exporting
     from pipeline.offline.pool import pool_at
 
-    path = Path(out or f"{Path(run).resolve().name}.{to}")
-    exporting.refuse(Path(run), to, path, branch, selection)
+    path = Path(out or f"{run_dir.resolve().name}.{to}")
+    exporting.refuse(run_dir, to, path, branch, selection)
     claim_folder(path.parent, "--out")
     with pool_at(where, workers) as pool, progress_bar("written", quiet=as_json) as progress:
-        result = exporting.export(Path(run), to, path, pool, branch=branch, where=selection, progress=progress)
+        result = exporting.export(run_dir, to, path, pool, branch=branch, where=selection, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:

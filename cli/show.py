@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.output import claim_folder
-from cli.stored import open_store, quiet_libraries
+from cli.stored import open_store, quiet_libraries, run_folder
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -69,14 +69,15 @@ def command(
         raise ConfigError("give only one of --trajectory, --worst, --best and --longest at a time")
     if at_step is not None and branch != "main":
         raise ConfigError("--at-step shows only what the run stored; leave out --branch")
-    store = open_store(Path(run), at_step, branch)
+    run_dir = run_folder(run)
+    store = open_store(run_dir, at_step, branch)
     if html is not None:
         claim_folder(Path(html).parent, "--html")
     if orders or trajectory is not None:
         chosen = [] if trajectory is None else [TrajectoryId(trajectory)]
         for order, count in orders.items():
             chosen = in_order(store, order, count, selection, at_step)
-        show_trajectories(Path(run), store, chosen, model, branch, html, as_json)
+        show_trajectories(run_dir, store, chosen, model, branch, html, as_json)
     elif selection or model or html:
         raise ConfigError("no trajectories selected; give --trajectory, --worst, --best or --longest")
     elif at_step is None:

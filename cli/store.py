@@ -12,7 +12,7 @@ import click
 
 from cli.lazy import LazyGroup
 from cli.offline import worker_options
-from cli.stored import open_store, quiet_libraries
+from cli.stored import open_store, quiet_libraries, run_folder
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
@@ -40,17 +40,19 @@ def command() -> None:
 @click.argument("runs_dir", default="runs", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(runs_dir: str, as_json: bool) -> None:
-    """List the runs in a folder."""
+    """List the runs in a folder, or the one whose store is at a URL."""
     from pipeline.runtime.run_folder import list_runs
+    from stores.bucket_url import is_url
     from stores.errors import ConfigError, StaleflowError
 
-    if not Path(runs_dir).is_dir() and (runs_dir != "runs" or Path(runs_dir).exists()):
+    if not is_url(runs_dir) and not Path(runs_dir).is_dir() and (runs_dir != "runs" or Path(runs_dir).exists()):
         why = "a file, not a folder" if Path(runs_dir).exists() else "no such folder"
         raise ConfigError(f"{runs_dir}: {why}; name the folder that holds runs, by default runs")
     rows = []
-    for run in list_runs(Path(runs_dir)):
-        row: dict[str, Any] = {"run": str(run), "steps": 0, "trajectories": 0, "reward": None, "state": "no store"}
-        if (run / "store").is_dir():
+    for run in [run_folder(runs_dir)] if is_url(runs_dir) else list_runs(Path(runs_dir)):
+        shown = runs_dir if is_url(runs_dir) else str(run)
+        row: dict[str, Any] = {"run": shown, "steps": 0, "trajectories": 0, "reward": None, "state": "no store"}
+        if (run / "store").exists():
             try:
                 stored = open_store(run).summary()
             except StaleflowError as error:
@@ -94,7 +96,7 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where:
     from stores import history
     from stores.bias import bias_report
 
-    store = open_store(Path(run))
+    store = open_store(run_folder(run))
     result = audit_within(store, memory, workers, where)
     if full:
         earlier = history.audit_history(store.path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +24,34 @@ selection_option = click.option(
     metavar="EXPR",
     help='Only trajectories that match, such as "staleness <= 1 and reward > 0".',
 )
+
+
+def run_folder(run: str) -> Path:
+    """The folder of a run named by its path, or by the URL of its store: then a temporary one, until this process ends,
+    with the job file that the store holds. Raises ConfigError, StoreError."""
+    from stores.bucket_url import is_url
+
+    if not is_url(run):
+        return Path(run)
+    from stores.errors import ConfigError, StoreError
+    from stores.storage import name_url, refuse_silent
+    from stores.versioned import VersionedStore
+
+    parent = tempfile.TemporaryDirectory(prefix="staleflow-", ignore_cleanup_errors=True)
+    atexit.register(parent.cleanup)
+    folder = Path(parent.name) / run.rstrip("/").rpartition("/")[2]
+    folder.mkdir()
+    name_url(folder / "store", run)
+    try:
+        refuse_silent()
+        store = VersionedStore.pinned(folder / "store")
+    except (StoreError, OSError) as error:
+        why = str(error).rpartition(": ")[2]
+        raise ConfigError(
+            f"{run}: no store can be read there: {why}; check the URL, AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID"
+        ) from error
+    (folder / "config.toml").write_text(store.header.job, "utf-8")
+    return folder
 
 
 def open_store(run: Path, at_step: int | None = None, branch: str = "main") -> VersionedStore:

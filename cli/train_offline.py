@@ -14,7 +14,7 @@ import click
 
 from cli.jobs import cluster_options
 from cli.output import claim_folder
-from cli.stored import open_store, print_errors, quiet_libraries, selection_option
+from cli.stored import open_store, print_errors, quiet_libraries, run_folder, selection_option
 
 if TYPE_CHECKING:
     from pipeline.scheduler.connection import Where
@@ -47,16 +47,18 @@ def command(
     to resume it.
     """
     quiet_libraries()
-    open_store(Path(run), branch=branch)  # before imports that take seconds
+    run_dir = run_folder(run)
+    open_store(run_dir, branch=branch)  # before imports that take seconds
     from pipeline.offline.pool import pool_at
     from pipeline.offline.training import planned, train_offline
+    from stores.bucket_url import is_url
 
-    folder = Path(out or f"{Path(run).resolve()}-offline")
+    folder = Path(out or f"{run_dir.name if is_url(run) else run_dir.resolve()}-offline")
     claim_folder(folder.parent, "--out")
-    planned(Path(run), folder, overrides, branch, selection, epochs)  # reports wrong input before any worker starts
+    planned(run_dir, folder, overrides, branch, selection, epochs)  # reports wrong input before any worker starts
     with pool_at(where, 1, model=True) as pool, progress(quiet=as_json) as report:
         result = train_offline(
-            Path(run), folder, pool, overrides=overrides, branch=branch, where=selection, epochs=epochs, report=report
+            run_dir, folder, pool, overrides=overrides, branch=branch, where=selection, epochs=epochs, report=report
         )
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))

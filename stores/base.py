@@ -27,6 +27,10 @@ class RunHeader:
     held_out: int | None = None
     """Number of held-out prompts, never drawn for training: needed to tell a group's prompt from its id. None in stores
     of earlier versions, which did not exclude them."""
+    url: str = ""
+    """Where in a bucket the store's data are; empty if they are in its folder."""
+    job: str = ""
+    """The job file, TOML, of a store in a bucket: whoever has only its URL knows the run by it."""
     longest_prompt: int | None = None
     """Tokens of the longest prompt that was drawn; longer ones were replaced by others. None: none was replaced."""
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from stores import weight_file
 from stores.errors import StoreError
 from stores.files import replace_folder, replacing
 from stores.incoming import PIECE_BYTES, Incoming
@@ -124,14 +125,10 @@ class ParameterFolder:
     def versions(self) -> list[PolicyVersion]:
         return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.safetensors"))
 
-    def publish(self, version: PolicyVersion, tensors: Tensors) -> Path:
-        """Write a version and make it visible atomically. Raises StoreError."""
-        from safetensors.torch import save_file
-
-        held = {n: t.detach().contiguous().cpu() for n, t in tensors.items()}
+    def publish(self, version: PolicyVersion, tensors: Tensors) -> str:
+        """Write a version, and make it visible atomically. Returns its fingerprint. Raises StoreError."""
         with self._replacing(version) as part:
-            save_file(held, part)
-        return self.path(version)
+            return weight_file.write(part, tensors)
 
     @contextlib.contextmanager
     def incoming(self, version: PolicyVersion, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[Incoming]:

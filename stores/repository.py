@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import icechunk
 
 from stores.errors import ConfigError, StoreError
+from stores.files import publish
+from stores.storage import bucket_storage, name_url, refuse_silent, storage_at
 
 if "ICECHUNK_LOG" not in os.environ:
     # At each opening it warns that several committers on a local disk lose commits; a run has only one.
@@ -19,6 +23,8 @@ if "ICECHUNK_LOG" not in os.environ:
 
 MAIN = "main"
 """The branch that a run commits to."""
+CREATED = "created"
+"""Kind of the commit that a store begins with."""
 INCOMPLETE = "part-"
 """Prefix of the names of incomplete branches, which are never listed."""
 MANIFEST_CHUNKS = 64
@@ -35,12 +41,47 @@ def repository_at(path: Path) -> Any:
 
 def open_repository(path: Path) -> Any:
     """As `repository_at`, but raises Icechunk's own errors."""
-    return icechunk.Repository.open(_storage(path), config=_config())
+    return icechunk.Repository.open(storage_at(path), config=_config())
 
 
-def create_repository(path: Path) -> Any:
-    """A new repository. Raises Icechunk's own errors."""
-    return icechunk.Repository.create(_storage(path), config=_config())
+@contextlib.contextmanager
+def creating(path: Path, url: str = "") -> Iterator[Any]:
+    """A new repository, which `path` leads to once the block has ended well. A kill before leaves a folder of another
+    name, or in a bucket a repository without any commit of a run, which the next attempt uses. url: of a place in a
+    bucket, instead of a folder. Raises Icechunk's own errors, OSError, ConfigError, StoreError."""
+    if url:
+        yield _unused(url)
+        name_url(path, url)
+        return
+    part = path.with_name(f".{path.name}.part")
+    if part.exists():
+        shutil.rmtree(part)
+    yield icechunk.Repository.create(storage_at(part), config=_config())
+    publish(part, path)
+
+
+def check_bucket(url: str, *, new: bool) -> None:
+    """Raise ConfigError if a store's bucket does not answer. new: or if there is a run's store already."""
+    try:
+        refuse_silent()
+        if icechunk.Repository.exists(bucket_storage(url)) and new:
+            _unused(url)
+    except (icechunk.IcechunkError, OSError) as error:
+        raise ConfigError(
+            f"store = {url!r}: the bucket cannot be used: {first_line(error)}; check the name, AWS_ENDPOINT_URL and "
+            "AWS_ACCESS_KEY_ID"
+        ) from error
+
+
+def _unused(url: str) -> Any:
+    """The repository at a URL, created if it is not there. Raises ConfigError if a run has committed to it."""
+    storage = bucket_storage(url)
+    if not icechunk.Repository.exists(storage):
+        return icechunk.Repository.create(storage, config=_config())
+    repository = icechunk.Repository.open(storage, config=_config())
+    if any(snapshot.metadata.get("kind", CREATED) != CREATED for snapshot in repository.ancestry(branch=MAIN)):
+        raise ConfigError(f"{url}: there is a run's store already; choose another name, or another store")
+    return repository
 
 
 def branch_names(repository: Any) -> set[str]:
@@ -69,13 +110,17 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message that is not empty."""
+    """What an error says in one line: its first one, or where Icechunk names causes, as of a bucket, the innermost.
+
+    >>> first_line(ValueError("x refused\\n |-> service error\\n `-> Error { message: \\"no such bucket\\", id: 7 }"))
+    'no such bucket'
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
-def _storage(path: Path) -> Any:
-    return icechunk.local_filesystem_storage(str(path))
+    causes = [line.partition("-> ")[2] for line in lines if line.startswith(("|-> ", "`-> "))]
+    if not causes:
+        return lines[0] if lines else type(error).__name__
+    said = re.search(r'message: "([^"]+)"', causes[-1])
+    return said[1] if said else causes[-1]
 
 
 def _config() -> Any:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +34,13 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from stores import layout
 from stores.base import CODEC, RunHeader, StepRecord
 from stores.errors import ConfigError, StoreError
-from stores.files import publish
 from stores.layout import AT, COMMIT_AT, COMMIT_COLUMNS, FLOAT_COLUMNS, INT_COLUMNS, KINDS, TOKEN_ARRAYS
 from stores.reading import FORMATS, StoreReader, stored_chunk
 from stores.repository import (
+    CREATED,
     MAIN,
     branch_names,
-    create_repository,
+    creating,
     first_line,
     locked,
     open_repository,
@@ -70,25 +69,21 @@ class VersionedStore(StoreReader):
 
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> Self:
-        """Create an empty store, atomically: a kill in between leaves only a folder of another name."""
+        """Create an empty store, atomically, in a folder or in the bucket that the header names."""
         if path.exists():
             raise StoreError(f"{path}: the store cannot be created: there is one already")
-        part = path.with_name(f".{path.name}.part")
         try:
-            if part.exists():
-                shutil.rmtree(part)
-            repository = create_repository(part)
-            session = repository.writable_session(MAIN)
-            root = zarr.open_group(session.store, mode="w", zarr_format=3)
-            root.attrs.update({"format": FORMATS[-1], "header": CODEC.encode(header)})
-            for name, dtype in TOKEN_ARRAYS.items():
-                _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
-            _array(root, "rows/int", (0, len(INT_COLUMNS)), (1024, len(INT_COLUMNS)), "int64")
-            _array(root, "rows/float", (0, len(FLOAT_COLUMNS)), (1024, len(FLOAT_COLUMNS)), "float32")
-            _array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
-            _make_commits(root)
-            session.commit("created", metadata={"kind": "created"})
-            publish(part, path)
+            with creating(path, header.url) as repository:
+                session = repository.writable_session(MAIN)
+                root = zarr.open_group(session.store, mode="w", zarr_format=3)
+                root.attrs.update({"format": FORMATS[-1], "header": CODEC.encode(header)})
+                for name, dtype in TOKEN_ARRAYS.items():
+                    _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
+                _array(root, "rows/int", (0, len(INT_COLUMNS)), (1024, len(INT_COLUMNS)), "int64")
+                _array(root, "rows/float", (0, len(FLOAT_COLUMNS)), (1024, len(FLOAT_COLUMNS)), "float32")
+                _array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
+                _make_commits(root)
+                session.commit(CREATED, metadata={"kind": CREATED})
         except (icechunk.IcechunkError, OSError) as error:
             raise StoreError(f"{path}: the store cannot be created: {first_line(error)}") from error
         return cls.open(path)
@@ -108,7 +103,7 @@ class VersionedStore(StoreReader):
 
     @classmethod
     def _opened(cls, path: Path, branch: str, snapshot: Callable[[Any], str | None]) -> Self:
-        if not path.is_dir():
+        if not path.exists():
             raise ConfigError(f"{path}: no store here; `staleflow store ls` lists the runs there are")
         try:
             repository = open_repository(path)
@@ -121,10 +116,11 @@ class VersionedStore(StoreReader):
             raise StoreError(f"{path}: the store cannot be opened: {first_line(error)}") from error
 
     @classmethod
-    def rewind(cls, path: Path, num_steps: int) -> int:
+    def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
         """Reset the store to its first `num_steps` training steps; returns the number of steps undone. They stay
-        readable on a branch named after their last commit."""
-        undone = 0
+        readable on a branch named after their last commit. undo_end: also undo the end of a run that has not gone on
+        since, with what it had given up."""
+        undone, ended = 0, False
         try:
             repository = open_repository(path)
             with locked(path):
@@ -133,7 +129,8 @@ class VersionedStore(StoreReader):
                     if kind == "created" or (kind == "step" and step == num_steps - 1):
                         break
                     undone += kind == "step"
-                if undone:
+                    ended |= kind == "end"
+                if undone or (ended and undo_end):
                     head = repository.lookup_branch(MAIN)
                     repository.create_branch(f"undone-{head}", head)
                     repository.reset_branch(MAIN, snapshot.id)

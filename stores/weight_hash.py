@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -30,22 +30,30 @@ MOST_THREADS = 8
 """Threads that hash at once, at most: about as fast as memory is read, and a host's other instances hash too."""
 
 
-def fingerprint(tensors: Tensors, threads: int | None = None) -> str:
+def fingerprint(
+    tensors: Tensors, threads: int | None = None, also: Callable[[str, int, memoryview], object] | None = None
+) -> str:
     """Fingerprint of tensors, wherever they are. threads: how many hash at once, by default as many as this process has
-    processors, up to MOST_THREADS. Each copies a piece at a time from where its tensor is."""
+    processors, up to MOST_THREADS. Each copies a piece at a time from where its tensor is. also: called in these
+    threads with each piece, its tensor's name and its first byte's place in the tensor."""
+
+    def digest(item: tuple[str, int, torch.Tensor]) -> bytes:
+        name, offset, piece = item
+        data = memoryview(piece.cpu().numpy())
+        if also is not None:
+            also(name, offset, data)
+        return hashlib.sha256(data).digest()  # hashlib lets other threads run meanwhile
+
     names = sorted(tensors)
-    pieces = [(name, piece) for name in names for piece in _pieces(tensors[name])]
+    pieces = [(name, *piece) for name in names for piece in _pieces(tensors[name])]
     if threads is None:
-        threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = min(MOST_THREADS, cores)
     digests: dict[str, list[bytes]] = {name: [] for name in names}
-    if threads == 1 or len(pieces) == 1:
-        hashed = map(_digest, (piece for _, piece in pieces))
-        for (name, _), digest in zip(pieces, hashed, strict=True):
-            digests[name].append(digest)
-    else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
-            for (name, _), digest in zip(pieces, pool.map(_digest, (piece for _, piece in pieces)), strict=True):
-                digests[name].append(digest)
+    with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
+        hashed = map(digest, pieces) if len(pieces) == 1 else pool.map(digest, pieces)
+        for (name, *_), one in zip(pieces, hashed, strict=True):
+            digests[name].append(one)
     whole = hashlib.sha256()
     for name in names:
         whole.update(hashlib.sha256(_header(name, tensors[name]) + b"".join(digests[name])).digest())
@@ -73,17 +81,12 @@ def _header(name: str, tensor: torch.Tensor) -> bytes:
     return f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode()
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of a tensor's bytes, PIECE_BYTES each and the rest."""
+def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Views of a tensor's bytes with their place in it, PIECE_BYTES each and the rest."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return (flat[begin : begin + PIECE_BYTES] for begin in range(0, len(flat), PIECE_BYTES))
-
-
-def _digest(piece: torch.Tensor) -> bytes:
-    # hashlib lets other threads run meanwhile.
-    return hashlib.sha256(memoryview(piece.cpu().numpy())).digest()
+    return ((begin, flat[begin : begin + PIECE_BYTES]) for begin in range(0, len(flat), PIECE_BYTES))
 
 
 def _by_blake2b(tensors: Tensors) -> str:

@@ -15,10 +15,14 @@ from benchmarks.soaking.job import number_of
 from pipeline.coordination import journal
 from pipeline.coordination.events import InstanceReported, TrajectoryInterrupted, TrajectorySampled
 from pipeline.runtime.resumption import parts
-from stores.trajectory import Fate
+from stores.trajectory import AbortReason, Fate
 from stores.versioned import VersionedStore
 
+AT = {"step": "a step", "resume": "a resume", "end": "the end"}
 AUDIT_S = 600.0
+"""Seconds an audit may take."""
+STOPPED = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value} at the end"
+"""How trajectories end that a run gives up at its end."""
 
 
 async def audited(run_dir: Path) -> list[str]:
@@ -39,11 +43,13 @@ async def audited(run_dir: Path) -> list[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
     """The prompts of a run's store against their source. last: the highest group trained on. skipped: groups up to it
-    that were never trained on, by how their trajectories ended; none: not in the store at all."""
+    that were never trained on, by how their trajectories ended. stopped: groups given up because the run was asked to
+    stop, which no fault did."""
 
     last: int
     trained: int
     skipped: dict[str, int]
+    stopped: int
     doubled: int
     wrong: int
 
@@ -67,7 +73,7 @@ def prompts(run_dir: Path) -> Prompts:
         left -= 1
         group = int(row.trajectory.group)
         assert record is not None
-        how = "consumed" if row.fate is Fate.CONSUMED else f"{row.fate.value}:{row.reason.value} at a {record.kind}"
+        how = "consumed" if row.fate is Fate.CONSUMED else f"{row.fate.value}:{row.reason.value} at {AT[record.kind]}"
         fates[group][how] += 1
         if number_of(tuple(row.trajectory.prompt_tokens.tolist())) != group:
             wrong.add(group)
@@ -75,14 +81,15 @@ def prompts(run_dir: Path) -> Prompts:
     trained = {group for group, how in fates.items() if how["consumed"]}
     last = max(trained, default=-1)
     skipped: Counter[str] = Counter()
-    # What the last start gave up when it was asked to end is no loss.
     for group in set(range(last + 1)) - trained:
         hows = set(fates[group]) if group in fates else {"not in the store"}
         skipped[", ".join(sorted(hows))] += 1
+    stopped = skipped.pop(STOPPED, 0)
     return Prompts(
         last=last,
         trained=len(trained),
         skipped=dict(skipped),
+        stopped=stopped,
         doubled=sum(how["consumed"] > size for how in fates.values()),
         wrong=len(wrong),
     )

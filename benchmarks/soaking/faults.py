@@ -15,7 +15,7 @@ from benchmarks.soaking.machine import Machine
 from benchmarks.soaking.running import Run
 from benchmarks.soaking.watching import Watch
 
-STOPPED_S = (0.5, 25.0)
+STOPPED_S = (0.5, 40.0)
 """Least and most seconds that a process stays stopped: below and beyond every deadline of the job's calls."""
 KILLED_AFTER = 0.3
 """Share of the stopped processes that are killed and not continued."""
@@ -93,13 +93,12 @@ def stopping(role: str) -> Fault:
 
 
 def submitter(scene: Scene) -> str:
-    """End the run, and kill the process that submits it next."""
-    victim = scene.victim("driver")
-    if victim is None:
+    """End the run, and kill the process that submits it next. Not a submitted run: its driver starts again by itself,
+    and a second job would wait for the first one's workers."""
+    if scene.run.foreground is None or (victim := scene.victim("driver")) is None:
         return ""
     scene.run.kill_submitter = True
     scene.run.kill()
-    send(victim[1], signal.SIGKILL)
     return f"driver {victim[1]} killed, and the next to submit it"
 
 
@@ -126,7 +125,7 @@ def leaving(*, kill: bool) -> Fault:
 
 def slow_commits(scene: Scene) -> str:
     """Hold the store's lock, as a disk that does not answer would."""
-    if not (scene.job.run_dir / "store").is_dir():
+    if not (scene.job.run_dir / "store").exists():
         return ""
     seconds = scene.rng.uniform(*SLOW_S)
 

@@ -67,9 +67,9 @@ dashboard = false
 
 [deadlines]
 start_s = 120
-call_s = 10
-sample_s = 10
-train_s = 30
+call_s = 20
+sample_s = 20
+train_s = 60
 stuck_s = 60
 """
 CODE = '''
@@ -126,7 +126,7 @@ class Job:
 
     @property
     def limit_s(self) -> float:
-        return 60.0 + 30.0 + 120.0 + 60.0
+        return 60.0 + 60.0 + 120.0 + 60.0
 
     def write(self) -> None:
         """Write the job, its code and a tokenizer of digits."""

@@ -22,8 +22,10 @@ from benchmarks.soaking.watching import Watch
 ENDED = ("done", "stopped", "failed")
 SUBMIT_S = 60.0
 """Seconds `staleflow submit` may take."""
-PAUSE_S = 0.5
-"""Seconds between the end of a run and its resume."""
+SETTLED_S = 8.0
+"""Seconds after which it shows what a process has submitted that was killed while it did."""
+UNTAKEN = "no worker has taken its driver yet"
+"""Why a job waits for ever whose submitter was killed between its two calls."""
 
 
 @dataclass(slots=True)
@@ -119,9 +121,15 @@ class Run:
         if not self.watch.answers:
             return ""
         job = self.watch.job
-        if job and job["id"] not in self._old:
+        killed = process.returncode == -signal.SIGKILL
+        if killed and after_s < SETTLED_S:
+            return ""  # whether the scheduler has the job, or half of it, shows later
+        half = killed and bool(job) and job["state"] == "waiting" and job["why"] == UNTAKEN
+        if job and job["id"] not in self._old and not (half and after_s >= SETTLED_S):
             self.submitting = None
             return ""
+        if job:
+            self._old.add(job["id"])
         if process.returncode == 0 and after_s < SUBMIT_S / 2:
             return ""  # what was seen last may be older than the job
         self.submitting = None

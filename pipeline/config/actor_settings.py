@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.config import fields
 from pipeline.config.deciding import instance_cost
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
@@ -34,6 +35,8 @@ def run_header(config: RunConfig) -> RunHeader:
         group_size=config.batch.group_size,
         members_started=config.members_started,
         held_out=config.task.eval_prompts,
+        url=config.store_url,
+        job=fields.to_toml(config) if config.store else "",
     )
 
 

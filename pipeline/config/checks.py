@@ -58,6 +58,10 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         _check_address(config.cluster.address)
     if config.simulation.colocated:
         raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
+    if here and config.store:
+        from stores.repository import check_bucket
+
+        check_bucket(config.store_url, new=not (config.run_dir / "store").exists())
     if not config.has_texts:
         user_files.check(config)
         return []

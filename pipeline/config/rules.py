@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.config.schema import RunConfig
 from pipeline.strategies.admission import ADMISSION
 from pipeline.strategies.routing import ROUTING
+from stores.bucket_url import parsed
 from stores.errors import ConfigError
 from tasks.engines.settings import ENGINES
 from tasks.knobs import knobs, shown, values
@@ -32,6 +33,27 @@ def check_across(config: RunConfig, where: str) -> None:
     needs_groups = advantage in ADVANTAGES and advantage not in NEED_NO_GROUP
     if needs_groups and config.batch.group_size < 2:
         raise ConfigError(f"{where}: batch.group_size = 1 leaves {advantage} nothing to compare; it must be >= 2")
+    _check_sizes(config, where)
+    try:
+        ADMISSION.make(config.staleness, {"eta": config.staleness.eta})
+        ROUTING.check(config.rollout)
+        LOSSES.check(config.training.loss)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    for kind, key in (("address", "address"), ("file", "scheduler_file")):
+        if config.cluster.kind == kind and not getattr(config.cluster, key):
+            raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
+    if config.store:
+        try:
+            parsed(config.store_url)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: store = {config.store!r}: {error}") from error
+    _check_engine(config, where)
+    _check_virtual(config, where)
+
+
+def _check_sizes(config: RunConfig, where: str) -> None:
+    """Check that a step's numbers fit together, and can be meant."""
     if config.training.minibatches > config.batch.groups_per_step * config.batch.group_size:
         raise ConfigError(
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
@@ -51,17 +73,11 @@ def check_across(config: RunConfig, where: str) -> None:
             f"{where}: rollout.min_instances = {rollout.min_instances} is more than rollout.instances = "
             f"{rollout.instances}"
         )
-    try:
-        ADMISSION.make(config.staleness, {"eta": config.staleness.eta})
-        ROUTING.check(config.rollout)
-        LOSSES.check(config.training.loss)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    for kind, key in (("address", "address"), ("file", "scheduler_file")):
-        if config.cluster.kind == kind and not getattr(config.cluster, key):
-            raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
-    _check_engine(config, where)
-    _check_virtual(config, where)
+    if 0 < rollout.max_instances < rollout.instances:
+        raise ConfigError(
+            f"{where}: rollout.max_instances = {rollout.max_instances} is less than rollout.instances = "
+            f"{rollout.instances}, with which the run begins"
+        )
 
 
 def _check_texts(config: RunConfig, where: str) -> None:

@@ -163,6 +163,13 @@ class RolloutConfig:
     REFUSED: ClassVar[Mapping[str, str]] = SAMPLING_REFUSED
 
     instances: int = knob(1, "rollout instances, one Dask worker each", low=1, high=4096)
+    max_instances: int = knob(
+        0,
+        "most rollout instances: workers that join while the run goes on, and that no other run waits for, become "
+        "further ones; 0: no more than instances",
+        low=0,
+        high=4096,
+    )
     min_instances: int = knob(
         1, "instances with which the run goes on while others that were lost wait for a free worker", low=1, high=4096
     )
@@ -303,6 +310,10 @@ class RunConfig:
 
     name: str = knob("run", "name of the run's folder")
     runs_dir: str = knob("runs", "folder that run folders are created in")
+    store: str = knob(
+        "",
+        "where the trajectories are stored: empty: in the run's folder; s3://BUCKET/PREFIX: under the run's name there",
+    )
     seed: int = knob(0, "random seed of prompts, sampling and minibatch order", low=0, high=2**31)
     steps: int = knob(10, "training steps", low=1)
     profile: str = knob(
@@ -325,6 +336,11 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return Path(self.runs_dir) / self.name
+
+    @property
+    def store_url(self) -> str:
+        """Where in a bucket the run's store is; empty if it is in the run's folder."""
+        return f"{self.store.rstrip('/')}/{self.name}" if self.store else ""
 
     @property
     def trajectories_per_step(self) -> int:

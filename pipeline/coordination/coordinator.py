@@ -21,6 +21,7 @@ from pipeline.coordination.events import (
     Event,
     GroupsArrived,
     InstanceJoined,
+    InstanceLeaving,
     InstanceLost,
     InstanceReported,
     PullFinished,
@@ -125,6 +126,8 @@ class Coordinator:
                     self._on_instance_joined(event)
                 case InstanceLost():
                     self._lose_instance(event.instance, event.why)
+                case InstanceLeaving():
+                    self._on_instance_leaving(event)
                 case RunResumed():
                     self._on_run_resumed(event)
                 case StopRequested():
@@ -165,6 +168,18 @@ class Coordinator:
         if self._state.fleet.get(event.instance) is not None:  # it restarted before its end was noticed
             self._lose_instance(event.instance, "it joined anew")
         self._state.join(event.instance, event.version, event.kv_capacity, event.max_running)
+        self._replan()
+
+    def _on_instance_leaving(self, event: InstanceLeaving) -> None:
+        """Interrupt what runs on an instance: it goes on elsewhere from the tokens it has."""
+        instance = self._state.fleet.get(event.instance)
+        if instance is None:
+            return
+        for live in self._state.empty(instance):
+            self._history.note(live.id, f"{event.instance} leaves")
+            self._commands.append(
+                Interrupt(trajectory=live.id, epoch=live.epoch, instance=event.instance, cause=self._history.cause)
+            )
         self._replan()
 
     def _on_instance_reported(self, event: InstanceReported) -> None:
@@ -378,6 +393,11 @@ class Coordinator:
     def loads(self) -> dict[InstanceId, int]:
         """Trajectories that each instance is taken to be running. O(instances)."""
         return {i.instance: i.num_running for i in self._state.fleet}
+
+    def has_left(self, instance: InstanceId) -> bool:
+        """Whether an instance may be closed: it is gone, or it is leaving and runs nothing."""
+        found = self._state.fleet.get(instance)
+        return found is None or (found.max_running == 0 and not found.trajectories)
 
     def follow(self, trajectory: TrajectoryId) -> None:
         """Remember this trajectory's story only, however long the run. Before its first event."""

@@ -56,6 +56,13 @@ class InstanceLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceLeaving:
+    """A rollout instance is to be given up once it runs nothing; its `InstanceLost` follows then."""
+
+    instance: InstanceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceReported:
     """Progress of one instance. May be older than the commands already sent to it."""
 
@@ -134,6 +141,7 @@ Event = (
     | GroupsArrived
     | InstanceJoined
     | InstanceLost
+    | InstanceLeaving
     | InstanceReported
     | TrajectorySampled
     | TrajectoryInterrupted

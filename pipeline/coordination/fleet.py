@@ -150,6 +150,11 @@ class MutableFleet(Fleet):
         self._update(one)
         return one
 
+    def empty(self, instance: Instance) -> None:
+        """Give an instance nothing more: it may run no trajectory from now on."""
+        instance.max_running = 0
+        self._numbers[5, instance.row] = 0
+
     def lose(self, instance: Instance) -> None:
         """Remove an instance that runs nothing any more; the last row moves into its place."""
         if instance.trajectories:

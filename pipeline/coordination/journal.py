@@ -7,6 +7,7 @@ compressed (`events.jsonl.0001.gz`) at any time. Readers read all of them one af
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -22,7 +23,7 @@ from pipeline.coordination.commands import Command
 from pipeline.coordination.coordinator import Coordinator
 from pipeline.coordination.events import Event, NewGroup, RunResumed
 from stores.codec import Codec
-from stores.errors import ConfigError, ProtocolViolation
+from stores.errors import ConfigError, ProtocolViolation, StoreError
 from stores.in_flight import GroupInFlight, MemberInFlight
 from stores.staleness import Ending
 from stores.trajectory import AbortReason, Fate
@@ -69,12 +70,13 @@ class Replay:
 
 class Journal:
     """Appends entries to a file; flushed every entry, so that a killed run's journal is whole but for its last line.
-    closed: told of each part that is closed."""
+    closed: told of each part that is closed. Writing raises StoreError; closing does not."""
 
     def __init__(self, path: Path, closed: Callable[[Path], None] | None = None, part_bytes: int = PART_BYTES) -> None:
         self._path, self._closed, self._part_bytes = path, closed, part_bytes
         self._part = max(closed_parts(path), default=0) + 1
-        self._file: BinaryIO = path.open("ab")
+        with self._told():
+            self._file: BinaryIO = path.open("ab")
         self._begin()
 
     def _begin(self) -> None:
@@ -84,8 +86,9 @@ class Journal:
 
     def _write(self, value: Any) -> None:
         line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-        self._file.write(line)
-        self._file.flush()
+        with self._told():
+            self._file.write(line)
+            self._file.flush()
         self._bytes += len(line)
 
     def append(self, now: float, event: Event, answered: Sequence[Command]) -> None:
@@ -94,17 +97,29 @@ class Journal:
             self._close_part()
 
     def _close_part(self) -> None:
-        self._file.close()
         part = self._path.with_name(f"{self._path.name}.{self._part:04}")
-        self._path.rename(part)
-        self._part += 1
-        self._file = self._path.open("ab")
+        with self._told():
+            self._file.close()
+            self._path.rename(part)
+            self._part += 1
+            self._file = self._path.open("ab")
         self._begin()
         if self._closed is not None:
             self._closed(part)
 
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Raise a failure to write as a StoreError of one line."""
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"{self._path}: cannot be written: {error.strerror}; free space or move runs_dir"
+            ) from error
+
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written has been said
+            self._file.close()
 
 
 def closed_parts(path: Path) -> dict[int, Path]:

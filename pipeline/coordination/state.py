@@ -315,6 +315,12 @@ class CoordinatorState:
         self._fleet.join(instance, version, kv_capacity, max_running, in_transit=arriving)
         self._room_changed = self._routing_changed = self._all_loads_changed = True
 
+    def empty(self, instance: Instance) -> list[LiveTrajectory]:
+        """Route nothing more to an instance. Returns what runs there and is not on its way from it yet."""
+        self._fleet.empty(instance)
+        running = (self._live[member] for member in instance.trajectories)
+        return [live for live in running if not live.leaving]
+
     def lose(self, instance: Instance) -> None:
         """Remove an instance, after everything that ran on it was queued or given up."""
         self._fleet.lose(instance)

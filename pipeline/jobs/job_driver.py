@@ -1,8 +1,8 @@
 """The driver of a submitted job, as a Dask task: when its worker dies it restarts on another one.
 
-It runs in a thread of one of the workers that its job was given. After a restart, and after the loss of the trainer or
-the trajectory server, it resumes from the run's newest resume point. A job ends as done, stopped on request, or failed
-with a reason.
+It runs in a thread of one of the workers that its job was given. After a restart, and after a loss that the run could
+not make good by itself, it resumes from the run's newest resume point. A job ends as done, stopped on request, or
+failed with a reason.
 
 Whoever submits a job imports this module too, so torch and the store are loaded only where a driver runs.
 """
@@ -98,7 +98,7 @@ async def _run_to_end(submission: Submission, slot: DriverSlot, client: Any, sch
     """Run the job, resuming after recoverable losses. Returns the final state and the reason, if any."""
     config = on_this_cluster(submission, scheduler)
     async with claimed_for_job(config, submission):
-        if not (config.run_dir / "store").is_dir():  # where it was submitted, not all of this could be checked
+        if not (config.run_dir / "store").exists():  # where it was submitted, not all of this could be checked
             await asyncio.to_thread(check_job, config)
         return await _resume_to_end(config, submission, slot, client)
 
@@ -110,7 +110,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
 
     trained, resumes = -1, 0
     while True:
-        exists = (config.run_dir / "store").is_dir()
+        exists = (config.run_dir / "store").exists()
         steps, ended = committed_steps(config.run_dir) if exists else (0, False)
         if ended and steps >= config.steps:
             return "done", ""

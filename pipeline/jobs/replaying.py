@@ -40,7 +40,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> RunRepl
     if not journal.files(run_dir / "events.jsonl"):
         raise ConfigError(f"{run_dir}: no recorded events; the run was killed before its first, or they were removed")
     # Read before the journals: a run in progress records events before it stores their step.
-    stored = VersionedStore.open(run_dir / "store").summary() if (run_dir / "store").is_dir() else None
+    stored = VersionedStore.open(run_dir / "store").summary() if (run_dir / "store").exists() else None
     result = journal.Replay(num_events=0, num_commands=0, difference="")
     story: list[str] = []
     torn: list[str] = []

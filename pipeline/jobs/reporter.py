@@ -69,6 +69,7 @@ class Reporter:
             **CODEC.encode(snapshot),
             "doing": self._doing,
             "losses": list(outcomes.losses),
+            "fleet": outcomes.instances,
             "bound": self._bound,
             "limit": next(reversed(outcomes.limits.values()), ""),
             "evaluations": [{name: getattr(e, name) for name in EVALUATED} for e in outcomes.evaluations],
@@ -94,7 +95,7 @@ class Reporter:
                 one.removeHandler(handler)
 
     async def attend(self, driver: Driver, cluster: DaskWorkers) -> None:
-        """Report regularly while the driver runs; stop it when requested."""
+        """Report regularly while the driver runs; stop it, or retire an instance, when requested."""
         while True:
             state, why = "running", ""
             if cluster.waiting:
@@ -103,6 +104,8 @@ class Reporter:
                 if driver.training:
                     state, why = "running", f"goes on without {what}"
             more = {"decisions": driver.decisions(DECISIONS), "tokens_sampled": driver.tokens_sampled()}
+            for worker in await board.ask(cluster.client, "leaving", id=self.id):
+                self._log(driver.retire(worker) or f"retiring {worker}")
             stop = await self.report(cluster.client, state, why, more)
             if stop:
                 driver.stop(stop)

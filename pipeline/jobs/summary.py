@@ -48,7 +48,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
 
     staleness: Counter[int] = Counter()
     bias: Bias | None = None
-    if (run_dir / "store").is_dir():  # missing if the run was stopped while its actors started
+    if (run_dir / "store").exists():  # missing if the run was stopped while its actors started
         store = VersionedStore.open(run_dir / "store")
         table = store.table()
         bias = bias_report(store)

@@ -26,7 +26,7 @@ from pipeline.offline.texts import shown_texts
 from pipeline.run_page.lanes import JournalIndex
 from pipeline.runtime.evaluation import Evaluation, read_evaluations
 from pipeline.runtime.resumption import parts
-from pipeline.runtime.run_folder import LOCK, load_job
+from pipeline.runtime.run_folder import LOCK, load_job, require_run
 from stores.base import StepRecord
 from stores.bias import bias_of
 from stores.errors import ConfigError
@@ -149,8 +149,7 @@ class RunReader:
     """Reads a run's folder. Safe for threads. Raises ConfigError if the folder holds no run."""
 
     def __init__(self, run_dir: Path) -> None:
-        if not (run_dir / "config.toml").is_file():
-            raise ConfigError(f"{run_dir}: no such run; `staleflow store ls` lists runs")
+        require_run(run_dir)
         self.run_dir = run_dir
         self._job: tuple[int, RunConfig] = (-1, load_job(run_dir))
         self._stored: dict[str, Stored] = {}
@@ -172,7 +171,7 @@ class RunReader:
     def stored(self, branch: str = MAIN) -> Stored | None:
         """The store as it is now; None if the run has not stored anything yet. Raises ConfigError, StoreError."""
         path = self.run_dir / "store"
-        if not path.is_dir():
+        if not path.exists():
             return None
         with self._lock:
             store = VersionedStore.pinned(path, branch)

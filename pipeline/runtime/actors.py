@@ -5,8 +5,8 @@ Invariants:
 - A call that hands on an actor (NamedActor) may take call_s longer: its own call to that one has to fail first, so
   that who failed is who counts as lost, not who asked. What was slow and answers again is lost to nobody.
 - Rollout instances and reward workers are replaced by those who use them: what they held is known elsewhere. The
-  trainer holds state of its own and is restored (restoring.py); whoever called it is kept waiting and asks again. The
-  loss of the trajectory server ends the run with what was committed.
+  trainer and the trajectory server hold state of their own and are restored (restoring.py); who called one is kept
+  waiting, and its call is made again.
 - None is replaced more than REPLACEMENTS times an hour. An instance's replacement has its own name: late answers
   of the old one are not taken for the new one's.
 - An instance counts as serving a version only after it has proved to hold the weights that were published under it.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from pipeline.config import actor_settings
 from pipeline.config.model_facts import ModelFacts
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Command
+from pipeline.runtime.background import side_by_side
 from pipeline.runtime.base import Placed, Workers
 from pipeline.runtime.clock import now_s
 from pipeline.runtime.restoring import Restoring
@@ -85,6 +86,8 @@ class InstanceHandle:
     version: PolicyVersion = PolicyVersion(0)
     fetching: PolicyVersion | None = None
     """The version it is about to serve, while it pulls."""
+    loading: bool = False
+    """Whether its engine loads weights, which has a deadline of its own: it need not sample meanwhile."""
     fingerprint: str = ""
     """Fingerprint of the weights it holds; empty until its first pull."""
     drift: float = 0.0
@@ -111,8 +114,13 @@ class Actors:
         self._facts = facts
         self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._lost_at: dict[str, list[float]] = {}
+        self._retired: list[int] = []
+        """Indices of the instances that were retired, each time."""
         self._earlier_starts = 0
+        self._trainer_host = ""
         self._placing_parameters = asyncio.Lock()
+        self._unanswering: set[str] = set()
+        """Addresses of processes whose parameter server did not answer: no further one is placed there."""
         self._published: dict[PolicyVersion, StepResult] = {}
         self._transfers = Transfers(self, config.deadlines.call_s)
         self._trained: dict[PolicyVersion, str] = {}
@@ -180,10 +188,9 @@ class Actors:
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
-        stored = resumption is not None and (self._run_dir / "store").is_dir()
-        settings = actor_settings.server_settings(config, self._run_dir / "store", self._facts.context, resumed=stored)
-        await _all(
-            workers.place("server", "server", TrajectoryServer, settings, begin_s),
+        stored = resumption is not None and (self._run_dir / "store").exists()
+        await side_by_side(
+            self.place_server(begin_s, resumed=stored),
             self.place_trainer(),
             *(self.place_reward(f"reward-{i}") for i in range(config.reward.workers)),
             *(self.place_instance(i) for i in range(config.rollout.instances)),
@@ -195,7 +202,7 @@ class Actors:
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
         await self.publish_initial(version, "" if resumption is None else resumption.fingerprint)
         if version:
-            await _all(*(self.pull(instance, version) for instance in self.instances.values()))
+            await side_by_side(*(self.pull(instance, version) for instance in self.instances.values()))
 
     @property
     def starting(self) -> str:
@@ -220,7 +227,7 @@ class Actors:
     async def place_trainer(self) -> Placed:
         """Place the trainer, which has to `publish_initial` first. Raises as Workers.place does."""
         config = self._config
-        return await self._workers.place(
+        placed = await self._workers.place(
             "trainer",
             "trainer",
             Trainer,
@@ -231,11 +238,21 @@ class Actors:
             str(self._run_dir / "resume"),
             config.training.resume_every,
         )
+        self._trainer_host = placed.host
+        return placed
+
+    async def place_server(self, begin_s: float, *, resumed: bool) -> Placed:
+        """Place the trajectory server. begin_s: the present moment on the run's clock. resumed: it has the store, and
+        what it finds in the spool. Raises as Workers.place does."""
+        settings = actor_settings.server_settings(
+            self._config, self._run_dir / "store", self._facts.context, resumed=resumed
+        )
+        return await self._workers.place("server", "server", TrajectoryServer, settings, begin_s)
 
     async def place_instance(self, index: int) -> InstanceHandle:
         """Place instance `index`; under a new name if it replaces one, so that late answers of the old do not match."""
         config = self._config
-        attempt = len(self._lost_at.get(f"rollout-{index}", ()))
+        attempt = len(self._lost_at.get(f"rollout-{index}", ())) + self._retired.count(index)
         name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
         placed = await self._workers.place(
             name,
@@ -258,14 +275,15 @@ class Actors:
         return instance
 
     async def _place_parameters(self, neighbour: Placed) -> None:
-        """Place a parameter server on the neighbour's host if it has none, in the process of an actor that is there
-        anyway: its calls are short and asynchronous."""
+        """Place a parameter server on the neighbour's host if it has none: beside the trajectory server, if that is
+        there and answers, else beside the neighbour. Its calls are short and asynchronous."""
         name = f"parameters-{neighbour.host}"
         async with self._placing_parameters:
             if name in self._workers.placed:
                 return
-            server = self._workers.placed["server"]
-            beside = server if server.host == neighbour.host else neighbour
+            server = self._workers.placed.get("server")
+            fit = server is not None and server.host == neighbour.host and server.address not in self._unanswering
+            beside = server if server is not None and fit else neighbour
             call_s = self._config.deadlines.call_s
             await self._workers.place_beside(beside, name, "parameters", ParameterServer, self._folder, call_s)
 
@@ -274,7 +292,7 @@ class Actors:
     def publish(self, result: StepResult) -> None:
         """Note a published version; instances can pull it from now on."""
         self._published[result.version] = result
-        self._transfers.publish(result.version, self._workers.placed["trainer"].host, result.num_bytes)
+        self._transfers.publish(result.version, self._trainer_host, result.num_bytes)
 
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -294,7 +312,15 @@ class Actors:
     async def train_again(self, step: int) -> None:
         """Have a restored trainer train a step on the rows that the server still has, and publish the version. Raises
         ActorLost if it comes to other weights than before."""
-        result: StepResult = await self.ask_once("trainer", "train", SERVER, step, (), (), deadline="train_s")
+        while True:
+            asked_s = now_s()
+            try:
+                result: StepResult = await self.ask_once("trainer", "train", SERVER, step, (), (), deadline="train_s")
+                break
+            except ActorLost as lost:
+                if lost.who != "server":
+                    raise
+                await self.restoring.restored(lost, asked_s)
         if result.fingerprint != self._trained[result.version]:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({result.fingerprint}) than "
@@ -319,18 +345,24 @@ class Actors:
         self.publish(initial)
 
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
-        """Load a version on an instance, and check that it then holds what was published. Raises ProtocolViolation if
-        it holds something else."""
+        """Load a version on an instance, or the newest if nobody has that one any more, and check that it then holds
+        what was published. Raises ProtocolViolation if it holds something else."""
         instance.fetching = version
         try:
             await self._pull(instance, version)
+        except TransferFailed as failed:  # it went with the host of a lost trainer, which came back on another
+            newest = max(self._published)
+            logger.warning("%s: %s; it pulls version %d", instance.id, failed, newest)
+            instance.fetching = newest
+            await self._pull(instance, newest)
         finally:
-            instance.fetching = None
+            instance.fetching, instance.loading = None, False
 
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         begin = now_s()
         path = await self._fetch(instance.placed, version)
         within_s = self._transfers.within_s(version)
+        instance.loading = True
         loaded: Loaded = await self.ask(
             instance.placed.name, "pull", version, path, self._probe, deadline="call_s", within_s=within_s
         )
@@ -356,7 +388,8 @@ class Actors:
 
     async def _fetch(self, placed: Placed, version: PolicyVersion) -> str:
         """The path of a version on an actor's host, brought there if it is not there. Waits for as long as nobody can
-        hand it on: whether those are gone is for their own calls to tell. Raises ActorLost if the actor itself is."""
+        hand on the newest: whether those are gone is for their own calls to tell. Raises ActorLost if the actor itself
+        is, TransferFailed if nobody hands on an older one."""
         name = f"parameters-{placed.host}"
         while True:
             for one in (await self._trainer(), placed):
@@ -365,26 +398,23 @@ class Actors:
             try:
                 return await self._transfers.fetch(version, placed.host)
             except TransferFailed as failed:
+                if version < max(self._published):
+                    raise
                 logger.warning("%s waits for weights: %s", placed.name, failed)
                 await asyncio.sleep(AGAIN_S)
-            except ActorLost:
+            except ActorLost as lost:
                 if server.address == placed.address:
-                    raise
+                    raise ActorLost(f"{placed.name}: {lost}", placed.name) from lost
                 if self._workers.placed.get(name) is server:
                     logger.warning("%s on %s does not answer; %s gets another", name, server.address, placed.host)
                     self._workers.forget(name)
+                    self._unanswering.add(server.address)
 
     async def _trainer(self) -> Placed:
         """Where the trainer is, once it is there."""
         while "trainer" not in self._workers.placed:
             await self.restoring.restored(ActorLost("trainer is gone", "trainer"), now_s())
         return self._workers.placed["trainer"]
-
-    async def pull_all(self, version: PolicyVersion) -> None:
-        """Load a version on every instance that serves another."""
-        for instance in list(self.instances.values()):
-            if instance.version != version:
-                await self.pull(instance, version)
 
     async def prune(self, wanted: set[PolicyVersion]) -> None:
         """Remove the versions that no instance uses or fetches and that are not `wanted`. A host where that fails keeps
@@ -422,6 +452,19 @@ class Actors:
         if len(recent) > REPLACEMENTS:
             raise ActorLost(f"{role} was lost {len(recent)} times within an hour, last: {lost}") from lost
 
+    async def spare(self) -> bool:
+        """Whether there is a worker for a further instance."""
+        return await self._workers.spare("rollout")
+
+    async def retire(self, instance: InstanceHandle) -> None:
+        """Close an instance that runs nothing, and let its worker leave the cluster. No loss. Never raises."""
+        self.instances.pop(instance.id, None)
+        self._retired.append(instance.index)
+        with contextlib.suppress(Exception):
+            await self.ask_once(instance.placed.name, "close", within_s=CLOSE_S)
+        if instance.placed.name in self._workers.placed:
+            await self._workers.retire(instance.placed.name)
+
     async def close(self) -> None:
         """Close all actors, the engines first: they may still use what the others hold. Never raises."""
         await self.restoring.end()
@@ -429,15 +472,3 @@ class Actors:
         for placed in sorted(self._workers.placed.values(), key=lambda p: order.get(p.role, 3)):
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await self.ask(placed.name, "close", within_s=CLOSE_S)
-
-
-async def _all(*work: Coroutine[Any, Any, Any]) -> None:
-    """Run all of these side by side; at the first failure cancel the rest and raise it."""
-    tasks = [asyncio.ensure_future(w) for w in work]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

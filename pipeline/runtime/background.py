@@ -1,13 +1,15 @@
-"""Work of a run that nobody waits for: endless loops, and calls whose results come back as events."""
+"""Work that runs side by side: that of a run which nobody waits for, and several calls whose results are."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Background:
@@ -32,3 +34,15 @@ class Background:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(ended)
+
+
+async def side_by_side(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Run all of these at once; returns their results in order. At the first failure cancel the rest and raise it."""
+    tasks = [asyncio.ensure_future(w) for w in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

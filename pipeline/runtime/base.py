@@ -59,6 +59,15 @@ class Workers(Protocol):
         """Give up a light actor alone: its process, and what runs there, are left as they are."""
         ...
 
+    async def spare(self, role: str) -> bool:
+        """Whether a worker could take `role` at once that nobody else waits for."""
+        ...
+
+    async def retire(self, name: str) -> None:
+        """Give up an actor that has closed, with whatever was placed beside it, and let its process leave the cluster
+        for good. Never raises."""
+        ...
+
     def lose(self, name: str) -> None:
         """Give up an actor that is gone, with whatever was placed beside it. Its process is not used again."""
         ...

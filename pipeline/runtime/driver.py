@@ -9,8 +9,8 @@ Invariants:
   server: what a step consumed is queued for commit before its version is announced to the coordinator. A step begins
   only when at most one trained before it is not stored.
 - A lost rollout instance or reward worker is an event, not an exception: it is replaced, and what it held is sampled
-  or scored again. A lost trainer is restored from its resume point, and sent its step again. The loss of the server, or
-  a failed commit, ends the run with one error.
+  or scored again. The trainer and the trajectory server are restored (restoring.py), and what they were asked is asked
+  again. A failed commit ends the run with one error.
 - A stop lets the training step in flight finish; a second stop does not.
 - Whatever happens, `close` leaves no task behind and does not raise.
 """
@@ -120,6 +120,7 @@ class Driver:
             self._cost_watch,
             self._background,
             self._inbox.put_nowait,
+            self._coordinator.has_left,
             lambda: self._measurements.elapsed_s,
         )
         self._drift_said = False
@@ -151,6 +152,7 @@ class Driver:
         self._background.spawn(self._commits.work(), "commits")
         self._background.spawn(self._tick(), "clock")
         self._background.spawn(self._actors.restoring.watch(), "watch")
+        self._background.spawn(self._membership.grow(), "growth")
         for work in self._scoring.work():
             self._background.spawn(work, "scoring")
         self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
@@ -164,7 +166,8 @@ class Driver:
             self._sum_up()
         if not self.outcomes.stopped:
             version = self._coordinator.ledger.version
-            await self._actors.pull_all(version)
+            self._membership.rest()  # the links would take the evaluation's answers for the run's
+            await self._membership.pull_all(version)
             await self._evaluate(version)
         self._note(await self._actors.ask("server", "held_out_notice"))
         await self._actors.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
@@ -221,6 +224,10 @@ class Driver:
         self.outcomes.stopped = self._stop_requested = self._stop_requested or why
         logger.info("stopping: %s", why)
 
+    def retire(self, worker: str) -> str:
+        """Have the rollout instance on a worker go; see Membership.retire."""
+        return self._membership.retire(worker)
+
     async def close(self) -> None:
         """Stop all tasks, close all actors; never raises."""
         while tasks := [t for t in self._tasks() if not t.done()]:  # an ending one may have spawned another
@@ -247,14 +254,14 @@ class Driver:
             if isinstance(item, StepResult):
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
-                    self._give_up_rest()
+                    await self._give_up_rest()
             if self._is_progress(item) or self._commits.full or self._actors.restoring.busy:  # these have deadlines
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
                 break
             self._check_progress(now_s() - last_progress)
-        self._give_up_rest()
+        await self._give_up_rest()
         step = self._coordinator.ledger.next_step
         self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
 
@@ -269,8 +276,11 @@ class Driver:
             case _:
                 return True
 
-    def _give_up_rest(self) -> None:
-        """Have the coordinator give up what is in flight; redundancy may leave something even after the last step."""
+    async def _give_up_rest(self) -> None:
+        """Have the coordinator give up what is in flight; redundancy may leave something even after the last step. Of a
+        run that is stopped before, the trajectory server has all tokens by then: it goes on with them when resumed."""
+        if self._stop_requested and any(self._coordinator.loads().values()):
+            await self._membership.save_all()
         self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
 
     def _check_progress(self, still_s: float) -> None:
@@ -380,6 +390,7 @@ class Driver:
             await asyncio.sleep(TICK_S)
             self._inbox.put_nowait(Tick())
             snapshot = self._coordinator.snapshot()
+            self.outcomes.instances = self._membership.line
             self._measurements.ticked(snapshot)
             if self._cost_watch.drifted and not self._drift_said:
                 self._drift_said = True
@@ -395,8 +406,9 @@ class Driver:
         if not self._config.task.eval_prompts or self._config.emulated:  # there is no policy to judge
             return
         self._say(f"evaluating version {version}")
-        self._membership.rest()  # the links would take the evaluation's answers for the run's
-        evaluation = await evaluate(self._actors, self._config, version, self._prints, self._changed)
+        evaluation = await evaluate(
+            self._actors, self._membership, self._scoring, self._config, version, self._prints, self._changed
+        )
         asked = self._config.task
         self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.eval_source or asked.source))
         self.outcomes.evaluations.append(evaluation)

@@ -6,23 +6,27 @@ the mean, as in a batch's), the standard error, and fingerprints of the reward, 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.schema import RunConfig
+from pipeline.runtime.background import side_by_side
 from stores.errors import StoreError
 from stores.files import replace_text
 from tasks.scoring import ScoredResponse
 
 if TYPE_CHECKING:  # else whoever only reads evaluations would load torch
-    from pipeline.runtime.actors import Actors
+    from pipeline.runtime.actors import Actors, InstanceHandle
+    from pipeline.runtime.membership import Membership
+    from pipeline.runtime.scoring import Scoring
+    from tasks.actors.rollout_instance import Evaluated
+    from tasks.prompts import HeldOut
 
 NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
 
@@ -159,20 +163,31 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 
 
 async def evaluate(
-    actors: Actors, config: RunConfig, version: int, prints: Mapping[str, str], changed: Sequence[str] = ()
+    actors: Actors,
+    membership: Membership,
+    scoring: Scoring,
+    config: RunConfig,
+    version: int,
+    prints: Mapping[str, str],
+    changed: Sequence[str] = (),
 ) -> Evaluation:
-    """Evaluate a sampled and a greedy response to each held-out prompt, spread over the instances. prints, changed: as
-    in `Evaluation.of`."""
+    """Evaluate a sampled and a greedy response to each held-out prompt, spread over the instances; what one that is
+    lost had to answer is answered by its replacement. prints, changed: as in `Evaluation.of`."""
     limit_s = config.deadlines.train_s
     prompts = await actors.ask("server", "held_out", config.task.eval_prompts, within_s=limit_s)
-    names = list(actors.instances)
-    shares = [prompts[i :: len(names)] for i in range(len(names))]
+    places = [instance.index for instance in actors.instances.values()]
+    shares = [prompts[i :: len(places)] for i in range(len(places))]
+
+    def answering(share: list[HeldOut], greedy: bool) -> Callable[[InstanceHandle], Awaitable[list[Evaluated]]]:
+        asked = [p.tokens for p in share]
+        return lambda one: actors.ask(one.placed.name, "evaluate", asked, greedy, limit_s, within_s=limit_s)
+
     scores: dict[bool, list[ScoredResponse]] = {}
     for greedy in (False, True):
-        answers = await asyncio.gather(
+        answers = await side_by_side(
             *(
-                actors.ask(name, "evaluate", [p.tokens for p in share], greedy, limit_s, within_s=limit_s)
-                for name, share in zip(names, shares, strict=True)
+                membership.while_resting(place, answering(share, greedy))
+                for place, share in zip(places, shares, strict=True)
             )
         )
         tokens = [a.tokens for share in answers for a in share]
@@ -180,7 +195,7 @@ async def evaluate(
         texts = await actors.ask("server", "decode", [tokens[i] for i in answered], within_s=limit_s)
         records = [p.record for share in shares for p in share]
         items = [(text, records[i]) for i, text in zip(answered, texts, strict=True)]
-        scored = await actors.ask("reward-0", "score_texts", items, within_s=limit_s)
+        scored = await scoring.score_texts(items, limit_s)
         found = dict(zip(answered, scored, strict=True))
         scores[greedy] = [found.get(i, NO_RESPONSE) for i in range(len(tokens))]
     return Evaluation.of(version, scores[False], scores[True], prints, changed)

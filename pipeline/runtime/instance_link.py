@@ -121,7 +121,7 @@ class InstanceLink:
         while True:
             await asyncio.sleep(REPORT_S)
             load: EngineLoad = await self._actors.ask(self._name, "report")
-            still_s = self._stillness.observe(load, now_s())
+            still_s = self._stillness.observe(load, now_s(), loading=instance.loading)
             if still_s:
                 raise ActorLost(
                     f"{self._name} has {load.running} trajectories to sample and has sampled nothing for "
@@ -151,11 +151,11 @@ class Stillness:
         self._seen: object = None
         self._since_s = 0.0
 
-    def observe(self, load: EngineLoad, now: float) -> float:
+    def observe(self, load: EngineLoad, now: float, *, loading: bool = False) -> float:
         """Seconds that the engine has stood still once they exceed the allowed ones, else 0. Loading weights, taking in
-        a request and ending one count as signs of work too."""
+        a request and ending one count as signs of work too. loading: whether it is just loading some."""
         sign = (load.version, load.tokens_sampled, load.progress)
-        if sign != self._seen or not load.running:
+        if sign != self._seen or not load.running or loading:
             self._seen, self._since_s = sign, now
         still_s = now - self._since_s
         return still_s if still_s > self._allowed_s else 0.0

@@ -39,6 +39,8 @@ class Outcomes:
     """What limited the run; None if no step was trained since it was last started."""
     profile: Profile | None = None
     """The cost model and latencies of this run, for simulations of it; None if it sampled too little."""
+    instances: str = ""
+    """How many instances the run has at the moment, and how many it misses."""
     losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)

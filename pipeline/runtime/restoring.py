@@ -1,8 +1,10 @@
-"""Restoring the trainer after a loss, from its resume point, while the engines stay loaded and go on sampling.
+"""Restoring the roles that hold state of their own, while the engines stay loaded and go on sampling: the trainer from
+its resume point, the trajectory server from store and spool.
 
 Invariants:
 - A role is restored once for each loss, however many callers saw it: they wait for the same restoration, and are asked
-  again once it is there.
+  again once it is there. All that the trajectory server is asked may be asked twice.
+- A trajectory server that is back has all that the one before it acknowledged (stores/spool.py).
 - A trainer that is back holds the weights that were published last, by their fingerprint. It has trained the steps
   since its resume point again, on the same rows in the same order; if it comes to other weights, as kernels that are
   not deterministic may, the run ends and says so. Resuming it repeats those steps, so that the store has one history.
@@ -26,11 +28,11 @@ from stores.trajectory import PolicyVersion
 logger = logging.getLogger(__name__)
 
 WATCH_S = 2.0
-"""Seconds between two looks whether the trainer is there."""
+"""Seconds between two looks whether the roles are there."""
 
 
 class Roles(Protocol):
-    """The actors of one run, as far as the trainer's restoration goes; see Actors."""
+    """The actors of one run, as far as restoring goes; see Actors."""
 
     @property
     def trained(self) -> Mapping[PolicyVersion, str]: ...
@@ -38,6 +40,8 @@ class Roles(Protocol):
     async def ask(self, name: str, method: str, *args: Any, deadline: Literal["train_s"]) -> Any: ...
 
     def lose(self, name: str, lost: ActorLost, now: float) -> None: ...
+
+    async def place_server(self, begin_s: float, *, resumed: bool) -> Placed: ...
 
     async def place_trainer(self) -> Placed: ...
 
@@ -70,11 +74,12 @@ class Restoring:
         return bool(self._under_way)
 
     async def watch(self) -> None:
-        """Notice, for ever, the loss of a trainer that nobody calls: engines may wait for weights that went with it.
-        One that is only slow to answer is at work."""
+        """Notice, for ever, the loss of a role that nobody calls: engines may wait for weights that went with it. One
+        that is only slow to answer is at work."""
         while True:
             await asyncio.sleep(WATCH_S)
             await self._actors.ask("trainer", "version", deadline="train_s")
+            await self._actors.ask("server", "held_out_notice", deadline="train_s")
 
     async def end(self) -> None:
         """Restore nothing any more."""
@@ -87,13 +92,13 @@ class Restoring:
     async def restored(self, lost: ActorLost, asked_s: float) -> None:
         """Wait until the actor that a call found lost is there again. asked_s: when the call was made. Raises `lost` if
         it is none that can be restored, and ActorLost if that fails."""
-        if lost.who != "trainer" or self._elapsed_s is None:
+        if lost.who not in ("trainer", "server") or self._elapsed_s is None:
             raise lost
         if self._done_s.get(lost.who, -1.0) >= asked_s:
             return
         task = self._under_way.get(lost.who)
         if task is None:
-            task = self._under_way[lost.who] = asyncio.ensure_future(self._restore_trainer(lost, self._elapsed_s))
+            task = self._under_way[lost.who] = asyncio.ensure_future(self._restore(lost, self._elapsed_s))
             task.add_done_callback(lambda done: self._ended(lost.who, done))
         await asyncio.shield(task)
 
@@ -103,20 +108,25 @@ class Restoring:
         if not done.cancelled():
             done.exception()  # whoever waits for it raises it
 
-    async def _restore_trainer(self, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
-        """Place the trainer again until it comes back. Raises ActorLost."""
+    async def _restore(self, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
+        """Place a role again until it comes back. Raises ActorLost."""
+        role = lost.who
         while True:
             point = self._newest_point(max(self._actors.trained))
-            if point is None:
+            if role == "trainer" and point is None:
                 raise lost
-            self._actors.lose("trainer", lost, elapsed_s())
+            self._actors.lose(role, lost, elapsed_s())
             try:
-                await self._bring_back(point)
+                if role == "trainer":
+                    await self._bring_trainer_back(point or PolicyVersion(0))
+                else:
+                    placed = await self._actors.place_server(elapsed_s(), resumed=True)
+                    logger.warning("the trajectory server is back on %s with its store and spool", placed.address)
                 return
             except NoFreeWorker as error:
-                raise ActorLost(f"{lost}; {error}", lost.who) from error
+                raise ActorLost(f"{lost}; {error}", role) from error
             except ActorLost as again:
-                if again.who != "trainer":
+                if again.who != role:
                     raise
                 lost = again
 
@@ -127,7 +137,7 @@ class Restoring:
             return None
         return max((v for v in self._points.whole() if v <= version), default=PolicyVersion(0))
 
-    async def _bring_back(self, point: PolicyVersion) -> None:
+    async def _bring_trainer_back(self, point: PolicyVersion) -> None:
         """Place a trainer, and have it train again what was trained after the point."""
         actors, version = self._actors, max(self._actors.trained)
         placed = await actors.place_trainer()

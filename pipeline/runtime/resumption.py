@@ -1,7 +1,7 @@
 """Resuming a stored run: the version to continue from, and the preparation of its folder.
 
 A run is resumed from its newest resume point that the store has reached. Steps committed after it are undone (they stay
-readable on a branch), and what was in flight is lost; everything else is kept.
+readable on a branch), and what was in flight goes on (pipeline/coordination/taking_up.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from stores.trajectory import PolicyVersion
 MAY_CHANGE = (
     "steps",
     "rollout.instances",
+    "rollout.max_instances",
+    "rollout.min_instances",
     "cluster.",
     "deadlines.",
     "training.checkpoint_every",
@@ -83,7 +85,7 @@ def reached(config: RunConfig) -> PolicyVersion:
     from stores.versioned import VersionedStore
 
     run_dir = config.run_dir
-    if not (run_dir / "store").is_dir():
+    if not (run_dir / "store").exists():
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
     refuse_unfit(config, store.header)
@@ -128,11 +130,12 @@ def prepare(config: RunConfig) -> Resumption:
     from stores.versioned import VersionedStore
 
     run_dir, version = config.run_dir, reached(config)
-    if not (run_dir / "store").is_dir():
+    if not (run_dir / "store").exists():
         write_job(config)
         return Resumption(version=version, earlier_starts=_last_number(run_dir))
     try:
-        VersionedStore.rewind(run_dir / "store", version)
+        # Of what the run gave up when it was stopped, the spool has everything: it goes on with it.
+        VersionedStore.rewind(run_dir / "store", version, undo_end=(run_dir / "spool").is_dir())
         ResumePoints(run_dir / "resume").remove_after(version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
         _set_aside(run_dir)

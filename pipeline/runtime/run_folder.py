@@ -55,6 +55,9 @@ def refuse_used(run_dir: Path) -> None:
 
 def require_run(run_dir: Path) -> None:
     """Raise ConfigError unless the folder holds a run."""
+    if str(run_dir).startswith("s3:"):  # a path has lost a slash of the URL
+        url = str(run_dir).replace("s3:", "s3:/", 1)
+        raise ConfigError(f"{url}: only the store is in a bucket; name the run's folder, which has all else")
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no such run; `staleflow store ls` lists runs")
 

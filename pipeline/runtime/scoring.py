@@ -16,6 +16,7 @@ from pipeline.coordination.events import TrajectoryScored
 from pipeline.runtime.actors import SERVER, Actors
 from stores import errors
 from stores.trajectory import TrajectoryId
+from tasks.scoring import ScoredResponse
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,21 @@ class Scoring:
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """An endless coroutine for each reward worker, to be run side by side."""
         return [self._score_on(f"reward-{i}") for i in range(self._config.reward.workers)]
+
+    async def score_texts(self, items: list[tuple[str, Any]], within_s: float) -> list[ScoredResponse]:
+        """Score (response, record) pairs that belong to no trajectory, while nothing else is scored. A reward worker
+        that is lost is replaced, and scores them again."""
+        while True:
+            try:
+                scored: list[ScoredResponse] = await self._actors.ask(
+                    "reward-0", "score_texts", items, within_s=within_s
+                )
+                return scored
+            except (errors.ActorLost, errors.ActorFailed) as lost:
+                if lost.who != "reward-0":
+                    raise
+                self._actors.lose("reward-0", lost, self._elapsed_s())
+                await self._actors.place_reward("reward-0")
 
     async def _score_on(self, name: str) -> None:
         """Feed one reward worker; replace it when it is lost, and score again what it held."""

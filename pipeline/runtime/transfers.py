@@ -93,8 +93,10 @@ class Transfers:
         self._num_bytes: dict[PolicyVersion, int] = {}
 
     def publish(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
-        """Note that a version is on a host, to be fetched from there."""
-        self._trees[version], self._num_bytes[version] = Tree(host), num_bytes
+        """Note that a version is on a host, to be fetched from there; maybe on another as well, if it was published
+        again."""
+        self._trees.setdefault(version, Tree(host)).arrived(host)
+        self._num_bytes[version] = num_bytes
 
     def within_s(self, version: PolicyVersion) -> float:
         """Seconds that reading, hashing or loading a version may take."""

@@ -31,6 +31,9 @@ from stores.errors import ActorLost, ConfigError, StaleflowError
 
 logger = logging.getLogger(__name__)
 
+RETIRE_TRIES = 5
+"""How often the scheduler is asked, a second apart, to let a worker go: it refuses while it counts an actor as there,
+which it may for a moment after that was released."""
 ADMITTED_POLL_S = 0.5
 """Seconds between two questions of a run that waits whether it has its workers."""
 FILE_S = 10.0
@@ -164,6 +167,30 @@ class DaskWorkers:
             restart = asyncio.ensure_future(self._restart(lost.address))
             self.restarts.add(restart)
             restart.add_done_callback(self.restarts.discard)
+
+    async def retire(self, name: str) -> None:
+        """Give up an actor that has closed, and let its process leave the cluster for good. Never raises."""
+        leaving = self.placed[name]
+        self.lost.add(leaving.address)
+        for other in [p.name for p in self.placed.values() if p.address == leaving.address]:
+            self.forget(other)
+        for _ in range(RETIRE_TRIES):
+            with contextlib.suppress(Exception):
+                if await self.client.retire_workers([leaving.address]):
+                    return
+            await asyncio.sleep(1.0)
+        logger.warning("%s does not leave the cluster; nothing of the run is on it any more", leaving.address)
+
+    async def spare(self, role: str) -> bool:
+        """Whether a worker could take `role` at once that no other run waits for."""
+        if self.shared:
+            jobs = await board.ask(self.client, "jobs")
+            if any(job["state"] == "waiting" and job["id"] != self.job for job in jobs):
+                return False
+        async with self.choosing:
+            workers = await self._workers()
+            held = await board.ask(self.client, "held", id=self.job) if self.shared else {}
+            return bool(self._free(role, {a: w for a, w in workers.items() if a not in held}))
 
     async def _restart(self, address: str) -> None:
         # A dead process has been restarted by its nanny already; without a nanny nothing can restart it.

@@ -56,6 +56,8 @@ class Job:
     """Reason why a job waits, stopped or failed."""
     stop: str = ""
     """Reason of a request to stop; empty if there is none."""
+    leaving: list[str] = field(default_factory=list)
+    """Workers that it is asked to give up, and has not heard of."""
     status: Plain = field(default_factory=dict)
     history: dict[int, Plain] = field(default_factory=dict)
     """Metrics of each training step."""
@@ -104,6 +106,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             "submit": self.submit, "queue": self.queue, "begin": self.begin, "admitted": self.admitted, "end": self.end,
             "claim": self.claim, "held": self.held, "taken": self.taken,
             "report": self.report, "stop": self.ask_to_stop, "jobs": self.all_jobs, "lines": self.lines,
+            "retire": self.ask_to_retire, "leaving": self.leaving,
         }  # fmt: skip
         if verb not in verbs:
             raise ValueError(f"the scheduler's staleflow has no call {verb!r}; install the same version everywhere")
@@ -315,6 +318,21 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             self._end(job, "stopped", why)
             self._serve()
         return state
+
+    def ask_to_retire(self, id: str, worker: str) -> str:
+        """Ask a running job to give up one of its workers; returns its state."""
+        job = self.jobs[id]
+        if job.state not in ENDED:
+            job.leaving.append(worker)
+        return job.state
+
+    def leaving(self, id: str) -> list[str]:
+        """The workers that a job was asked to give up since this was last called."""
+        job = self.jobs.get(id)
+        if job is None:
+            return []
+        asked, job.leaving = job.leaving, []
+        return asked
 
     def all_jobs(self) -> list[Plain]:
         return [job.plain() for job in self.jobs.values()]

@@ -93,6 +93,9 @@ class SimulatedRun:
         self._instances: dict[InstanceId, Simulated] = {}
         self._touched: dict[InstanceId, Simulated] = {}
         self._tokens: dict[TrajectoryId, int] = {}
+        # What the trajectory server has of running responses: their tokens when they were last delivered.
+        self._delivered: dict[InstanceId, dict[TrajectoryId, int]] = {}
+        self._delivered_s = 0.0
         self._next_group = 0
         self._quiet_ticks = 0
         self._watch = LoadWatch(self._cost, self._members, recomputes=config.rollout.on_pull == "interrupt")
@@ -141,10 +144,14 @@ class SimulatedRun:
         self._quiet_ticks = 0 if self._under_way else self._quiet_ticks + 1
         if self._quiet_ticks > STUCK_TICKS:
             raise RunStuck(f"nothing more can happen: {self.coordinator.waiting_for()}")
+        delivers = 0 < self._config.rollout.spool_s <= self._now - self._delivered_s
+        self._delivered_s = self._now if delivers else self._delivered_s
         for one in list(self._instances.values()):
             if one.engine.num_requests:
                 progress = tuple((TrajectoryId(t), n) for t, n in one.engine.progress(self._now))
-                self._tell(InstanceReported(instance=one.id, progress=progress))
+                self._tell(InstanceReported(instance=one.id, progress=progress, safe=progress if delivers else ()))
+                if delivers:
+                    self._delivered[one.id] = dict(progress)
             one.trace.loads.append((self._now, one.engine.num_decoding))
         self._tell(Tick())
         view = self.coordinator.ledger.view()
@@ -282,6 +289,9 @@ class SimulatedRun:
     def _lose_one(self) -> None:
         if self._instances:
             one = list(self._instances.values())[int(self._faults.integers(len(self._instances)))]
+            running = {t for t, _ in one.engine.progress(self._now)}
+            safe = self._delivered.pop(one.id, {})
+            self._tokens |= {t: max(n, self._tokens.get(t, 0)) for t, n in safe.items() if t in running}
             self._retire_instance(one)
             self.trace.losses += 1
             attempt = self.trace.losses

@@ -119,7 +119,7 @@ class ParameterServer:
         for task in fetching:
             task.cancel()
         await asyncio.gather(*fetching, return_exceptions=True)
-        self._folder.remove()
+        await asyncio.to_thread(self._folder.remove)
 
     def _forget(self, version: PolicyVersion, done: asyncio.Task[None]) -> None:
         del self._fetching[version]

@@ -129,6 +129,10 @@ class RolloutInstance:
         self._stopped = []
         return outcomes
 
+    async def save(self, server: Any) -> None:
+        """Send the server the tokens that running trajectories have so far; they go on."""
+        await self._spool(server)
+
     async def abort(self, trajectories: tuple[TrajectoryId, ...]) -> None:
         """Stop sampling trajectories and discard their tokens."""
         await self._command(self._engine.abort, trajectories)
@@ -160,7 +164,7 @@ class RolloutInstance:
 
     async def report(self) -> EngineLoad:
         """The engine's current load, and what has become safe since the last report."""
-        load = self._engine.load_statistics()
+        load = await asyncio.to_thread(self._engine.load_statistics)  # it may wait for the engine's lock
         safe, self._unreported = tuple(self._unreported.items()), {}
         return dataclasses.replace(load, safe=safe)
 
@@ -179,7 +183,7 @@ class RolloutInstance:
     async def close(self) -> None:
         self._commands.shutdown(wait=False, cancel_futures=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
-        self._engine.close()
+        await asyncio.to_thread(self._engine.close)
 
     def _spool_is_due(self) -> bool:
         now = asyncio.get_running_loop().time()

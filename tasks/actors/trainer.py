@@ -13,9 +13,9 @@ from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
-from stores.weight_hash import fingerprint, matches
+from stores.weight_hash import matches
 from tasks.actors.calls import answers_calls, call
-from tasks.training.packing import PackedRows, Row
+from tasks.training.packing import BatchPart, Row
 from tasks.training.policy import Policy, PolicySettings
 
 
@@ -74,12 +74,10 @@ class Trainer:
         """Run training step `step` on these trajectories and publish version step + 1. versions: the trajectories'
         v_traj. The resume point is written afterwards, before the next step, which fails if that has failed."""
         begin = time.monotonic()
-        packed: PackedRows = await call(
-            server, "batch", step, trajectories, versions, within_s=self._call_s, who="server"
-        )
+        rows = await self._batch(server, step, trajectories, versions)
         fetched = time.monotonic()
         await self._saved()
-        result: StepResult = await self._in_thread(self._train, step, packed.rows(), fetched - begin)
+        result: StepResult = await self._in_thread(self._train, step, rows, fetched - begin)
         if self._point_every and result.version % self._point_every == 0:
             self._saving = self._executor.submit(self._points.write, result.version, self._policy.save_state)
         return result
@@ -95,7 +93,21 @@ class Trainer:
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
-        self._folder.remove()
+        await asyncio.to_thread(self._folder.remove)
+
+    async def _batch(
+        self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
+    ) -> list[Row]:
+        """Fetch a step's rows, message by message; each has deadlines.call_s."""
+        rows: list[Row] = []
+        rest = 1
+        while rest:
+            part: BatchPart = await call(
+                server, "batch", step, trajectories, versions, len(rows), within_s=self._call_s, who="server"
+            )
+            rows += part.packed.rows()
+            rest = part.rest
+        return rows
 
     def _train(self, step: int, rows: list[Row], fetch_s: float) -> StepResult:
         begin = time.monotonic()
@@ -107,12 +119,12 @@ class Trainer:
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
         named = self._policy.published()
-        path = self._folder.publish(version, named)
+        held, path = self._folder.publish(version, named), self._folder.path(version)
         self._version = version
         return StepResult(
             version=version,
             metrics=dict(metrics),
-            fingerprint=fingerprint(named),
+            fingerprint=held,
             path=str(path),
             num_bytes=path.stat().st_size,
             probe=self._policy.probe(self._probe) if self._probe else (),

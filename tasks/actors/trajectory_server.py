@@ -2,7 +2,7 @@
 
 Tokens and texts go directly from worker to worker; the driver and the coordinator see ids,
 lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits, prompts and
-the spool have a thread each.
+the spool have a thread each, and texts are decoded and batches packed beside them.
 
 Invariants:
 - What was acknowledged survives this process: each change is an entry of the spool (stores/spool.py), and the call that
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +57,7 @@ from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Record, Task
 from tasks.training.batches import batch_metrics, check_batch, consumed_rows
-from tasks.training.packing import PackedRows
+from tasks.training.packing import BatchPart, PackedRows, part_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +138,9 @@ class TrajectoryServer:
         self._last_record: StepRecord | None = None
         # Of the steps in flight; the rows in the trainer's order.
         self._rows: dict[int, list[Ended]] = {}
+        self._again: list[Ended] = []
+        """The rows of a stored step that is trained again, number `_again_step`."""
+        self._again_step = -1
         self._fingerprints: dict[int, asyncio.Future[str]] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -273,7 +276,7 @@ class TrajectoryServer:
 
     async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
         """Decode token ids to texts."""
-        return [self._prompts.text(r) for r in responses]
+        return await asyncio.to_thread(self._texts, responses)
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
@@ -316,7 +319,9 @@ class TrajectoryServer:
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, str, Record]]:
         """(id, response text, record) of each trajectory that is still live."""
         alive = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
-        return [(t.id, self._prompts.text(t.response_tokens.tolist()), self._record(t.group)) for t in alive]
+        records = [self._record(t.group) for t in alive]
+        texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in alive))
+        return list(zip((t.id for t in alive), texts, records, strict=True))
 
     async def rewarded(self, scored: list[tuple[TrajectoryId, ScoredResponse]]) -> None:
         """Record the rewards of trajectories that are still live."""
@@ -338,24 +343,31 @@ class TrajectoryServer:
         await self._write(taken)
 
     async def batch(
-        self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
-    ) -> PackedRows:
-        """The rows of training step `step`, group by group; from now on they count as consumed.
+        self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], first: int
+    ) -> BatchPart:
+        """Rows of training step `step` from row `first` on, group by group, as many as fit into a message; from now on
+        all of them count as consumed.
 
         trajectories: none for a step that was trained before and is asked for again, stored or not. versions: each
         trajectory's v_traj, as decided by the ledger.
         """
         if step not in self._flight.batches and not trajectories:
-            return await asyncio.to_thread(lambda: _packed(list(self._store.ended(step))))
+            if step != self._again_step or not first:
+                self._again, self._again_step = await asyncio.to_thread(lambda: list(self._store.ended(step))), step
+            part = await self._part(self._again, first)
+            if not part.rest:
+                self._again, self._again_step = [], -1
+            return part
+        written = None
         if step not in self._flight.batches:
             self._check(step, [self._flight.live[t] for t in trajectories])
             taken = BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._flight.apply(taken)
             written = self._write([taken])
-            rows = self._rows_of(step)
+        part = await self._part(self._rows_of(step), first)
+        if written is not None:
             await written
-            return _packed(rows)
-        return _packed(self._rows_of(step))
+        return part
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
@@ -445,6 +457,15 @@ class TrajectoryServer:
         tasks = [self._prompts.task(i) for i in range(first, first + count)]
         return [(task, self._prompts.encode(task)) for task in tasks]
 
+    async def _part(self, consumed: list[Ended], first: int) -> BatchPart:
+        last = part_end(consumed, first)
+        packed = await asyncio.to_thread(PackedRows.of, consumed[first:last])
+        return BatchPart(packed=packed, rest=len(consumed) - last)
+
+    def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
+        """Decode responses; takes up to a microsecond a token, so not on the event loop."""
+        return [self._prompts.text(r) for r in responses]
+
     def _prompt(self, group: GroupId) -> np.ndarray[Any, np.dtype[np.int32]]:
         return np.asarray(self._prompts.encode(self._prompts.task(group)), np.int32)
 
@@ -470,16 +491,3 @@ class TrajectoryServer:
             )
             self._metrics[step] = batch_metrics(rows, settings.group_size)
         return self._rows[step]
-
-
-def _packed(consumed: list[Ended]) -> PackedRows:
-    trajectories = [e.trajectory for e in consumed]
-    return PackedRows(
-        prompt_tokens=np.concatenate([t.prompt_tokens for t in trajectories]),
-        response_tokens=np.concatenate([s.tokens for t in trajectories for s in t.segments]),
-        behaviour=np.concatenate([s.logprobs for t in trajectories for s in t.segments]),
-        lengths=np.asarray([(len(t.prompt_tokens), t.num_tokens) for t in trajectories], np.int64),
-        advantages=np.asarray([e.advantage for e in consumed], np.float32),
-        staleness=np.asarray([e.staleness for e in consumed], np.int64),
-        trained=np.asarray([e.loss_mask for e in consumed], bool),
-    )

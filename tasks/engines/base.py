@@ -80,7 +80,8 @@ class Loaded:
 
 class Engine(Protocol):
     """A rollout engine. All methods may be called from one control thread while another waits in `events`. Once
-    decoding has ended, each raises ActorLost; while it merely stalls, `events` and `load_statistics` still answer."""
+    decoding has ended, each raises ActorLost; while it merely stalls or loads weights, `events` and `load_statistics`
+    still answer."""
 
     @property
     def version(self) -> PolicyVersion: ...

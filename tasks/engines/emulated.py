@@ -10,6 +10,7 @@ The first token of a response encodes its reward: REWARD_TOKEN + 0 or 1.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Sequence
@@ -94,8 +95,9 @@ class EmulatedEngine:
     """An engine whose thread sleeps until the next request ends."""
 
     def __init__(self, settings: EmulatedSettings, instance: InstanceId, clock: Clock | None = None) -> None:
-        from stores import parameters  # takes seconds to import: now, not in the first pull
+        from stores import parameters
 
+        importlib.import_module("safetensors.torch")  # torch takes seconds to import: now, not in the first pull
         self._parameters = parameters
         self._settings = settings
         self._instance = instance

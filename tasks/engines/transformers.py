@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ dtype, for the whole process meanwhile: one thread could restore what another ha
 
 POLL_S = 0.003
 """How often outputs are collected: well under a decode step of any model worth training."""
+LOAD_WAIT_S = 0.1
+"""Seconds that a report waits for the engine's lock, before it repeats the last one."""
 
 
 def build(settings: TransformersSettings, instance: InstanceId, threads: int) -> Engine:
@@ -51,6 +54,8 @@ class TransformersEngine:
         # Guards the requests and the order of pause, drain and cancel; never held while waiting for output.
         self._lock = threading.RLock()
         self._ended: list[Sampled | Failed] = []
+        self._seen = self._requests.load()
+        """The load when it was last looked at."""
         self._manager(greedy=False)
 
     @property
@@ -107,9 +112,11 @@ class TransformersEngine:
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         deadline = time.monotonic() + timeout_s
         while True:
-            with self._lock:
-                self._drain()
-                ended, self._ended = self._ended, []
+            ended: list[Sampled | Failed] = []
+            with self._held_soon(max(0.0, deadline - time.monotonic())) as held:
+                if held:
+                    self._drain()
+                    ended, self._ended = self._ended, []
             if ended or time.monotonic() >= deadline:
                 return ended
             # Outputs are only ever taken under the lock: one popped outside it could be overtaken by a weight update.
@@ -125,9 +132,12 @@ class TransformersEngine:
                 self._model.set_attn_implementation(paged)
 
     def load_statistics(self) -> EngineLoad:
-        with self._lock:
-            self._drain()
-            return self._requests.load()
+        self._check()
+        with self._held_soon(LOAD_WAIT_S) as held:
+            if held:
+                self._drain()
+                self._seen = self._requests.load()
+            return self._seen
 
     def close(self) -> None:
         for manager in self._managers.values():
@@ -168,6 +178,16 @@ class TransformersEngine:
             self._managers[greedy] = manager
         return self._managers[greedy]
 
+    @contextmanager
+    def _held_soon(self, within_s: float) -> Iterator[bool]:
+        """The lock, if it is free within so many seconds: a load of weights holds it as long as it takes."""
+        held = self._lock.acquire(timeout=within_s)
+        try:
+            yield held
+        finally:
+            if held:
+                self._lock.release()
+
     def _paused(self) -> Any:
         """Pause all managers and collect everything they have sampled."""
         return _Paused(self)
@@ -192,7 +212,7 @@ class TransformersEngine:
         return running
 
     def _check(self) -> None:
-        if not all(manager.is_running() for manager in self._managers.values()):
+        if not all(manager.is_running() for manager in list(self._managers.values())):
             raise ActorLost(f"{self._instance}: the decoding loop has died")
 
     def _drain(self) -> None:

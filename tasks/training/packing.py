@@ -15,6 +15,10 @@ import numpy.typing as npt
 from stores.trajectory import Ended
 from tasks.names import AGGREGATION_NAMES
 
+MESSAGE_BYTES = 32 * 2**20
+"""Bytes of rows in a message to the trainer, at most. A process that packs, sends or takes in a message does little
+else meanwhile, and holds it twice."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -58,6 +62,20 @@ class PackedRows:
     staleness: npt.NDArray[np.int64]  # [N]
     trained: npt.NDArray[np.bool_]  # [N]
 
+    @classmethod
+    def of(cls, consumed: Sequence[Ended]) -> PackedRows:
+        """Pack what a step consumes, at least one row."""
+        trajectories = [e.trajectory for e in consumed]
+        return cls(
+            prompt_tokens=np.concatenate([t.prompt_tokens for t in trajectories]),
+            response_tokens=np.concatenate([s.tokens for t in trajectories for s in t.segments]),
+            behaviour=np.concatenate([s.logprobs for t in trajectories for s in t.segments]),
+            lengths=np.asarray([(len(t.prompt_tokens), t.num_tokens) for t in trajectories], np.int64),
+            advantages=np.asarray([e.advantage for e in consumed], np.float32),
+            staleness=np.asarray([e.staleness for e in consumed], np.int64),
+            trained=np.asarray([e.loss_mask for e in consumed], bool),
+        )
+
     def rows(self) -> list[Row]:
         """The rows, as views of these arrays."""
         ends = self.lengths.cumsum(axis=0)
@@ -73,6 +91,27 @@ class PackedRows:
             )
             for i in range(len(self.lengths))
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPart:
+    """Rows of a step's batch, as one message. rest: how many rows come after these."""
+
+    packed: PackedRows
+    rest: int
+
+
+def part_end(consumed: Sequence[Ended], first: int, most_bytes: int = MESSAGE_BYTES) -> int:
+    """The index after the last row of the message that begins with row `first`: as many as fit, and at least one."""
+    num_bytes, last = 0, first
+    while last < len(consumed):
+        trajectory = consumed[last].trajectory
+        # As in PackedRows: a prompt's token takes 4 bytes, a response's 8 with its logprob, a row 29 besides.
+        num_bytes += 4 * len(trajectory.prompt_tokens) + 8 * trajectory.num_tokens + 29
+        if num_bytes > most_bytes and last > first:
+            break
+        last += 1
+    return last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

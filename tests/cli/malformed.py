@@ -547,7 +547,7 @@ NOWHERE = "--scheduler tcp://127.0.0.1:9"
 ADDRESSES = (
     *(
         Case(name=f"address: nothing there: {words}", command=f"{words} {NOWHERE}", says=("127.0.0.1:9",), alone=True)
-        for words in ("jobs", "status x", "logs x", "cancel x", "submit job.toml")
+        for words in ("jobs", "status x", "logs x", "cancel x", "retire x y", "submit job.toml")
     ),
     Case(name="address: none", command="jobs", says=("--scheduler",)),
     Case(name="address: no port", command="jobs --scheduler somewhere", says=("somewhere",), alone=True),

@@ -94,6 +94,11 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("task.template=hello", r"must contain \{prompt\}"),
         ("name=a/b", "must be a plain folder name"),
         ("batch.group_size=1", "leaves grpo nothing to compare; it must be >= 2"),
+        ("rollout.min_instances=4000", "min_instances = 4000 is more than rollout.instances = "),
+        (
+            "rollout={instances=2, max_instances=1}",
+            "max_instances = 1 is less than rollout.instances = 2, with which the run begins",
+        ),
         ("training.minibatches=1000", "is more than the 128 trajectories of a step"),
         ("rollout.max_new_tokens=100000", "cannot hold one response"),
         ("cluster.kind=address", "needs cluster.address"),

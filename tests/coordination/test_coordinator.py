@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pipeline.coordination.events import (
     InstanceReported,
     NewGroup,
     PullFinished,
+    RunResumed,
     StopRequested,
     Tick,
     TrajectoryFailed,
@@ -35,6 +37,7 @@ from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.errors import ProtocolViolation
+from stores.in_flight import GroupInFlight, MemberInFlight
 from stores.staleness import StalenessLedger
 from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.cost_model import CostModel
@@ -192,6 +195,76 @@ def test_a_lost_instances_work_moves_and_keeps_its_version() -> None:
     bench.join(B)
     commands = bench.tell(InstanceLost(instance=A, why="killed"))
     assert {(r.trajectory, r.instance, r.version) for r in only(commands, Route)} == {(0, B, 0), (1, B, 0)}
+
+
+def test_what_the_server_has_of_a_lost_instances_work_is_not_sampled_again() -> None:
+    bench = Bench(eta=1, groups=2)
+    bench.join(A)
+    bench.arrive(0, 1)
+    zero, one, other = TrajectoryId(0), TrajectoryId(1), TrajectoryId(99)
+    bench.tell(InstanceReported(instance=A, progress=((zero, 40), (one, 30)), safe=((zero, 35), (other, 9))))
+    bench.tell(InstanceReported(instance=A, progress=((zero, 50),), safe=((zero, 20), (one, 31))))
+    (view,) = bench.coordinator.snapshot().instances
+    assert view.kv_tokens == 10 + 50 + 10 + 31
+    bench.join(B)
+    assert len(only(bench.tell(InstanceLost(instance=A, why="killed")), Route)) == 2
+    (view,) = bench.coordinator.snapshot().instances
+    assert view.kv_tokens == 10 + 35 + 10 + 31
+
+
+def in_flight(group: int, *members: MemberInFlight) -> GroupInFlight:
+    return GroupInFlight(group=GroupId(group), prompt_tokens=10, members=members)
+
+
+def member(trajectory: int, version: int = -1, tokens: int = 0, *, reward: float | None = None) -> MemberInFlight:
+    return MemberInFlight(
+        trajectory=TrajectoryId(trajectory), version=PolicyVersion(version), tokens=tokens, sampled=reward is not None,
+        scored=reward is not None, reward=reward,
+    )  # fmt: skip
+
+
+def test_a_resumed_run_goes_on_with_each_trajectory_where_it_was() -> None:
+    bench = Bench(eta=1, groups=1, size=2)
+    unscored = replace(member(11, 2, 8), sampled=True)
+    groups = (
+        in_flight(4, member(9, 1, 9, reward=1.0), member(8, 2, 9, reward=0.0)),
+        in_flight(5, member(10, 2, 6), unscored),
+        in_flight(6, member(12), member(13)),
+    )
+    commands = bench.tell(RunResumed(step=2, num_ended=(("consumed:none", 4), ("aborted:run_ended", 4)), groups=groups))
+    (train,) = only(commands, Train)
+    assert (train.step, train.trajectories, train.versions) == (2, (9, 8), (1, 2))
+    assert [c.trajectory for c in only(commands, Score)] == [11]
+    assert bench.coordinator.ledger.num_started == 14
+    routes = only(bench.join(version=2), Route)
+    assert [(r.trajectory, r.epoch, r.version) for r in routes] == [(10, 2, 2)]
+    (view,) = bench.coordinator.snapshot().instances
+    assert view.kv_tokens == 16
+    bench.scored(11)
+    bench.sampled(10, 9)
+    bench.scored(10)
+    commands = bench.publish(3)
+    assert [t.trajectories for t in only(commands, Train)] == [(11, 10)]
+    assert [(r.trajectory, r.epoch, r.version) for r in only(commands, Route)] == [(12, 1, 3), (13, 1, 3)]
+
+
+def test_a_taken_up_group_without_signal_is_filtered_at_once() -> None:
+    bench = Bench(eta=1, groups=1, size=2, filtering="no_signal")
+    group = in_flight(0, member(0, 0, 9, reward=1.0), member(1, 0, 9, reward=1.0))
+    (retire,) = bench.tell(RunResumed(step=0, num_ended=(), groups=(group,)))
+    assert isinstance(retire, Retire)
+    assert {(e.trajectory, e.reason) for e in retire.endings} == {
+        (0, AbortReason.NO_SIGNAL),
+        (1, AbortReason.NO_SIGNAL),
+    }
+    assert only(bench.join(), Draw)[0].num_groups == 2
+
+
+def test_a_promise_that_cannot_be_kept_is_no_resume() -> None:
+    bench = Bench(eta=0, groups=1, size=1)
+    groups = tuple(in_flight(g, member(g, 0, 3)) for g in (0, 1))
+    with pytest.raises(ProtocolViolation, match="group 1 cannot be promised a place at version 0"):
+        bench.tell(RunResumed(step=0, num_ended=(), groups=groups))
 
 
 def test_a_trajectory_that_keeps_failing_takes_its_group_with_it() -> None:

@@ -119,7 +119,8 @@ class TinyBody:
                 self.join("ab"[self.losses % 2])
             for one in (InstanceId("a"), InstanceId("b")):
                 progress = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 9))
-                self.tell(InstanceReported(instance=one, progress=progress))
+                safe = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 3))
+                self.tell(InstanceReported(instance=one, progress=progress, safe=safe))
             self.tell(Tick())
         self.tell(StopRequested(why="all steps are trained"))
         self.journal.close()
@@ -187,9 +188,19 @@ WRITTEN = (
 """One line of each kind, as the versions before the codec wrote them."""
 
 
+ADDED = (
+    '{"now":1.5,"event":{"type":"RunResumed","step":1,"num_ended":[["consumed:none",6]],"groups":['
+    '{"type":"GroupInFlight","group":3,"prompt_tokens":5,"members":['
+    '{"type":"MemberInFlight","trajectory":10,"version":0,"tokens":7,"sampled":true,"scored":true,"reward":0.5},'
+    '{"type":"MemberInFlight","trajectory":9}]}]},"commands":[]}',
+    '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"safe":[[5,2]]},"commands":[]}',
+)
+"""Lines with what later versions have added."""
+
+
 def test_the_journal_keeps_its_bytes(tmp_path: Path) -> None:
     path, again = tmp_path / "events.jsonl", tmp_path / "again.jsonl"
-    path.write_text("".join(f"{line}\n" for line in WRITTEN))
+    path.write_text("".join(f"{line}\n" for line in (*WRITTEN, *ADDED)))
     entries = list(journal.read(path))
     kinds = {type(e.event) for e in entries} | {type(c) for e in entries for c in e.commands}
     assert kinds == {*get_args(Event), *get_args(Command)}

@@ -82,8 +82,9 @@ class Life:
             case 1 if rng.random() < 0.4:
                 return InstanceLost(instance=name, why="killed")
             case 2 | 3:
-                progress = ((TrajectoryId(t), rng.randint(0, 60)) for t in rng.sample(range(60), 15))
-                return InstanceReported(instance=name, progress=tuple(progress))
+                progress = [(TrajectoryId(t), rng.randint(0, 60)) for t in rng.sample(range(60), 15)]
+                safe = [(TrajectoryId(t), rng.randint(0, 70)) for t in rng.sample(range(60), 15)]
+                return InstanceReported(instance=name, progress=tuple(progress), safe=tuple(safe))
             case 4:
                 return PullFinished(instance=name, version=PolicyVersion(rng.randrange(4)))
             case 5:

@@ -105,7 +105,10 @@ def test_a_stopped_run_loses_nothing_and_one_without_its_latest_points_undoes_st
     assert len(undone.steps) == trained - 1
     end = staleflow("resume", folder, "--set", f"steps={trained + 1}")
     assert end.returncode == 0, end.stderr
-    check(folder, trained + 1)
+    store = check(folder, trained + 1)
+    assert [r.kind for r in store.steps()].count("end") == 1, "what the first end gave up has gone on"
+    assert sorted(e.trajectory.id for e in store.ended()) == list(range(store.steps()[-1].ledger.num_started))
+    assert {e.step for e in store.ended() if e.reason is AbortReason.RUN_ENDED} <= {trained + 1}
 
 
 def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(job: Path) -> None:

@@ -9,15 +9,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.runtime import actors, committing, driver, instance_link, membership, restoring, scoring
+from pipeline.runtime import actors, background, committing, driver, instance_link, membership, restoring, scoring
 from tests.runtime import test_actors as on_actors
 from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
 from tests.runtime import test_instance_link as on_link
+from tests.runtime import test_membership as on_membership
 from tests.runtime import test_restoring as on_restoring
+from tests.runtime import test_transfers as on_transfers
 from tests.support.bodies import Body, Runtime
 
 MODULES = {
+    "background": background,
     "restoring": restoring,
     "actors": actors,
     "instance_link": instance_link,
@@ -206,14 +209,6 @@ MUTATIONS = (
     ),
     # -- what has failed -----------------------------------------------------------------------------------------
     Mutation(
-        name="who_asked_is_lost",
-        module="membership",
-        breaks="who failed is who is lost, not who asked",
-        old='                if lost.who != instance.id and not lost.who.startswith("parameters-"):\n',
-        new="                if False:\n",
-        check=check(on_driver.test_a_server_that_answers_nobody_any_more_is_who_is_lost, "payloads"),
-    ),
-    Mutation(
         name="who_asks_is_not_waited_for",
         module="actors",
         breaks="who failed is heard of before who asked counts as silent",
@@ -236,6 +231,34 @@ MUTATIONS = (
         old="        if result.fingerprint != self._trained[result.version]:\n",
         new="        if not result.fingerprint:\n",
         check=check(on_restoring.test_a_step_that_gives_other_weights_when_trained_again_ends_the_run),
+    ),
+    Mutation(
+        name="server_begins_anew",
+        module="restoring",
+        breaks="a trajectory server that is back has what the one before it acknowledged",
+        old="self._actors.place_server(elapsed_s(), resumed=True)",
+        new="self._actors.place_server(elapsed_s(), resumed=False)",
+        check=check(
+            on_restoring.test_a_server_that_dies_in_the_middle_of_a_call_goes_on_from_store_and_spool,
+            "deliver",
+            "before",
+        ),
+    ),
+    Mutation(
+        name="restored_for_each_caller",
+        module="restoring",
+        breaks="a role is restored once for each loss, however many saw it",
+        old="        if self._done_s.get(lost.who, -1.0) >= asked_s:\n",
+        new="        if False:\n",
+        check=check(on_restoring.test_who_hears_of_a_loss_after_it_is_made_good_only_asks_again),
+    ),
+    Mutation(
+        name="retired_with_its_work",
+        module="membership",
+        breaks="a retired instance has handed over its tokens before it is closed",
+        old="        while not self._has_left(instance.id):\n",
+        new="        while False:\n",
+        check=check(on_membership.test_what_a_retired_instance_ran_goes_on_elsewhere_and_nothing_is_lost),
     ),
     Mutation(
         name="idle_trainer_unseen",
@@ -405,8 +428,40 @@ MUTATIONS = (
         check=check(on_actors.test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another),
     ),
     Mutation(
-        name="others_start_on",
+        name="carrier_taken_for_asker",
         module="actors",
+        breaks="a stopped process that carries a parameter server is not taken for the instance that asked it",
+        old="                if server.address == placed.address:\n",
+        new="                if server.address:\n",
+        check=check(on_transfers.test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_who_asked),
+    ),
+    Mutation(
+        name="own_process_asked_for_ever",
+        module="actors",
+        breaks="an instance whose own process does not answer is lost",
+        old="                if server.address == placed.address:\n",
+        new="                if not server.address:\n",
+        check=check(on_transfers.test_an_instance_whose_own_process_does_not_answer_is_lost),
+    ),
+    Mutation(
+        name="weights_not_waited_for",
+        module="actors",
+        breaks="nobody is lost while those that have the weights do not answer",
+        old='                logger.warning("%s waits for weights: %s", placed.name, failed)\n',
+        new="                raise\n",
+        check=check(on_transfers.test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer),
+    ),
+    Mutation(
+        name="load_within_a_short_call",
+        module="actors",
+        breaks="loading may take as long as its bytes",
+        old="        within_s = self._transfers.within_s(version)\n",
+        new="        within_s = self._config.deadlines.call_s\n",
+        check=check(on_transfers.test_loading_may_take_as_long_as_its_bytes),
+    ),
+    Mutation(
+        name="others_start_on",
+        module="background",
         breaks="where one actor cannot start, the others are not waited for",
         old="        for task in tasks:\n            task.cancel()\n        await asyncio.gather",
         new="        await asyncio.gather",

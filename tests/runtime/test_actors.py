@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stores.errors import ActorLost, ProtocolViolation, StoreError
+from stores.errors import ActorLost, ProtocolViolation, StoreError, TransferFailed
 from stores.trajectory import InstanceId, PolicyVersion
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
@@ -150,17 +150,6 @@ def test_an_instance_whose_logprobs_are_off_is_named(body: Body) -> None:
     body.place(script, "rollout.drift_limit=0.2", world=World(drift=0.25))
 
 
-def test_all_instances_that_serve_another_version_pull_it(body: Body) -> None:
-    async def script(stage: Stage) -> None:
-        await publish(stage, V1)
-        await stage.actors.pull(first(stage), V1)
-        await stage.actors.pull_all(V1)
-        assert [i.version for i in stage.actors.instances.values()] == [V1, V1]
-        assert [c.actor for c in stage.workers.calls if c.method == "pull"] == ["rollout-0", "rollout-1"]
-
-    body.place(script)
-
-
 def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -> None:
     async def script(stage: Stage) -> None:
         one, two = stage.actors.instances.values()
@@ -237,6 +226,20 @@ def test_a_version_that_a_replacement_fetches_is_kept(body: Body) -> None:
         assert two.version == V1
 
     body.place(script, hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", late_s=1.0)])
+
+
+def test_a_version_that_nobody_has_any_more_is_passed_over_for_the_newest(body: Body) -> None:
+    """It went with the host of a trainer that was lost, and came back elsewhere from a later resume point."""
+
+    async def script(stage: Stage) -> None:
+        await publish(stage, V1)
+        await publish(stage, V2)
+        _, two = stage.actors.instances.values()
+        await stage.actors.pull(two, V1)
+        assert (two.version, two.fingerprint) == (V2, "weights-2")
+
+    gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
+    body.place(script, hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", error=gone)])
 
 
 def test_closing_does_not_raise_whatever_is_gone(body: Body) -> None:

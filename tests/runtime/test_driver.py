@@ -325,36 +325,6 @@ def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body, caplog: py
 # -- what cannot be replaced ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize(
-    ("actor", "method", "overrides"),
-    [
-        ("server", "draw", ()),
-        ("server", "commit", ()),
-        ("server", "retire", REDUNDANT),
-    ],
-)
-def test_the_loss_of_the_server_ends_the_run(
-    body: Body, actor: str, method: str, overrides: tuple[str, ...], moment: Any
-) -> None:
-    run = body.run(*overrides, world=long_ones(), faults=[Fault(actor=actor, method=method, dies=moment)])
-    error = run.raised()
-    assert isinstance(error, ActorLost)
-    # A parameter server shares the server's process, so that it may be the first to be missed.
-    assert str(error) in [f"{name} is gone: connection closed" for name in ("server", "parameters-one")]
-    run.check_kept()
-
-
-@pytest.mark.parametrize(("method", "seconds", "knob"), [("draw", 3, "call_s"), ("commit", 60, "commit_s")])
-def test_a_server_that_never_answers_ends_the_run_at_its_deadline(
-    body: Body, method: str, seconds: float, knob: str
-) -> None:
-    run = body.run(faults=[Fault(actor="server", method=method, silent="before")])
-    assert str(run.raised()) == f"server did not answer within {seconds} s (deadlines.{knob})"
-    assert run.ended_s == pytest.approx(first_call(run, "server", method) + seconds, abs=0.1)
-    run.check_kept()
-
-
 ASKED_BY_OTHERS = ["payloads", "deliver", "scoring_items", "rewarded", "batch"]
 """Methods of the server that instances, the reward worker and the trainer call."""
 
@@ -369,12 +339,34 @@ def test_a_server_that_is_slow_once_is_lost_to_nobody_and_neither_is_who_asked(b
 
 @pytest.mark.parametrize("method", ASKED_BY_OTHERS)
 def test_a_server_that_answers_nobody_any_more_is_who_is_lost(body: Body, method: str) -> None:
-    stops = Fault(actor="server", method=method, nth=2, silent="before")
-    mute = Fault(actor="server", method="held_out_notice", nth=2, silent="before")
-    run = body.run(faults=[stops, mute])
-    assert str(run.raised()) == "server did not answer within 3 s"
-    assert run.outcomes.losses == []
-    run.check_kept()
+    async def mute(run: Run) -> None:
+        """The first one, from its second call of the method on."""
+        while run.workers.methods("server").count(method) < 2:
+            await asyncio.sleep(0.001)
+        run.workers.stop("server")
+
+    run = body.run("deadlines.stuck_s=100", meanwhile=mute)
+    run.check()
+    (loss,) = run.outcomes.losses
+    assert "server did not answer within 3 s" in loss
+    assert run.workers.names.count("server") == 2
+
+
+def test_a_stopped_instance_with_its_hosts_parameter_server_costs_the_others_there_nothing(body: Body) -> None:
+    """They pull from that parameter server, and it answers nobody."""
+    stopped = []
+
+    async def stop(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("trainer").count("train") == 2)
+        beside = run.workers.placed["parameters-two"].address
+        stopped.append(next(n for n, p in run.workers.placed.items() if p.address == beside and p.role == "rollout"))
+        run.workers.stop(stopped[0])
+
+    hosts = ("one", "one", "one", "two", "two")
+    run = body.run(*LONG[1:], "steps=6", "deadlines.stuck_s=100", hosts=hosts, world=long_ones(), meanwhile=stop)
+    run.check()
+    (loss,) = run.outcomes.losses
+    assert stopped[0] in loss
 
 
 def test_an_instance_that_alone_does_not_reach_the_server_is_replaced(body: Body) -> None:
@@ -619,16 +611,40 @@ def test_the_first_evaluation_is_not_part_of_the_runs_time(body: Body) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("nth", [1, 3])
-def test_an_instance_lost_while_it_is_evaluated_ends_the_run_with_what_is_stored(
-    body: Body, nth: int, moment: Any
-) -> None:
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_an_instance_lost_while_it_is_evaluated_is_replaced(body: Body, nth: int, moment: Any) -> None:
+    """Before the first step or after the last: the evaluation is the same as without a loss."""
     run = body.run(*EVALUATED, faults=[Fault(actor="rollout-0", method="evaluate", nth=nth, dies=moment)])
-    assert str(run.raised()) == "rollout-0 is gone: connection closed"
-    assert evaluations(run) == ([] if nth == 1 else [0])
-    if nth == 3:
-        run.check_kept()
-        assert [r.kind for r in run.records] == ["step"] * 3 + ["end"]
+    run.check()
+    assert len(run.outcomes.losses) == 1
+    assert "rollout-0.1" in run.workers.names
+    assert [e.sampled for e in run.outcomes.evaluations] == [
+        e.sampled for e in body.run(*EVALUATED).outcomes.evaluations
+    ]
+
+
+def test_an_instance_lost_in_the_first_evaluation_without_a_worker_is_placed_while_the_run_trains(body: Body) -> None:
+    dies = Fault(actor="rollout-0", method="evaluate", nth=1, dies="before")
+    run = body.run(*EVALUATED, "steps=6", faults=[dies, NO_WORKER[0]])
+    run.check()
+    assert evaluations(run) == [0, 6]
+    assert "rollout-0.1" in run.workers.names
+
+
+def test_an_instance_lost_while_it_pulls_the_last_version_is_replaced(body: Body) -> None:
+    plain = body.run(*EVALUATED)
+    last = sum(c.method == "pull" and c.actor == "rollout-0" for c in plain.workers.calls)
+    run = body.run(*EVALUATED, faults=[Fault(actor="rollout-0", method="pull", nth=last, dies="before")])
+    run.check()
+    assert evaluations(run) == [0, 3]
+    assert len(run.outcomes.losses) == 1
+
+
+def test_a_reward_worker_lost_while_it_scores_an_evaluation_is_replaced(body: Body) -> None:
+    run = body.run(*EVALUATED, faults=[Fault(actor="reward-0", method="score_texts", dies="before")])
+    run.check()
+    assert evaluations(run) == [0, 3]
+    assert run.workers.names.count("reward-0") == 2
 
 
 @pytest.mark.parametrize("actor", ["rollout-0", "trainer", "reward-0", "server", "parameters-one"])

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,11 +54,20 @@ class Answering:
 
 
 class Here:
-    """The actors of a run as plain objects of this process."""
+    """The actors of a run as plain objects of this process, none of which is ever lost."""
 
     def __init__(self, actors: dict[str, Any]) -> None:
         self._actors = actors
-        self.instances = {InstanceId(name): None for name in actors if name.startswith("rollout")}
+        self.instances = {
+            InstanceId(name): SimpleNamespace(index=i, placed=SimpleNamespace(name=name))
+            for i, name in enumerate(name for name in actors if name.startswith("rollout"))
+        }
+
+    async def while_resting(self, index: int, work: Any) -> Any:
+        return await work(list(self.instances.values())[index])
+
+    async def score_texts(self, items: list[tuple[str, Any]], within_s: float) -> Any:
+        return await self.ask("reward-0", "score_texts", items)
 
     async def ask(self, name: str, method: str, *args: Any, within_s: float | None = None) -> Any:
         return await getattr(self._actors[name], method)(*args)
@@ -73,7 +83,9 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
         instance = Answering({ids(p): None if a is None else ids(a) for p, a in answer.items()})
         try:
             actors: Any = Here({"server": server, "reward-0": reward, "rollout-0": instance, "rollout-1": instance})
-            return await evaluate(actors, config, 3, {"reward": "r", "data": "d", "template": "t"}, ["a change"])
+            return await evaluate(
+                actors, actors, actors, config, 3, {"reward": "r", "data": "d", "template": "t"}, ["a change"]
+            )
         finally:
             await reward.close()
             await server.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -141,4 +142,101 @@ def test_a_step_that_gives_other_weights_when_trained_again_ends_the_run(body: B
     error = run.raised()
     assert isinstance(error, ActorLost)
     assert "trainer: step 0, trained again after a loss, gave other weights (weights-1-other) than" in str(error)
+    run.check_kept()
+
+
+# -- the trajectory server -----------------------------------------------------------------------------------------
+
+LONG = ("steps=4", "staleness.eta=2", "rollout.max_new_tokens=400")
+SHAPES = {
+    "draw": LONG,
+    "payloads": LONG,
+    "deliver": (*LONG, "batch.stragglers=retry", "batch.straggler_patience=0.2", "batch.straggler_share=1"),
+    "scoring_items": LONG,
+    "rewarded": LONG,
+    "batch": LONG,
+    "retire": (*LONG, "batch.extra_groups=1", "batch.extra_members=1"),
+    "commit": LONG,
+    "held_out_notice": LONG,
+}
+"""Methods of the server that are called while a run trains, and a job in which they are."""
+
+
+def check_server_restored(run: Run, losses: int = 1) -> None:
+    """No prompt is skipped or asked twice, and no engine loaded anew."""
+    run.check()
+    assert len(run.outcomes.losses) == losses
+    assert run.workers.names.count("server") == 1 + losses
+    assert sorted(n for n in run.workers.names if n.startswith("rollout")) == ["rollout-0", "rollout-1"]
+    groups = {row.trajectory.group for row in run.store.ended()}
+    assert groups == set(range(len(groups)))
+
+
+def some_long() -> World:
+    return World(length=lambda trajectory: 150 if trajectory % 5 == 3 else 6 + trajectory % 5)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("method", SHAPES)
+def test_a_server_that_dies_in_the_middle_of_a_call_goes_on_from_store_and_spool(
+    body: Body, method: str, moment: Any
+) -> None:
+    """Before or after it did what it was asked to. The call is made once more, and nothing is sampled again."""
+    fault = Fault(actor="server", method=method, nth=2, dies=moment)
+    run = body.run(*SHAPES[method], world=some_long(), faults=[fault])
+    check_server_restored(run)
+    routed = Counter(c.trajectory for c in run.commands("Route"))
+    interrupted = Counter(c.trajectory for c in run.commands("Interrupt"))
+    assert all(times <= 1 + interrupted[trajectory] for trajectory, times in routed.items())
+
+
+def test_a_server_that_is_lost_while_engines_sample_has_their_tokens_again(body: Body) -> None:
+    async def kill(run: Run) -> None:
+        while run.driver is None or run.workers.methods("server").count("deliver") < 4:
+            await asyncio.sleep(0.01)
+        run.workers.kill("server")
+
+    run = body.run(*LONG, world=some_long(), meanwhile=kill)
+    check_server_restored(run)
+
+
+def test_who_hears_of_a_loss_after_it_is_made_good_only_asks_again(body: Body) -> None:
+    """A commit may take longer than other calls, so that its caller is the last to give up the old server."""
+
+    async def stop(run: Run) -> None:
+        run.workers.nanny = False
+        while run.driver is None or "commit" not in run.workers.methods("server"):
+            await asyncio.sleep(0.0005)
+        run.workers.stop("server")
+
+    run = body.run(*LONG, "deadlines.stuck_s=200", world=some_long(), meanwhile=stop)
+    check_server_restored(run)
+
+
+def test_a_server_and_a_trainer_may_be_lost_at_once(body: Body) -> None:
+    async def kill(run: Run) -> None:
+        while run.driver is None or run.workers.methods("trainer").count("train") < 4:
+            await asyncio.sleep(0.01)
+        for name in ("server", "trainer", "reward-0"):
+            run.workers.kill(name)
+
+    run = body.run("steps=6", "training.resume_every=2", world=some_long(), meanwhile=kill)
+    run.check()
+    assert len(run.outcomes.losses) == 3
+    assert sorted(n for n in run.workers.names if n.startswith("rollout")) == ["rollout-0", "rollout-1"]
+
+
+def test_a_server_that_is_lost_again_and_again_ends_the_run(body: Body) -> None:
+    run = body.run(faults=[Fault(actor="server", method="payloads", nth=0, dies="before")])
+    assert str(run.raised()).startswith("server was lost 4 times within an hour, last: server ")
+    run.check_kept()
+
+
+def test_a_run_without_a_free_worker_for_its_server_ends_with_one_line(body: Body) -> None:
+    none = Fault(actor="server", method="__init__", nth=2, error=NoFreeWorker("cluster: no free worker for server"))
+    run = body.run(faults=[Fault(actor="server", method="deliver", nth=2, dies="before"), none])
+    error = run.raised()
+    assert isinstance(error, ActorLost)
+    assert str(error).endswith("; cluster: no free worker for server")
+    assert len(run.outcomes.losses) == 1, "no instance that asked it counts as lost"
     run.check_kept()

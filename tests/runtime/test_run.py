@@ -27,7 +27,7 @@ from pipeline.runtime.resumption import parts
 from pipeline.runtime.run_folder import prepare_run_dir
 from pipeline.runtime.workers import connect
 from stores.audit import audit
-from stores.errors import ActorLost, RunStuck, StoreError
+from stores.errors import RunStuck, StoreError
 from stores.trajectory import Fate
 from stores.versioned import VersionedStore
 from tests.commands import command
@@ -138,13 +138,16 @@ def test_a_lost_rollout_worker_is_replaced_and_nothing_is_lost(job: Path, blow: 
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 8 * 16
 
 
-def test_a_lost_trainer_ends_the_run_with_one_line_and_a_whole_store(job: Path) -> None:
-    overrides = ("task.eval_prompts=0", "steps=500")
-    with pytest.raises(ActorLost, match="trainer is gone"):
-        asyncio.run(sabotaged(job, overrides, "trainer", lambda pid: os.kill(pid, signal.SIGKILL)))
-    store = VersionedStore.open(job.parent / "runs" / "job" / "store")
-    assert store.steps()
-    assert audit(store).findings == ()
+@pytest.mark.parametrize("victim", ["trainer", "server"])
+def test_a_lost_role_is_restored_and_the_engines_stay_loaded(job: Path, victim: str) -> None:
+    overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=2")
+    driver = asyncio.run(sabotaged(job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
+    (loss,) = driver.outcomes.losses
+    assert f"{victim} is gone" in loss
+    store = check(job.parent / "runs" / "job", 8)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 8 * 16
+    instances = {s.instance for row in store.ended() for s in row.trajectory.segments}
+    assert instances == {"rollout-0", "rollout-1"}
 
 
 def test_a_full_disk_stops_the_run_and_keeps_what_was_stored(job: Path) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.coordination import journal
+from pipeline.coordination.events import Tick
 from pipeline.coordination.journal import Journal, JournalEntry
 from pipeline.run_page.reading import JournalFollower
 from pipeline.runtime import resumption, run_journal
 from pipeline.runtime.resumption import parts
 from pipeline.runtime.run_journal import RunJournal, compress
-from stores.errors import ConfigError
+from stores.errors import ConfigError, StoreError
 from tests.commands import command
 from tests.coordination.test_journal import WRITTEN, TinyBody, coordinator
 from tests.jobs.test_replaying import run_folder
@@ -222,3 +223,11 @@ def test_the_run_page_follows_parts_as_they_are_closed_and_compressed(tmp_path: 
 def test_earlier_journals_have_no_parts(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in WRITTEN))
     assert len(list(journal.read(tmp_path / "events.jsonl"))) == len(WRITTEN)
+
+
+def test_a_full_disk_ends_a_run_in_one_line_and_its_journal_closes_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    journal = RunJournal(tmp_path / "events.jsonl")
+    with pytest.raises(StoreError, match=r"events\.jsonl: cannot be written: No space left on device; free"):
+        journal.append(0.0, Tick(), ())
+    journal.close(wait=True)

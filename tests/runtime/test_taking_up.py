@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.schema import RunConfig
-from pipeline.coordination.events import RunResumed
+from pipeline.coordination.events import InstanceReported, RunResumed
+from pipeline.runtime.instance_link import POLL_S
 from pipeline.runtime.resumption import Resumption
 from stores.memory import MemoryStore
 from stores.trajectory import AbortReason, Fate, PolicyVersion
 from tests.support.bodies import Body, Run
+from tests.support.in_process import Fault
 from tests.support.scripted import World
 
 BASE = ("steps=7", "staleness.eta=2", "rollout.max_new_tokens=400", "rollout.spool_s=0.5")
@@ -30,8 +32,9 @@ SHAPES = {
 
 
 def rewound(store: MemoryStore, num_steps: int) -> MemoryStore:
-    """A store as it was after so many steps; as it is if it has no more."""
-    if sum(r.kind == "step" for r in store.steps()) <= num_steps:
+    """A store as it was after so many steps, as `prepare` sets it back: as it is if it has no more and no end."""
+    records = store.steps()
+    if sum(r.kind == "step" for r in records) <= num_steps and not (records and records[-1].kind == "end"):
         return store
     kept, rows = MemoryStore(store.header), list(store.ended())
     for record in store.steps():
@@ -122,6 +125,30 @@ def test_finished_and_half_sampled_responses_of_a_killed_run_go_on(body: Body) -
     assert not [row for row in second.store.ended() if row.reason is AbortReason.RUN_ENDED]
 
 
+@pytest.mark.parametrize("spool_s", [0.5, 0.0])
+def test_a_lost_instance_costs_what_it_sampled_since_it_last_delivered(body: Body, spool_s: float) -> None:
+    """Two instances, four responses each: of those on the lost one, tokens of little more than spool_s."""
+    world = World(length=lambda _: 160)
+    fault = Fault(actor="rollout-0", method="report", nth=13, dies="after")
+    run = body.run(
+        "steps=1", "batch.groups_per_step=4", "staleness.eta=0", "rollout.max_new_tokens=400",
+        f"rollout.spool_s={spool_s}", faults=[fault], world=world,
+    )  # fmt: skip
+    run.check()
+    ((lost_s, _),) = run.events("InstanceLost")
+    routed = [c for c in run.commands("Route") if c.instance == "rollout-0"]
+    assert len(routed) == 4
+    rows = {row.trajectory.id: row.trajectory for row in run.store.ended()}
+    kept = [sum(len(s.tokens) for s in rows[c.trajectory].segments if s.instance == "rollout-0") for c in routed]
+    begun_s = min(now for now, event in run.events("GroupsArrived") if event.groups)
+    sampled = world.tokens_per_s * (lost_s - begun_s)
+    assert sampled > 100
+    if spool_s:
+        assert all(sampled - n <= world.tokens_per_s * (spool_s + POLL_S + 0.1) for n in kept)
+    else:
+        assert kept == [0, 0, 0, 0]
+
+
 def test_what_undone_steps_had_consumed_is_trained_on_again(body: Body) -> None:
     first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 4))  # type: ignore[arg-type]
     consumed = {row.trajectory.id for row in first.store.ended() if row.step in (2, 3)}
@@ -158,6 +185,45 @@ def test_a_run_killed_again_and_again_asks_every_prompt_once(body: Body, seed: i
     else:
         run = body.run(config=config, world=world, resumption=resumption)
     check_whole(run)
+
+
+def test_a_run_that_was_stopped_and_goes_on_has_lost_no_token(body: Body) -> None:
+    """Instances deliver what they run when a run is stopped, also if they never do else."""
+    world = World(length=lambda trajectory: 120 if trajectory % 4 == 3 else 8)
+
+    async def stop(run: Run) -> None:
+        while run.driver is None or len(run.outcomes.steps) < 2 or run.outcomes.commands["Score"] <= 12:
+            await asyncio.sleep(0.01)
+        run.driver.stop("interrupted")
+
+    shape = (*BASE, "rollout.spool_s=0")
+    first = body.run(*shape, world=world, meanwhile=stop)
+    running = dict(next(e.event.progress for e in reversed(first.entries) if isinstance(e.event, InstanceReported)))
+    second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0))
+    check_whole(second)
+    members = {m.trajectory: m for group in resumed_event(second).groups for m in group.members}
+    assert any(0 < m.tokens < 120 and not m.sampled for m in members.values())
+    assert all(members[t].tokens >= tokens for t, tokens in running.items() if t in members)
+
+
+def test_what_a_stopped_run_gave_up_goes_on_when_it_is_resumed(body: Body) -> None:
+    async def stop(run: Run) -> None:
+        while run.driver is None or len(run.outcomes.steps) < 2:
+            await asyncio.sleep(0.01)
+        run.driver.stop("interrupted")
+
+    first = body.run(*BASE, meanwhile=stop)
+    assert first.records[-1].kind == "end"
+    given_up = {r.trajectory.id for r in first.store.ended() if r.reason is AbortReason.RUN_ENDED}
+    sampled = {r.trajectory.id for r in first.store.ended() if r.trajectory.id in given_up and r.trajectory.segments}
+    assert sampled
+    second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 0))
+    check_whole(second)
+    kept = {m.trajectory for group in resumed_event(second).groups for m in group.members if m.tokens}
+    assert sampled <= kept
+    consumed = {r.trajectory.id for r in second.store.ended() if r.fate is Fate.CONSUMED}
+    assert given_up & consumed
+    assert min(set(range(max(consumed))) - consumed, default=max(consumed)) >= max(given_up)
 
 
 def test_a_run_of_an_earlier_version_gives_up_what_was_in_flight(body: Body) -> None:

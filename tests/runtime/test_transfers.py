@@ -140,9 +140,7 @@ def test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer(body: Bo
     body.place(script, hosts=APART, faults=fails)
 
 
-def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_taken_for_the_one_that_asked(
-    body: Body,
-) -> None:
+def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_who_asked(body: Body) -> None:
     async def script(stage: Stage) -> None:
         carrier, other = stage.actors.instances.values()
         assert stage.workers.placed["parameters-two"].address == carrier.placed.address != other.placed.address
@@ -176,8 +174,11 @@ def test_loading_may_take_as_long_as_its_bytes(body: Body) -> None:
         trainer._version = V1
         one = stage.actors.instances[InstanceId("rollout-0")]
         stage.actors.publish(trainer._publish({}))
-        await stage.actors.pull(one, V1)
-        assert one.version == V1
+        pull = asyncio.ensure_future(stage.actors.pull(one, V1))
+        await asyncio.sleep(5.0)
+        assert one.loading, "it need not sample"
+        await pull
+        assert one.version == V1 and not one.loading
 
     slow = [Fault(actor="rollout-0", method="pull", late_s=6.0)]
     body.place(script, faults=slow, world=World(num_bytes=100_000_000))

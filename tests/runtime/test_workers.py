@@ -42,6 +42,8 @@ class PlayedClient:
         self.error: Exception | None = None
         self.submitted: list[dict[str, Any]] = []
         self.restarted: list[str] = []
+        self.retiring: list[str] = []
+        """Each time a worker was asked to leave; the scheduler lets it go at the second time."""
         self.scheduler = self
 
     async def identity(self, n_workers: int) -> dict[str, Any]:
@@ -55,6 +57,10 @@ class PlayedClient:
     def submit(self, cls: type[Any], *args: Any, **options: Any) -> PlayedFuture:
         self.submitted.append(options)
         return PlayedFuture(self.create_s, self.error)
+
+    async def retire_workers(self, addresses: list[str]) -> dict[str, Any]:
+        self.retiring += addresses
+        return dict.fromkeys(addresses) if len(self.retiring) > 1 else {}
 
     async def restart_workers(self, addresses: list[str], timeout: float, raise_for_error: bool) -> None:
         self.restarted += addresses
@@ -204,3 +210,30 @@ def test_a_process_that_holds_what_cannot_be_replaced_is_not_restarted() -> None
         assert client.restarted == []
 
     on(script, ["a", "b", "c"], num_heavy=2)
+
+
+def test_a_retired_worker_leaves_the_cluster_once_the_scheduler_counts_no_actor_on_it() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        leaving = await placing.place("rollout-0", "rollout", object)
+        beside = await placing.place_beside(leaving, "parameters-host", "parameters", object)
+        await placing.retire("rollout-0")
+        assert (placing.placed, client.restarted) == ({}, [])
+        assert leaving.future.released
+        assert beside.future.released
+        assert client.retiring == ["tcp://a", "tcp://a"]
+        assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b", "not there again, should it stay"
+
+    on(script, ["a", "b"], num_heavy=1)
+
+
+def test_a_worker_is_spare_if_nothing_is_on_it() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        assert await placing.spare("rollout")
+        await place(placing, "rollout", "trainer")
+        assert not await placing.spare("rollout")
+        client.workers["c"] = {}
+        assert await placing.spare("rollout")
+        client.workers = {"a": {"rollout": 1}, "b": {"trainer": 1}, "c": {"server": 1}}
+        assert not await placing.spare("rollout"), "it is for another role"
+
+    on(script, ["a", "b"], num_heavy=2)

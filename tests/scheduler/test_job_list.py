@@ -115,3 +115,19 @@ def test_every_command_prints_json(board: tuple[Board, str]) -> None:
     assert json.loads(answer("status", "one-b", "--json").stdout)["state"] == "done"
     cancelled = json.loads(answer("cancel", "one", "--json").stdout)
     assert (cancelled["id"], cancelled["stop"], cancelled["state_before"]) == ("one-aa", "cancelled", "running")
+
+
+def test_a_running_job_is_asked_once_to_give_up_a_worker(board: tuple[Board, str]) -> None:
+    jobs, address = board
+    for id in ("one-aa", "old-cc"):
+        jobs.submit(id, id[:3], f"/runs/{id}", 3)
+    jobs.report("one-aa", "running", "", lines=[], status={}, steps=[])
+    jobs.report("old-cc", "done", "", lines=[], status={}, steps=[])
+    asked = command("retire", "one", "tcp://host:1234", "--scheduler", address)
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout == "one-aa gives up tcp://host:1234; `staleflow logs one-aa -f` says when it has left\n"
+    assert jobs.leaving("one-aa") == ["tcp://host:1234"]
+    assert jobs.leaving("one-aa") == []
+    refused = command("retire", "old", "tcp://host:1234", "--scheduler", address)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "old-cc is done: only a running job can give up a worker" in refused.stderr

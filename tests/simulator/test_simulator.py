@@ -188,6 +188,17 @@ def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
     assert run(config) != run(dataclasses.replace(config, seed=9))
 
 
+def test_what_a_lost_instance_had_delivered_is_not_sampled_again() -> None:
+    lost = {}
+    for spool_s in (0.0, 0.5):
+        config = job(rollout__spool_s=spool_s, steps=20, simulation__lost_every_s=2.0, simulation__report_s=0.25)
+        trace = run(config)
+        assert trace.losses > 3
+        sampled = sum(one.work.tokens for one in trace.instances)
+        lost[spool_s] = sampled / sum(step.tokens for step in trace.steps)
+    assert lost[0.5] < lost[0.0]
+
+
 def test_synchronous_time_is_rollout_plus_training() -> None:
     """One instance, one group of one length: every number can be worked out by hand."""
     config = job(
@@ -323,6 +334,7 @@ def jobs(draw: st.DrawFn) -> RunConfig:
         workload__kind=draw(st.sampled_from(["lognormal", "bimodal", "power_law", "agentic"])),
         workload__signal_share=draw(st.sampled_from([0.5, 1.0])),
         workload__group_correlation=draw(st.sampled_from([0.0, 0.7])),
+        rollout__spool_s=draw(st.sampled_from([0.0, 0.5])),
         simulation__lost_every_s=draw(st.sampled_from([0.0, 4.0])),
         simulation__replace_s=draw(st.sampled_from([0.0, 1.0])),
         simulation__command_s=draw(st.sampled_from([0.0, 0.02])),

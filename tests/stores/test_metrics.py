@@ -18,7 +18,7 @@ from pipeline.simulator.measure import measure, steady_tokens_per_s
 from pipeline.simulator.trace import Trace, TrainedStep
 from stores import metrics
 from tasks.actors.trainer import Trainer
-from tasks.actors.trajectory_server import _batch_metrics
+from tasks.training.batches import batch_metrics
 from tasks.training.emulated import EmulatedTraining
 from tasks.training.packing import Row
 from tests.stores.store_conformance import ended
@@ -115,5 +115,5 @@ def test_the_parts_of_a_reward_are_metrics_by_name() -> None:
     rows = [ended(np.random.default_rng(0), i, 1) for i in range(4)]  # 0 and 3 could not be scored
     parts = ({"a": 9.0}, {"a": 1.0, "b": 0.5}, {"a": 2.0}, {"c": 9.0})
     rows = [replace(r, trajectory=replace(r.trajectory, reward_parts=p)) for r, p in zip(rows, parts, strict=True)]
-    found = _batch_metrics(rows, np.zeros((2, 2)), np.ones((2, 2), bool))
+    found = batch_metrics(rows, 2)
     assert {k: v for k, v in found.items() if k.startswith(metrics.REWARD_PART)} == {"reward/a": 1.5, "reward/b": 0.5}

@@ -17,8 +17,8 @@ from stores.base import RunHeader
 from stores.rewards import has_signal
 from stores.trajectory import Fate, GroupId
 from stores.versioned import VersionedStore
-from tasks.actors.trajectory_server import _batch_metrics
 from tasks.training.advantage import advantages
+from tasks.training.batches import batch_metrics
 from tests.stores.store_conformance import ended, record
 
 GROUPS = [
@@ -44,7 +44,11 @@ def test_filter_metric_and_advantages_agree(rewards: list[float], valid: list[bo
     assert (NoSignal().verdict(kept) is None) is expected
     rng = np.random.default_rng(0)
     rows = [ended(rng, i, 1) for i in range(3)]
-    metrics = _batch_metrics(rows, np.asarray([rewards]), np.asarray([valid]))
+    rows = [
+        replace(row, trajectory=replace(row.trajectory, reward=reward, error="" if scored else "it failed"))
+        for row, reward, scored in zip(rows, rewards, valid, strict=True)
+    ]
+    metrics = batch_metrics(rows, 3)
     assert metrics["groups_with_signal"] == float(expected)
     estimate = advantages("dr_grpo", np.asarray([rewards]), np.asarray([valid]))
     assert bool((np.abs(estimate) > 1e-9).any()) is expected

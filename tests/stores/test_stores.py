@@ -59,12 +59,19 @@ class TestVersionedStore(TrajectoryStoreTests):
         store.commit(record(4, "end"), [])
         assert VersionedStore.rewind(path, 4) == 0
         assert [r.kind for r in VersionedStore.open(path).steps()][-1] == "end"
+        assert VersionedStore.rewind(path, 4, undo_end=True) == 0
+        assert [(r.kind, r.step) for r in VersionedStore.open(path).steps()][-1] == ("step", 3)
+        VersionedStore.open(path).commit(record(4, "resume"), [])
+        assert VersionedStore.rewind(path, 4, undo_end=True) == 0
+        assert [r.kind for r in VersionedStore.open(path).steps()][-1] == "resume"
+        opened = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
+        (ended_once,) = opened.list_branches() - {"main"}
         assert VersionedStore.rewind(path, 2) == 2
         again = VersionedStore.open(path)
         again.commit(record(2), [ended(rng, 7, 2)])
         assert [e.trajectory.id for e in VersionedStore.open(path).ended()] == [0, 1, 7]
         repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
-        (undone,) = repository.list_branches() - {"main"}
+        (undone,) = repository.list_branches() - {"main", ended_once}
         root = zarr.open_group(repository.readonly_session(undone).store, mode="r")
         assert root["rows/int"][:, 0].tolist() == [0, 1, 2, 3]
 

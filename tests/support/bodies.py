@@ -83,6 +83,8 @@ class Run:
     """Calls of `progress`: when (on the loop's clock), and with what."""
     ended_s: float = 0.0
     """On the loop's clock, before anything was closed."""
+    instances_said: list[str] = field(default_factory=list)
+    """What was said of the run's instances at each call of `progress`."""
     losses_said: list[int] = field(default_factory=list)
     """Number of losses known at each call of `progress`."""
 
@@ -260,6 +262,7 @@ class Body:
         def progress(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
             run.said.append((loop.time(), snapshot, outcomes, doing))
             run.losses_said.append(len(outcomes.losses))
+            run.instances_said.append(outcomes.instances)
 
         run.actors = self.runtime.actors.Actors(run.config, run.workers, run.config.run_dir, FACTS)
         run.driver = self.runtime.driver.Driver(run.config, run.actors, run.config.run_dir, progress, resumption)

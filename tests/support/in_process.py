@@ -20,6 +20,8 @@ from stores.errors import ActorLost
 
 TRAVEL_S = 0.001
 """Seconds a call takes to arrive, and its result to come back."""
+START_S = 50.0
+"""Seconds until a new actor in a stopped process counts as lost."""
 CREATE_S = 1.0
 """Seconds until a new actor is ready."""
 
@@ -70,6 +72,7 @@ class Process:
     address: str
     host: str
     dead: bool = False
+    stopped: bool = False
     running: dict[asyncio.Task[None], None] = field(default_factory=dict)
     """Running methods, in the order in which they were called, so that a run is reproducible."""
     waiting: dict[asyncio.Future[Any], None] = field(default_factory=dict)
@@ -121,12 +124,15 @@ class InProcessWorkers:
         self.names: list[str] = []
         """All actors that were ever placed."""
         self.calls: list[Call] = []
+        self.num_spare = 0
+        """Workers that nobody has placed anything on; each actor that is placed takes one."""
         self.nanny = True
         """Whether the process of a lost actor is ended; if not, it may continue and answer late."""
 
     # -- the contract --------------------------------------------------------------------------------------------
 
     async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        self.num_spare = max(0, self.num_spare - 1)
         number = len(self._processes)
         process = Process(address=f"process-{number}", host=self._hosts[number % len(self._hosts)])
         self._processes.append(process)
@@ -137,6 +143,15 @@ class InProcessWorkers:
 
     def forget(self, name: str) -> None:
         del self.placed[name]
+
+    async def spare(self, role: str) -> bool:
+        return self.num_spare > 0
+
+    async def retire(self, name: str) -> None:
+        process = self.placed[name].future
+        for other in [p for p in self.placed.values() if p.future is process]:
+            del self.placed[other.name]
+        process.die()
 
     def lose(self, name: str) -> None:
         lost = self.placed.pop(name)
@@ -150,6 +165,10 @@ class InProcessWorkers:
     def kill(self, name: str) -> None:
         """End the process of an actor at once."""
         self.placed[name].future.die()
+
+    def stop(self, name: str) -> None:
+        """Stop the process of an actor as SIGSTOP does: no call to it is answered any more."""
+        self.placed[name].future.stopped = True
 
     def actor(self, name: str) -> Any:
         """The object of an actor, also of a lost one."""
@@ -172,6 +191,9 @@ class InProcessWorkers:
         assert role != "rollout" or name not in self.names, f"{name} was another's name: its late answers would match"
         fault = self._fault(name, "__init__")
         await asyncio.sleep(CREATE_S + fault.late_s)
+        if process.stopped:
+            await asyncio.sleep(START_S)
+            raise ActorLost(f"{name} was not ready on {process.address}", name)
         if fault.act is not None:
             fault.act()
         if fault.error is not None:
@@ -220,6 +242,8 @@ class InProcessWorkers:
         await asyncio.sleep(TRAVEL_S)
         if fault.act is not None:
             fault.act()
+        if process.stopped:
+            return
         if fault.dies == "before":
             process.die()
         if fault.error is not None:
@@ -236,6 +260,8 @@ class InProcessWorkers:
         if fault.change is not None:
             result = fault.change(result)
         await asyncio.sleep(fault.late_s + TRAVEL_S)
+        if process.stopped:
+            return
         _put(answer, copy.deepcopy(result), error)
 
     async def _outcome(self, actor: Any, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:

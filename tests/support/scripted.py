@@ -34,6 +34,7 @@ from tasks.actors.trajectory_server import ServerSettings, TrajectoryServer
 from tasks.engines.base import EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.emulated import word_logprobs, words
 from tasks.scoring import ScoredResponse
+from tasks.training.packing import BatchPart
 from tasks.workload import DrawnWorkload, WorkloadSettings
 
 PROMPTS = DrawnWorkload(
@@ -354,8 +355,14 @@ class PlayedTrainer:
     ) -> StepResult:
         if step != self._version:
             raise ProtocolViolation(f"step {step} is to be trained, the weights are of version {self._version}")
-        rows = await call(server, "batch", step, trajectories, versions, within_s=self._call_s, who="server")
-        digest = hashlib.blake2b(b"".join(array.tobytes() for array in dataclasses.astuple(rows))).hexdigest()
+        parts: list[BatchPart] = []
+        while not parts or parts[-1].rest:
+            first = sum(len(part.packed.lengths) for part in parts)
+            parts.append(
+                await call(server, "batch", step, trajectories, versions, first, within_s=self._call_s, who="server")
+            )
+        arrays = [array for part in parts for array in dataclasses.astuple(part.packed)]
+        digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays)).hexdigest()
         if self._saving is not None:
             await self._saving
         await asyncio.sleep(self._world.train_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +18,14 @@ from stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, Failed, Request, Sampled
 
 PATIENCE_S = 60.0
+
+
+def asked_beside(ask: Callable[[], None]) -> None:
+    """Call `ask` in another thread and wait for it. Raises AssertionError if it does not return."""
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(20)
+    assert not asking.is_alive(), "it waits for the load"
 
 
 def collect(engine: Engine, count: int, done: dict[int, Sampled] | None = None) -> dict[int, Sampled]:
@@ -82,6 +91,10 @@ class EngineTests:
 
     def hang(self, engine: Engine) -> AbstractContextManager[None]:
         """Have its decoding stand still for a while, as a kernel that never returns would."""
+        raise NotImplementedError
+
+    def during_load(self, engine: Engine, ask: Callable[[], None]) -> AbstractContextManager[None]:
+        """Have `ask` called in another thread, and waited for, whenever it is in the middle of replacing weights."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -208,6 +221,29 @@ class EngineTests:
         engine.interrupt([TrajectoryId(i) for i in range(12)])
         assert engine.load_statistics().progress == ()
 
+    def test_a_look_at_running_requests_shows_how_their_responses_begin(
+        self, engine: Engine, other_weights: tuple[Path, str]
+    ) -> None:
+        path, _ = other_weights
+        engine.submit([request(i, max_new_tokens=100, num_prior=2) for i in range(20)])
+        done = wait_until_sampling(engine, 5)
+        engine.load(PolicyVersion(5), path)
+        done |= wait_until_sampling(engine, 8)
+        seen = {s.trajectory: s for s in engine.peek()}
+        again = {s.trajectory: s for s in engine.peek()}
+        assert seen
+        whole = collect(engine, 20, done)
+        for trajectory, part in seen.items():
+            count = len(tokens_of(part))
+            assert (part.epoch, part.first, part.finish) == (1, 2, FinishReason.UNFINISHED)
+            assert tokens_of(part) == tokens_of(whole[trajectory])[:count]
+            assert logprobs_of(part) == logprobs_of(whole[trajectory])[:count]
+            versions = [s.version for s in whole[trajectory].segments for _ in s.tokens]
+            assert [s.version for s in part.segments for _ in s.tokens] == versions[:count]
+            assert trajectory not in again or len(tokens_of(again[trajectory])) >= count
+        assert max(len(tokens_of(part)) for part in seen.values()) >= 5
+        assert engine.peek() == []
+
     def test_wrong_weights_are_refused_before_anything_changes(self, engine: Engine, tmp_path: Path) -> None:
         import torch
         from safetensors.torch import save_file
@@ -232,6 +268,7 @@ class EngineTests:
             lambda: engine.load(PolicyVersion(5), other_weights[0]),
             lambda: engine.logprobs([3, 10, 14]),
             engine.load_statistics,
+            engine.peek,
         ):
             with pytest.raises(ActorLost, match="rollout-0"):
                 verb()
@@ -247,6 +284,23 @@ class EngineTests:
         assert after.running == before.running == 4 - len(done) > 0
         assert (after.tokens_sampled, after.progress) == (before.tokens_sampled, before.progress)
         collect(engine, 4, done)
+
+    def test_an_engine_that_loads_weights_still_answers(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
+        """Where its weights are replaced in place that takes seconds for a large model."""
+        engine.submit([request(i, max_new_tokens=100) for i in range(4)])
+        done = wait_until_sampling(engine, 1)
+        answered: list[tuple[int, int]] = []
+
+        def ask() -> None:
+            done.update({e.trajectory: e for e in engine.events(0.05) if isinstance(e, Sampled)})
+            load = engine.load_statistics()
+            answered.append((load.running, load.tokens_sampled))
+
+        with self.during_load(engine, ask):
+            engine.load(PolicyVersion(5), other_weights[0])
+        assert len(answered) == 1 and answered[0][0] <= 4
+        collect(engine, 4, done)
+        assert engine.load_statistics().version == 5
 
     def test_many_requests_with_random_interrupts_aborts_and_updates(
         self, engine: Engine, other_weights: tuple[Path, str]

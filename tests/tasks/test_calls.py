@@ -103,7 +103,7 @@ def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None
                 1,
                 b"two",
                 None,
-                [Sampled(trajectory=TrajectoryId(3), epoch=1, segments=(), finish=FinishReason.STOP)],
+                [Sampled(trajectory=TrajectoryId(3), epoch=1, first=0, segments=(), finish=FinishReason.STOP)],
                 {"a": (1.5,)},
             )
             assert await call(actor, "take", *sent, within_s=30.0, who="it") == sent

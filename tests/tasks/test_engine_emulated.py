@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +17,13 @@ import pytest
 
 from stores.parameters import ParameterFolder
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion
-from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine
 from tasks.engines.cost_model import CostModel
 from tasks.engines.emulated import Clock, EmulatedEngine, weights, word_logprobs
 from tasks.engines.settings import EmulatedSettings
 from tasks.names import REWARD_TOKEN
 from tasks.workload import DrawnWorkload, WorkloadSettings
-from tests.tasks.engine_conformance import EngineTests, collect, request, tokens_of
+from tests.tasks.engine_conformance import EngineTests, asked_beside, collect, request, tokens_of
 
 COST = CostModel(k1=0.0, k2=0.004, k3=0.00005, k4=0.001, b=0.002, prefill=0.00001)
 
@@ -106,6 +108,13 @@ class TestEmulatedEngine(EngineTests):
         yield
         self._clock.go_on()
 
+    @contextmanager
+    def during_load(self, engine: Engine, ask: Callable[[], None]) -> Iterator[None]:
+        """When it would sleep for as long as loading takes."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tasks.engines.emulated.time.sleep", lambda seconds: asked_beside(ask))
+            yield
+
     @pytest.fixture
     def reference(self) -> Callable[..., list[float]]:
         return lambda tokens, first, weights=None: word_logprobs(np.asarray(tokens[first:], np.int32)).tolist()
@@ -113,7 +122,9 @@ class TestEmulatedEngine(EngineTests):
     @pytest.fixture
     def other_weights(self, tmp_path: Path) -> tuple[Path, str]:
         named = weights(5)
-        return ParameterFolder(tmp_path / "weights").publish(PolicyVersion(5), named), fingerprint(named)
+        folder = ParameterFolder(tmp_path / "weights")
+        held = folder.publish(PolicyVersion(5), named)
+        return folder.path(PolicyVersion(5)), held
 
 
 def test_responses_are_as_long_and_as_good_as_the_workload_says() -> None:
@@ -142,3 +153,14 @@ def test_time_passes_as_the_cost_model_says() -> None:
         assert engine.load_statistics().busy_s == pytest.approx((COST.decode_s(1, 4, length) + 4 * COST.prefill) / 2.0)
     finally:
         engine.close()
+
+
+def test_what_a_pull_needs_is_imported_before_the_engine_is_ready() -> None:
+    """torch takes seconds on a busy machine: an instance may take them to start, not to answer its first pull."""
+    script = (
+        "import pickle, sys; from stores.trajectory import InstanceId; from tasks.engines import emulated; "
+        "settings = pickle.loads(bytes.fromhex(sys.argv[1])); assert 'torch' not in sys.modules; "
+        "emulated.build(settings, InstanceId('i'), 1).close(); print('safetensors.torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, pickle.dumps(settings()).hex()]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"

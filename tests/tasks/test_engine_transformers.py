@@ -13,11 +13,10 @@ import torch
 from stores import parameters
 from stores.parameters import ParameterFolder
 from stores.trajectory import InstanceId, PolicyVersion
-from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine
 from tasks.engines.settings import TransformersSettings
 from tasks.engines.transformers import TransformersEngine, load_model
-from tests.tasks.engine_conformance import EngineTests, collect, model_settings, request
+from tests.tasks.engine_conformance import EngineTests, asked_beside, collect, model_settings, request
 
 
 def settings(model: Path, **changes: Any) -> TransformersSettings:
@@ -40,6 +39,21 @@ class TestTransformersEngine(EngineTests):
     def hang(self, engine: Engine) -> Iterator[None]:
         assert isinstance(engine, TransformersEngine)
         with engine._managers[False].pause():
+            yield
+
+    @contextmanager
+    def during_load(self, engine: Engine, ask: Callable[[], None]) -> Iterator[None]:
+        assert isinstance(engine, TransformersEngine)
+        paused = engine._paused
+
+        @contextmanager
+        def asked() -> Iterator[None]:
+            with paused():
+                asked_beside(ask)
+                yield
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "_paused", asked)
             yield
 
     @pytest.fixture
@@ -70,8 +84,9 @@ def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     named = dict(model.named_parameters())
-    path = ParameterFolder(tmp_path / "weights").publish(PolicyVersion(5), named)
-    return path, fingerprint(named)
+    folder = ParameterFolder(tmp_path / "weights")
+    held = folder.publish(PolicyVersion(5), named)
+    return folder.path(PolicyVersion(5)), held
 
 
 def plain_logprobs(

@@ -17,6 +17,7 @@ from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, Failed, Sampled
 from tests.tasks.engine_conformance import (
     EngineTests,
+    asked_beside,
     collect,
     logprobs_of,
     model_settings,
@@ -50,6 +51,19 @@ class TestVllmEngine(EngineTests):
 
         assert isinstance(engine, VllmEngine)
         engine._engine.engine_core.get_output = fail
+
+    @contextmanager
+    def during_load(self, engine: Engine, ask: Callable[[], None]) -> Iterator[None]:
+        assert isinstance(engine, VllmEngine)
+        load = engine._load
+
+        def asked(*args: Any) -> float:
+            asked_beside(ask)
+            return load(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "_load", asked)
+            yield
 
     @contextmanager
     def hang(self, engine: Engine) -> Iterator[None]:

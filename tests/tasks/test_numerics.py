@@ -13,7 +13,7 @@ from tasks.knobs import values
 from tasks.names import AGGREGATION_NAMES
 from tasks.training.advantage import ADVANTAGES, advantages
 from tasks.training.loss import LOSSES
-from tasks.training.packing import PackedRows, Row, microbatches, minibatches, token_weights
+from tasks.training.packing import Row, microbatches, minibatches, token_weights
 from tasks.training.settings import LossConfig, TrainingConfig
 
 RNG = np.random.default_rng(5)
@@ -246,21 +246,3 @@ def test_a_non_finite_gradient_changes_no_weights(tiny_model: Any) -> None:
     before = torch.cat([p.detach().flatten().clone() for p in one.model.parameters()])
     one.step(0, [poison, data[1]])
     assert torch.equal(before, torch.cat([p.detach().flatten() for p in one.model.parameters()]))
-
-
-def test_rows_survive_being_packed_for_travel() -> None:
-    data = rows(7)
-    packed = PackedRows(
-        prompt_tokens=np.concatenate([r.prompt for r in data]),
-        response_tokens=np.concatenate([r.response for r in data]),
-        behaviour=np.concatenate([r.behaviour for r in data]),
-        lengths=np.asarray([(len(r.prompt), len(r.response)) for r in data]),
-        advantages=np.asarray([r.advantage for r in data], np.float32),
-        staleness=np.asarray([r.staleness for r in data]),
-        trained=np.asarray([r.trained for r in data]),
-    )
-    for a, b in zip(packed.rows(), data, strict=True):
-        assert a.prompt.tolist() == b.prompt.tolist()
-        assert a.response.tolist() == b.response.tolist()
-        assert a.behaviour.tolist() == b.behaviour.tolist()
-        assert (a.advantage, a.staleness, a.trained) == (pytest.approx(b.advantage), b.staleness, b.trained)

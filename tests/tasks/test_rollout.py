@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,24 @@ import pytest
 
 from pipeline.config import actor_settings, loading
 from stores.base import LedgerState, StepRecord
-from stores.errors import ProtocolViolation
+from stores.errors import ActorLost, ProtocolViolation
 from stores.staleness import Ending
-from stores.trajectory import AbortReason, Fate, FinishReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from stores.trajectory import (
+    AbortReason,
+    Ended,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    TrajectoryId,
+)
 from tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
 from tasks.actors.trajectory_server import TrajectoryServer
+from tasks.engines.base import EngineLoad, Sampled
 from tasks.scoring import ScoredResponse
+from tasks.training.packing import PackedRows
 from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.scripted import VirtualRolloutInstance, VirtualSettings, World, response, server_class
@@ -150,6 +163,29 @@ def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(t
     virtual_time.run(scenario())
 
 
+def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(length=lambda _: 90)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 30.0, 0.0)
+
+        class Away:
+            async def deliver(self, *_: object) -> None:
+                raise OSError("connection closed")
+
+        await server.draw(0, 1)
+        await one.route(server, (item(0, 1), item(1, 1)))
+        await asyncio.sleep(1.0)
+        with pytest.raises(ActorLost, match="server is gone"):
+            await one.interrupt(Away(), (TrajectoryId(0), TrajectoryId(1)))
+        outcomes = await one.interrupt(server, (TrajectoryId(0), TrajectoryId(1)))
+        assert outcomes == [Outcome(trajectory=TrajectoryId(i), epoch=1, tokens=20) for i in (0, 1)]
+        assert await one.interrupt(server, (TrajectoryId(0),)) == []
+
+    virtual_time.run(scenario())
+
+
 def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> None:
     """Tokens, epochs, rewards, batches and endings, in the middle of a run whose other actors go on."""
 
@@ -166,7 +202,7 @@ def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> Non
         await asyncio.sleep(1.0)
         await one.next_events(first, 0.1)
         versions = (PolicyVersion(0), PolicyVersion(0))
-        packed = await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions)
+        packed = (await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).packed
         ending = Ending(
             trajectory=TrajectoryId(4), group=GroupId(2), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0
         )
@@ -175,7 +211,7 @@ def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> Non
         second = server_class(world)(replace(settings, resumed=True), 20.0)
         assert repr(second._flight) == repr(first._flight)
         await second.retire((ending,), (PolicyVersion(0),))
-        again = await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions)
+        again = (await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).packed
         np.testing.assert_array_equal(again.response_tokens, packed.response_tokens)
         np.testing.assert_array_equal(again.advantages, packed.advantages)
         drawn = await second.draw(0, 5)
@@ -198,3 +234,88 @@ def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> Non
         assert third._flight.num_drawn == 5
 
     virtual_time.run(scenario())
+
+
+class Gate:
+    """What a thread waits at until the event loop opens it: never, if the loop waits for that thread."""
+
+    def __init__(self) -> None:
+        self._reached, self._opened = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self._reached.set()
+        assert self._opened.wait(20), "the event loop waits for a thread"
+
+    async def open(self) -> None:
+        """Open it once it is waited at."""
+        while not self._reached.is_set():
+            await asyncio.sleep(0.001)
+        self._opened.set()
+
+
+def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
+    gate = Gate()
+    load = EngineLoad(version=PolicyVersion(0), running=0, kv_tokens=0, busy_s=0.0, tokens_sampled=0, progress=())
+
+    class Busy:
+        version = PolicyVersion(0)
+
+        def load_statistics(self) -> EngineLoad:
+            gate.wait()
+            return load
+
+        def close(self) -> None: ...
+
+    class Settings:
+        def build(self, instance: InstanceId, threads: int) -> Busy:
+            return Busy()
+
+    async def scenario() -> None:
+        one = RolloutInstance(Settings(), InstanceId("one"), 1, 100, 30.0, 0.0)  # type: ignore[arg-type]
+        report, _ = await asyncio.gather(one.report(), gate.open())
+        assert report == load
+        await one.close()
+
+    asyncio.run(scenario())
+
+
+def whole_response(trajectory: TrajectoryId) -> Sampled:
+    tokens = np.asarray(response(trajectory, 9), np.int32)
+    segment = Segment(
+        version=PolicyVersion(0), instance=InstanceId("one"), tokens=tokens, logprobs=np.zeros(9, np.float32)
+    )
+    return Sampled(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+
+
+def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        world = World(length=lambda _: 9)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        await server.draw(0, 1)
+        ids = (TrajectoryId(0), TrajectoryId(1))
+        await server.deliver([whole_response(i) for i in ids])
+        decoding, packing = Gate(), Gate()
+        text, pack = server._prompts.text, PackedRows.of
+
+        def decode(tokens: list[int]) -> str:
+            decoding.wait()
+            return text(tokens)
+
+        def packed(rows: list[Ended]) -> PackedRows:
+            packing.wait()
+            return pack(rows)
+
+        monkeypatch.setattr(server._prompts, "text", decode)
+        monkeypatch.setattr(PackedRows, "of", packed)
+        scoring, _ = await asyncio.gather(server.scoring_items(ids), decoding.open())
+        assert [(i, t) for i, t, _ in scoring] == [(i, text(response(i, 9))) for i in ids]
+        monkeypatch.setattr(server._prompts, "text", text)
+        await server.rewarded([(i, ScoredResponse(reward=1.0)) for i in ids])
+        part, _ = await asyncio.gather(server.batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
+        assert (len(part.packed.rows()), part.rest) == (2, 0)
+        await server.close()
+
+    asyncio.run(scenario())

@@ -19,7 +19,7 @@ from stores.weight_hash import fingerprint
 from tasks.actors.calls import call
 from tasks.actors.trainer import Trainer
 from tasks.training.emulated import EmulatedTraining
-from tasks.training.packing import PackedRows, Row
+from tasks.training.packing import BatchPart, PackedRows, Row
 
 NO_ROWS = PackedRows(
     prompt_tokens=np.empty(0, np.int32),
@@ -33,8 +33,8 @@ NO_ROWS = PackedRows(
 
 
 class Server:
-    async def batch(self, *_: Any) -> PackedRows:
-        return NO_ROWS
+    async def batch(self, *_: Any) -> BatchPart:
+        return BatchPart(packed=NO_ROWS, rest=0)
 
 
 class Weights:

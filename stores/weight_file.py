@@ -1,0 +1,73 @@
+"""A version's file, in the safetensors format: written piece by piece, and hashed at the same time.
+
+Tensors may be anywhere; no more of them than a piece a thread is copied to this process' memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stores.errors import StoreError
+from stores.weight_hash import Tensors, fingerprint
+
+if TYPE_CHECKING:
+    import torch
+
+TYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float64": "F64",
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""Names of torch's types in the format."""
+ALIGNED = 8
+"""Tensors begin at multiples of their element's size: the header's size is a multiple of this, and larger elements come
+first."""
+
+
+def write(path: Path, tensors: Tensors) -> str:
+    """Write tensors to a file, and return their fingerprint. Raises OSError; StoreError for a type that the format does
+    not have."""
+    header, begins = layout(tensors)
+    held = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        _write_all(held, header, 0)
+
+        def write_piece(name: str, offset: int, data: memoryview) -> None:
+            _write_all(held, data, begins[name] + offset)
+
+        return fingerprint(tensors, also=write_piece)
+    finally:
+        os.close(held)
+
+
+def layout(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
+    """The file's header, and where in the file each tensor begins."""
+    entries: dict[str, object] = {}
+    begins, end = {}, 0
+    for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):
+        tensor = tensors[name]
+        begins[name], end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": _type(name, tensor), "shape": list(tensor.shape), "data_offsets": [begins[name], end],
+        }  # fmt: skip
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % ALIGNED)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {name: len(header) + begin for name, begin in begins.items()}
+
+
+def _type(name: str, tensor: torch.Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if kind not in TYPES:
+        raise StoreError(f"{name}: tensors of type {kind} cannot be published; types are {', '.join(TYPES)}")
+    return TYPES[kind]
+
+
+def _write_all(held: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(held, view, offset)
+        view, offset = view[written:], offset + written

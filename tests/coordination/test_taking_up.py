@@ -1,0 +1,186 @@
+"""What a resumed run takes up: without redundancy every promise fits again, and nothing legal is ever refused later."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.coordination.taking_up import plan_resume
+from pipeline.strategies.filtering import KeepAll, NoSignal
+from stores.base import LedgerState
+from stores.errors import ProtocolViolation
+from stores.in_flight import GroupInFlight, MemberInFlight
+from stores.staleness import EntryState, StalenessLedger
+from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId, ended_as
+
+
+@dataclass
+class Life:
+    """A run of random operations on a ledger, with what its server and its store would know. alive: members that no
+    commit has stored, as of each version's commit."""
+
+    rng: random.Random
+    ledger: StalenessLedger
+    versions: dict[int, int] = field(default_factory=dict)
+    done: list[int] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
+    commits: list[tuple[int, dict[str, int], set[int]]] = field(default_factory=list)
+
+    def live(self, steps: int) -> None:
+        self.commit()
+        while self.ledger.version < steps:
+            self.work()
+
+    def work(self) -> None:
+        ledger, rng = self.ledger, self.rng
+        number = ledger.num_started // ledger.members_started
+        if rng.random() < 0.3 and ledger.room(ledger.version) > 0:
+            ledger.start(GroupId(number))
+        for group, entry in list(ledger.entries.items()):
+            if group not in ledger.entries:  # shed meanwhile
+                continue
+            for member in sorted(entry.waiting):
+                version = PolicyVersion(max(0, ledger.version - rng.randint(0, 2)))
+                if member not in entry.routed and rng.random() < 0.5 and ledger.can_reserve(group, version):
+                    ledger.reserve(group, member, version)
+                    self.versions[member] = version
+            if rng.random() < 0.5:
+                continue
+            for member in sorted(entry.waiting & entry.routed):
+                if len(entry.completed) < ledger.group_size and rng.random() < 0.7:
+                    self.done.append(member)
+                    if ledger.complete(group, member):
+                        self.end(ledger.occupy(group))
+                        break
+            if rng.random() < 0.02 and group in ledger.entries:
+                self.end(ledger.abort(group, AbortReason.ENGINE_FAILED))
+        if ledger.next_step == ledger.version and ledger.ready():
+            self.end(ledger.consume(ledger.next_step).endings)
+        elif ledger.next_step > ledger.version and rng.random() < 0.4:
+            self.commit()
+            ledger.publish(PolicyVersion(ledger.version + 1))
+
+    def end(self, endings: object) -> None:
+        self.ended |= {e.trajectory for e in endings}  # type: ignore[attr-defined]
+
+    def commit(self) -> None:
+        num_ended = {ended_as(fate, reason): n for (fate, reason), n in self.ledger.num_ended.items()}
+        self.commits.append((self.ledger.num_started, num_ended, set(self.ended)))
+
+    def found(self, version: int) -> tuple[LedgerState, list[GroupInFlight]]:
+        """What a run resumed from `version` finds after a kill now."""
+        num_started, num_ended, stored = self.commits[version]
+        members = self.ledger.members_started
+        groups: dict[int, list[MemberInFlight]] = {}
+        for i in [*self.done, *(i for i in range(self.ledger.num_started) if i not in self.done)]:
+            if i not in stored:
+                sampled_under = self.versions.get(i, version + 1)
+                member = MemberInFlight(trajectory=TrajectoryId(i))
+                if sampled_under <= version:
+                    member = MemberInFlight(
+                        trajectory=TrajectoryId(i),
+                        version=PolicyVersion(sampled_under),
+                        tokens=5,
+                        sampled=i in self.done,
+                        scored=i in self.done,
+                        reward=float(i % 2) if i in self.done else None,
+                    )
+                groups.setdefault(i // members, []).append(member)
+        ledger = LedgerState(num_started=num_started, num_ended=num_ended, live=(), next_step=version, version=version)
+        return ledger, [
+            GroupInFlight(group=GroupId(g), prompt_tokens=4, members=tuple(m)) for g, m in sorted(groups.items())
+        ]
+
+
+def new_ledger(
+    eta: int, groups: int, size: int, extra_groups: int = 0, extra_members: int = 0, *, waits: bool = True
+) -> StalenessLedger:
+    return StalenessLedger(
+        eta=eta,
+        groups_per_step=groups,
+        group_size=size,
+        groups_started=groups + extra_groups,
+        members_started=size + extra_members,
+        num_steps=30,
+        waits=waits,
+    )
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    eta=st.integers(0, 3),
+    groups=st.integers(1, 3),
+    size=st.integers(1, 3),
+    extra=st.sampled_from([(0, 0, True), (0, 1, True), (1, 0, True), (2, 2, True), (1, 1, False)]),
+    steps=st.integers(1, 6),
+    undone=st.integers(0, 2),
+    filters=st.booleans(),
+)
+def test_what_was_promised_fits_again_and_the_run_can_end(
+    seed: int, eta: int, groups: int, size: int, extra: tuple[int, int, bool], steps: int, undone: int, filters: bool
+) -> None:
+    shape = (eta, groups, size, *extra[:2])
+    life = Life(random.Random(seed), new_ledger(*shape, waits=extra[2]))
+    life.live(steps)
+    for _ in range(life.rng.randint(0, 9)):
+        life.work()
+    version = max(0, life.ledger.version - undone)
+    stored, found = life.found(version)
+    rule = NoSignal() if filters else KeepAll()
+    event, again = plan_resume(new_ledger(*shape, waits=extra[2]), rule, stored, found)
+
+    assert {g.group for g in event.groups} == {g.group for g in found}
+    kept = {m.trajectory: m for g in event.groups for m in g.members}
+    assert kept.keys() == {m.trajectory for g in found for m in g.members}
+    begun = {m.trajectory: m for g in found for m in g.members if m.version >= 0}
+    assert {i for i in begun if kept[i].version < 0} == set(again)
+    assert all(kept[i].tokens == begun[i].tokens for i in begun if i not in again)
+    gave_up = any(fate is Fate.ABORTED for fate, _ in life.ledger.num_ended)
+    if extra == (0, 0, True) and not gave_up:
+        assert not again, "the union was feasible"
+
+    # On another ledger, as the coordinator does it.
+    ledger = new_ledger(*shape, waits=extra[2])
+    parted = {k: n for k, n in life.ledger.num_ended.items() if stored.num_ended.get(ended_as(*k))}
+    ledger.resume(version, {k: stored.num_ended[ended_as(*k)] for k in parted})
+    shed: set[int] = set()
+    for group in event.groups:
+        ledger.start(group.group, [m.trajectory for m in group.members])
+        for member in sorted(group.members, key=lambda m: m.version):
+            if member.version >= 0:
+                ledger.reserve(group.group, member.trajectory, member.version)
+        complete = [ledger.complete(group.group, m.trajectory) for m in group.members if m.scored]
+        if complete and complete[-1]:
+            rewards = [m.reward for m in group.members if m.reward is not None]
+            verdict = rule.verdict(rewards)
+            endings = ledger.occupy(group.group) if verdict is None else ledger.filter(group.group, verdict)
+            shed |= {e.group for e in endings}
+        ledger.validate()
+    assert ledger.num_started == ledger.num_live + sum(ledger.num_ended.values())
+    rest = Life(random.Random(seed + 1), ledger)
+    rest.commits = [(0, {}, set())] * (version + 1)
+    while ledger.version < version + 3:
+        before = ledger.version
+        for _ in range(400):
+            rest.work()
+            ledger.validate()
+            if ledger.version > before:
+                break
+        else:
+            pytest.fail("no step can begin")
+
+
+def test_members_that_are_not_the_groups_are_refused() -> None:
+    ledger = new_ledger(1, 2, 2, 0, 1)
+    ledger.resume(0, {})
+    for members in ([], [0], [0, 0], [0, 3], [0, 1, 2, 3]):
+        with pytest.raises(ProtocolViolation, match="group 0 cannot be taken up"):
+            ledger.start(GroupId(0), [TrajectoryId(i) for i in members])
+    assert ledger.num_started == 0
+    assert ledger.start(GroupId(0), [TrajectoryId(2), TrajectoryId(0)]) == (2, 0)
+    assert ledger.entries[GroupId(0)].state is EntryState.QUEUED
+    assert ledger.num_live == 2

@@ -1,0 +1,92 @@
+"""A run whose store is in a bucket: run, killed, resumed, audited, shown, scored again and trained on again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soaking.job import Job
+from stores.versioned import VersionedStore
+from tests.commands import command
+from tests.jobs.test_resume import until_step
+from tests.runtime.test_run import check
+from tests.support.bucket import BUCKET, served
+
+LOCAL = ("--set", "cluster.kind=local", "--set", "cluster.scheduler_file=")
+URL = f"s3://{BUCKET}/runs"
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with served() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
+def staleflow(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command whose workers have this test's environment, not that of the tests before it."""
+    return subprocess.run(
+        [sys.executable, "-m", "cli.main", *map(str, words)], capture_output=True, text=True, timeout=250
+    )
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_killed_run_goes_on_and_commands_take_its_url(tmp_path: Path) -> None:
+    one = Job(folder=tmp_path, seed=1)
+    one.write()
+    folder, url = one.run_dir, f"{URL}/{one.run_dir.name}"
+    wrong = command("run", one.file, *LOCAL, "--store", "s3://nobodys-bucket/runs")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "the bucket cannot be used: The specified bucket does not exist" in wrong.stderr
+    assert not folder.exists()
+
+    sets = ("--set", "steps=400", *LOCAL)
+    start = [sys.executable, "-m", "cli.main", "run", str(one.file), "--store", URL, *sets]
+    with subprocess.Popen(start, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        until_step(process, 3)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert (folder / "store").read_text() == f"{url}\n"
+    trained = sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps())
+    resumed = staleflow("resume", folder, "--set", f"steps={trained + 2}")
+    assert resumed.returncode == 0, resumed.stderr
+    check(folder, trained + 2)
+
+    audited = json.loads(command("store", "audit", url, "--json").stdout)
+    assert (audited["clean"], audited["num_steps"]) == (True, trained + 2)
+    for where, name in ((url, url), (tmp_path / "runs", str(folder))):
+        (row,) = json.loads(command("store", "ls", where, "--json").stdout)
+        assert (row["run"], row["steps"], row["state"]) == (name, trained + 2, "ended")
+    shown = command("store", "show", url, "--trajectory", 3, "--json")
+    assert json.loads(shown.stdout)[0]["trajectory"] == 3, shown.stderr
+    again = command("run", one.file, "--store", URL, *LOCAL, "--set", f"runs_dir={tmp_path}/others")
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "there is a run's store already" in again.stderr
+    for verb in ("resume", "replay", "view"):
+        refused = command(verb, url)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert "only the store is in a bucket; name the run's folder" in refused.stderr
+    missing = command("store", "audit", f"{URL}/nothing")
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_store_in_a_bucket_is_scored_and_trained_on_again(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def even(answer, record):\n    return float(len(answer) % 2)\n")
+    ran = staleflow("run", job, "--store", URL, "--set", "steps=2", "--set", "task.eval_prompts=0")
+    assert ran.returncode == 0, ran.stderr
+    url, folder = f"{URL}/job", tmp_path / "runs" / "job"
+    scored = staleflow("store", "reprocess", url, "--reward", f"{tmp_path}/mine.py:even", "--branch", "even")
+    assert scored.returncode == 0, scored.stderr
+    compared = command("store", "diff", folder, "main", "even")  # the branch is in the bucket
+    assert compared.returncode == 0, compared.stderr
+    offline = staleflow("train-offline", url, "--out", tmp_path / "offline", "--json")
+    assert json.loads(offline.stdout)["same_steps"] == 2, offline.stderr

@@ -1,0 +1,183 @@
+"""Instances that join a run later, are retired from it, or do not come up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipeline.runtime.base import NoFreeWorker
+from tests.support.bodies import Body, Run
+from tests.support.in_process import Fault
+from tests.support.scripted import World
+
+LONG = ("steps=6", "staleness.eta=2", "rollout.max_new_tokens=400")
+
+
+def long_ones() -> World:
+    return World(length=lambda trajectory: 60 + trajectory % 40)
+
+
+async def until(run: Run, condition: Callable[[], Any]) -> None:
+    while run.driver is None or not condition():
+        await asyncio.sleep(0.01)
+
+
+def instances(run: Run) -> list[str]:
+    return sorted(name for name in run.workers.names if name.startswith("rollout"))
+
+
+def lines(run: Run) -> list[str]:
+    """What the run said of its instances, each once."""
+    return list(dict.fromkeys(line for line in run.instances_said if line))
+
+
+# -- joining later -------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_join_later_become_further_instances(body: Body) -> None:
+    async def join(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("rollout-0").count("route") > 1)
+        run.workers.num_spare = 3
+
+    run = body.run(*LONG, "rollout.max_instances=4", world=long_ones(), meanwhile=join)
+    run.check()
+    assert instances(run) == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"], (
+        "four, though a fifth worker is there"
+    )
+    sampled = {s.instance for row in run.store.ended() for s in row.trajectory.segments}
+    assert sampled == set(instances(run))
+    assert lines(run)[0] == "2 of 2 instances, at most 4"
+    assert lines(run)[-1] == "4 of 2 instances, at most 4"
+
+
+@pytest.mark.parametrize("most", [(), ("rollout.max_instances=2",)])
+def test_a_run_takes_no_more_instances_than_it_may(body: Body, most: tuple[str, ...]) -> None:
+    async def join(run: Run) -> None:
+        run.workers.num_spare = 9
+
+    run = body.run(*most, meanwhile=join)
+    run.check()
+    assert instances(run) == ["rollout-0", "rollout-1"]
+
+
+def test_a_further_instance_that_is_lost_is_given_up_without_a_worker_and_taken_again_with_one(body: Body) -> None:
+    async def join(run: Run) -> None:
+        await until(run, lambda: "route" in run.workers.methods("rollout-0"))
+        run.workers.num_spare = 1
+        await until(run, lambda: "report" in run.workers.methods("rollout-2"))
+        run.workers.kill("rollout-2")
+        await asyncio.sleep(5.0)
+        run.workers.num_spare = 1
+
+    none = Fault(actor="rollout-2", method="__init__", nth=2, error=NoFreeWorker("no free worker"))
+    run = body.run(*LONG, "rollout.max_instances=3", world=long_ones(), faults=[none], meanwhile=join)
+    run.check()
+    assert "rollout-2.1" in instances(run)
+    assert len(run.outcomes.losses) == 1
+
+
+def test_an_instance_that_does_not_come_up_is_placed_elsewhere(body: Body) -> None:
+    dies = Fault(actor="rollout-0", method="report", nth=2, dies="before")
+    never_up = Fault(actor="rollout-0", method="__init__", nth=2, dies="before")
+    run = body.run(*LONG, world=long_ones(), faults=[dies, never_up])
+    run.check()
+    assert "rollout-0.2" in instances(run)
+    assert len(run.outcomes.losses) == 2
+
+
+def test_a_run_says_what_it_misses(body: Body) -> None:
+    dies = Fault(actor="rollout-0", method="report", nth=4, dies="before")
+    late = Fault(actor="rollout-0", method="__init__", nth=2, late_s=4.0)
+    run = body.run(*LONG, world=long_ones(), faults=[dies, late])
+    run.check()
+    assert lines(run) == ["2 of 2 instances", "1 of 2 instances; waiting for rollout-0"]
+    assert run.instances_said[-1] == "2 of 2 instances"
+
+
+# -- retiring ------------------------------------------------------------------------------------------------------
+
+
+def retired(body: Body, *overrides: str, by: Callable[[Run], str] = lambda _: "rollout-1", **kwargs: Any) -> Run:
+    """A run whose second instance is retired while it samples."""
+    answers = []
+
+    async def retire(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("rollout-1").count("report") > 3)
+        answers.append(run.driver.retire(by(run)))
+        answers.append(run.driver.retire(by(run)))
+
+    run = body.run(*LONG, *overrides, world=long_ones(), meanwhile=retire, **kwargs)
+    run.check()
+    assert answers == ["", ""]
+    return run
+
+
+def test_what_a_retired_instance_ran_goes_on_elsewhere_and_nothing_is_lost(body: Body) -> None:
+    run = retired(body)
+    assert run.outcomes.losses == []
+    moved = [r for r in run.store.ended() if len({s.instance for s in r.trajectory.segments}) > 1]
+    assert moved, "no trajectory has tokens of two instances"
+    assert "close" in run.workers.methods("rollout-1")
+    assert "rollout-1.1" in instances(run), "another worker takes its place"
+    (lost,) = [e for _, e in run.events("InstanceLost")]
+    assert (lost.instance, lost.why) == ("rollout-1", "it was retired")
+    closed_s = next(c.at_s for c in run.workers.calls if (c.actor, c.method) == ("rollout-1", "close"))
+    assert all(c.at_s <= closed_s for c in run.workers.calls if c.actor == "rollout-1")
+
+
+def test_a_worker_is_retired_by_its_address(body: Body) -> None:
+    run = retired(body, by=lambda run: "process-4")
+    assert "close" in [c.method for c in run.workers.calls if c.actor.startswith("rollout")]
+    assert run.outcomes.losses == []
+
+
+def test_a_retired_instance_comes_back_once_there_is_a_worker(body: Body) -> None:
+    none = [Fault(actor="rollout-1", method="__init__", nth=n, error=NoFreeWorker("none")) for n in (2, 3)]
+    run = retired(body, faults=none)
+    assert "rollout-1.1" in instances(run)
+
+
+def test_an_instance_that_dies_while_it_is_retired_is_a_loss(body: Body) -> None:
+    run = retired(body, faults=[Fault(actor="rollout-1", method="interrupt", dies="before")])
+    assert len(run.outcomes.losses) == 1
+    assert "rollout-1.1" in instances(run)
+
+
+def test_an_instance_is_not_retired_while_it_is_evaluated(body: Body) -> None:
+    answers = []
+
+    async def retire(run: Run) -> None:
+        await until(run, lambda: "evaluate" in run.workers.methods("rollout-1"))
+        answers.append(run.driver.retire("rollout-1"))
+
+    evaluated = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=4")
+    run = body.run(*evaluated, meanwhile=retire)
+    run.check()
+    assert answers == ["rollout-1: the run does not train at the moment; ask again once it does"]
+    assert instances(run) == ["rollout-0", "rollout-1"]
+
+
+@pytest.mark.parametrize(
+    ("worker", "least", "answer"),
+    [
+        ("process-99", 1, "process-99: no rollout instance of this run is there; it has rollout-0, rollout-1"),
+        (
+            "rollout-1",
+            2,
+            "rollout-1: the run has no more than 2 instances (rollout.min_instances); start a worker first",
+        ),
+    ],
+)
+def test_what_cannot_be_retired_is_said(body: Body, worker: str, least: int, answer: str) -> None:
+    answers = []
+
+    async def retire(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("rollout-1").count("report") > 1)
+        answers.append(run.driver.retire(worker))
+
+    run = body.run(f"rollout.min_instances={least}", meanwhile=retire)
+    run.check()
+    assert [a.replace("rollout-1, rollout-0", "rollout-0, rollout-1") for a in answers] == [answer]

@@ -1,0 +1,77 @@
+"""Files of weights: what is written piece by piece is what safetensors reads, and has the fingerprint it says."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from stores import weight_file, weight_hash
+from stores.errors import StoreError
+from stores.parameters import ParameterFolder
+from stores.trajectory import PolicyVersion
+from stores.weight_hash import fingerprint
+
+KINDS = [getattr(torch, name) for name in weight_file.TYPES]
+SHAPES = st.lists(st.integers(0, 5), max_size=3)
+
+
+def filled(shape: list[int], kind: torch.dtype, seed: int) -> torch.Tensor:
+    numbers = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed))
+    return numbers.to(kind)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SHAPES, st.sampled_from(KINDS)), max_size=6), st.integers(1, 20))
+def test_what_is_written_is_read_and_has_its_fingerprint(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[list[int], torch.dtype]], piece: int
+) -> None:
+    path = tmp_path_factory.mktemp("weights") / "file"
+    tensors = {f"layer.{i}": filled(shape, kind, i) for i, (shape, kind) in enumerate(kinds)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_hash, "PIECE_BYTES", piece)
+        held = weight_file.write(path, tensors)
+        assert held == fingerprint(tensors) == fingerprint(load_file(path))
+    read = load_file(path)
+    assert {n: (t.dtype, t.shape) for n, t in read.items()} == {n: (t.dtype, t.shape) for n, t in tensors.items()}
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name].to(torch.float64), tensor.to(torch.float64))
+        assert read[name].data_ptr() % tensor.element_size() == 0, "aligned"
+
+
+def test_what_is_not_contiguous_is_written_as_it_reads(tmp_path: Path) -> None:
+    tensors = {"t": torch.arange(6.0).reshape(2, 3).T, "part": torch.arange(9)[::2]}
+    weight_file.write(tmp_path / "file", tensors)
+    with safe_open(tmp_path / "file", "pt") as file:
+        assert {name: file.get_tensor(name).tolist() for name in ("t", "part")} == {
+            name: tensor.tolist() for name, tensor in tensors.items()
+        }
+
+
+def test_a_type_that_files_do_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"w: tensors of type complex64 cannot be published; types are bool, "):
+        weight_file.write(tmp_path / "file", {"w": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_a_full_memory_is_one_line_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whichever thread it is noticed."""
+    write = os.pwrite
+
+    def full(held: int, data: bytes, offset: int) -> int:
+        if offset > 200:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(held, data[:7], offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(weight_hash, "PIECE_BYTES", 64)
+    folder = ParameterFolder(tmp_path / "w")
+    with pytest.raises(StoreError, match="cannot be written: No space left on device; free memory, or set cluster"):
+        folder.publish(PolicyVersion(1), {"w": torch.zeros(500)})
+    assert [p.name for p in folder.folder.iterdir()] == [".owner"]

@@ -1,0 +1,119 @@
+"""A step's batch on its way to the trainer: packed, in messages of a limited size, and whole again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stores.trajectory import Ended, Fate, GroupId, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
+from tasks.actors import trajectory_server
+from tasks.actors.trainer import Trainer
+from tasks.training.packing import BatchPart, PackedRows, Row, part_end
+from tests.support.bodies import Body
+from tests.tasks.test_trainer import Weights
+
+LENGTHS = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=3)), min_size=1, max_size=12
+)
+"""Tokens of each row's prompt, and of the segments of its response."""
+
+
+def consumed(lengths: list[tuple[int, list[int]]]) -> list[Ended]:
+    """What a step consumes, with rows of these lengths."""
+    rng = np.random.default_rng(0)
+
+    def one(i: int, prompt: int, parts: list[int]) -> Ended:
+        segments = tuple(
+            Segment(
+                version=PolicyVersion(2),
+                instance=InstanceId("rollout-0"),
+                tokens=rng.integers(0, 99, n).astype(np.int32),
+                logprobs=rng.normal(size=n).astype(np.float32),
+            )
+            for n in parts
+        )
+        trajectory = Trajectory(
+            id=TrajectoryId(i),
+            group=GroupId(i),
+            prompt_tokens=rng.integers(0, 99, prompt).astype(np.int32),
+            segments=segments,
+            v_traj=PolicyVersion(i % 3),
+        )
+        return Ended(trajectory=trajectory, fate=Fate.CONSUMED, step=2, advantage=i - 0.5, loss_mask=i % 4 != 3)
+
+    return [one(i, *length) for i, length in enumerate(lengths)]
+
+
+def same(one: Row, other: Row) -> bool:
+    arrays = all(getattr(one, n).tolist() == getattr(other, n).tolist() for n in ("prompt", "response", "behaviour"))
+    return arrays and all(getattr(one, n) == getattr(other, n) for n in ("advantage", "staleness", "trained"))
+
+
+def num_bytes(packed: PackedRows) -> int:
+    return sum(getattr(packed, name).nbytes for name in PackedRows.__slots__)
+
+
+@given(LENGTHS)
+def test_rows_survive_being_packed_for_travel(lengths: list[tuple[int, list[int]]]) -> None:
+    data = consumed(lengths)
+    assert all(same(a, Row.of(b)) for a, b in zip(PackedRows.of(data).rows(), data, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 2000))
+def test_a_batch_in_parts_is_the_batch_and_no_part_is_larger_than_a_message(
+    lengths: list[tuple[int, list[int]]], most_bytes: int
+) -> None:
+    data = consumed(lengths)
+    got: list[Row] = []
+    while len(got) < len(data):
+        first, last = len(got), part_end(data, len(got), most_bytes)
+        assert num_bytes(PackedRows.of(data[first:last])) <= most_bytes or last == first + 1
+        assert last == len(data) or num_bytes(PackedRows.of(data[first : last + 1])) > most_bytes, "one more would fit"
+        got += PackedRows.of(data[first:last]).rows()
+    assert all(same(a, Row.of(b)) for a, b in zip(got, data, strict=True))
+
+
+def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
+    data = consumed([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])
+    asked: list[int] = []
+
+    class Server:
+        async def batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchPart:
+            asked.append(first)
+            last = part_end(data, first, 200)
+            return BatchPart(packed=PackedRows.of(data[first:last]), rest=len(data) - last)
+
+    class Keeps(Weights):
+        def build(self) -> Keeps:
+            return self
+
+        def step(self, step: int, rows: Any) -> dict[str, float]:
+            self.rows = rows
+            return {}
+
+    weights = Keeps()
+
+    async def whole() -> None:
+        actor = Trainer(weights, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 0)  # type: ignore[arg-type]
+        await actor.train(Server(), 2, (), ())
+        await actor.close()
+
+    asyncio.run(whole())
+    assert asked == [0, 1, 2]
+    assert all(same(a, Row.of(b)) for a, b in zip(weights.rows, data, strict=True))
+
+
+def test_a_batch_larger_than_a_message_is_fetched_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectory_server, "part_end", lambda rows, first: part_end(rows, first, 200))
+    run = Body(tmp_path).run()
+    run.check()
+    firsts = [c.args[3] for c in run.workers.calls if c.method == "batch"]
+    assert len(firsts) > run.config.steps
+    assert firsts.count(0) == run.config.steps

@@ -1,0 +1,141 @@
+"""The soak: what it counts, and a short one on a real cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.soaking.counting import Recoveries, prompts, sampled
+from benchmarks.soaking.job import DIGITS, Job, number_of
+from benchmarks.soaking.killing import kept
+from pipeline.coordination.events import (
+    InstanceReported,
+    PullFinished,
+    RunResumed,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+)
+from pipeline.coordination.journal import CODEC, JournalEntry
+from stores.base import RunHeader
+from stores.trajectory import AbortReason, Ended, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from stores.versioned import VersionedStore
+from tests.stores.store_conformance import ended, record
+
+HEADER = RunHeader(run="soak", eta=1, groups_per_step=1, group_size=2, members_started=2)
+GIVEN_UP = {"fate": Fate.ABORTED, "reason": AbortReason.RUN_ENDED}
+
+
+def row(trajectory: int, *, number: int | None = None, **changes: object) -> Ended:
+    """A stored trajectory of group trajectory // 2 and its prompt, that of another number if one is given."""
+    group = trajectory // 2
+    tokens = [int(digit) + 2 for digit in f"{group if number is None else number:0{DIGITS}d}"]
+    one = ended(np.random.default_rng(trajectory), trajectory, 0)
+    whole = replace(one.trajectory, group=GroupId(group), prompt_tokens=np.asarray(tokens, np.int32))
+    return replace(one, trajectory=whole, **changes)  # type: ignore[arg-type]
+
+
+def folder_with(tmp_path: Path, journals: Sequence[Sequence[object]] = ()) -> VersionedStore:
+    """A run's folder with a store, and the journals of its starts."""
+    for number, events in enumerate(journals, 1):
+        name = "events.jsonl" if number == len(journals) else f"events.{number}.jsonl"
+        entries = [JournalEntry(now=float(at), event=event, commands=()) for at, event in enumerate(events)]  # type: ignore[arg-type]
+        lines = [CODEC.encode(entry) for entry in entries]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return VersionedStore.create(tmp_path / "store", HEADER)
+
+
+def report(*progress: tuple[int, int]) -> InstanceReported:
+    return InstanceReported(instance=InstanceId("rollout-0"), progress=tuple((TrajectoryId(t), n) for t, n in progress))
+
+
+def end(trajectory: int, tokens: int) -> TrajectorySampled:
+    return TrajectorySampled(trajectory=TrajectoryId(trajectory), epoch=0, tokens=tokens)
+
+
+def test_every_prompt_is_counted_against_the_source(tmp_path: Path) -> None:
+    store = folder_with(tmp_path)
+    store.commit(record(0), [row(0), row(1), row(6), row(7)])
+    store.commit(record(1, "resume"), [row(2, **GIVEN_UP), row(3, **GIVEN_UP)])
+    store.commit(record(1), [row(10, number=77), row(11, number=77), row(14), row(15), row(12, **GIVEN_UP)])
+    found = prompts(tmp_path)
+    assert (found.trained, found.last, found.doubled, found.wrong) == (4, 7, 0, 1)
+    assert found.stopped == 0
+    assert found.skipped == {
+        "aborted:run_ended at a resume": 1,
+        "not in the store": 2,
+        "aborted:run_ended at a step": 1,
+    }
+    assert len(found.findings()) == 4
+    store.commit(record(2, "end"), [row(4, **GIVEN_UP), row(5, **GIVEN_UP)])
+    assert prompts(tmp_path).stopped == 1
+    assert number_of((2, 2, 3, 11)) == 19
+
+
+def test_tokens_sampled_again_are_those_a_trajectory_falls_back_by(tmp_path: Path) -> None:
+    first = [
+        report((0, 10), (1, 30)),
+        end(1, 40),
+        TrajectoryInterrupted(trajectory=TrajectoryId(0), epoch=0, tokens=12),
+    ]
+    store = folder_with(tmp_path, [first, [report((0, 5)), end(0, 20), report((2, 9))]])
+    whole = [row(0), row(1)]
+    store.commit(record(0), whole)
+    found = sampled(tmp_path)
+    assert found.again == 12 - 5
+    assert found.tokens == 20 + 40 + 9 + 7
+    short = sum(max(0, n - r.trajectory.num_tokens) for n, r in zip((20, 40), whole, strict=True))
+    assert found.lost == short
+
+
+def test_a_finished_response_is_kept_unless_it_is_sampled_again_or_given_up(tmp_path: Path) -> None:
+    pulled = PullFinished(instance=InstanceId("rollout-0"), version=PolicyVersion(4))
+    first = [end(0, 5), end(1, 5), end(2, 5), end(4, 5), pulled, end(7, 5)]
+    resumed = RunResumed(step=3, num_ended=())  # version 4 is undone
+    store = folder_with(tmp_path, [first, [resumed, report((1, 3), (7, 1)), end(6, 5)]])
+    store.commit(record(0, "resume"), [row(2, **GIVEN_UP)])
+    store.commit(record(0), [row(0), row(1), row(7)])
+    found = kept(tmp_path)
+    assert (found.finished, found.again, found.undone) == (5, 2, 1)
+    assert found.lost == {"given up at a resume": 1, "not in the store": 1}
+    assert not found.whole
+
+
+def test_recoveries_are_told_by_fault() -> None:
+    one = Recoveries()
+    for seconds in (1.0, 9.0, 2.0):
+        one.note("kill -9 trainer", seconds)
+    (line,) = one.lines()
+    assert line.split() == ["kill", "-9", "trainer", "3", "median", "2.0", "s", "most", "9.0", "s"]
+
+
+def test_the_job_is_valid(tmp_path: Path) -> None:
+    from pipeline.config import checks, loading
+
+    job = Job(folder=tmp_path, seed=1)
+    job.write()
+    assert checks.check_job(loading.load(job.file)) == []
+
+
+def soak(tmp_path: Path, *words: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.soak", "--folder", str(tmp_path / "soak"), *words]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "no findings" in ran.stdout
+
+
+@pytest.mark.timeout(900)
+def test_a_run_outlives_the_loss_of_its_trainer_its_server_and_its_driver(tmp_path: Path) -> None:
+    soak(tmp_path, "--faults", "3", "--seed", "1", "--only", "kill -9 trainer", "kill -9 server", "kill -9 driver")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_run_outlives_thirty_faults(tmp_path: Path) -> None:
+    soak(tmp_path, "--faults", "30", "--seed", "1")
