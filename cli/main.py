@@ -46,7 +46,7 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point. Errors are one line; exit code 2 for wrong input, 1 for failures."""
-    from cli.interrupts import ctrl_c
+    from cli.interrupts import ctrl_c, exit_interrupted
 
     if other := module_in_the_way():
         fail(other, 2)
@@ -64,7 +64,8 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except click.Abort:
-        fail("interrupted", 130)
+        click.echo("staleflow: interrupted", err=True)
+        exit_interrupted()
     except (click.UsageError, StaleflowError) as error:
         fail(*told(error))
     except OSError as error:

@@ -148,8 +148,9 @@ def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> 
 
 
 def minibatches(num_rows: int, count: int, rng: np.random.Generator) -> list[npt.NDArray[np.int64]]:
-    """A random split of the rows into `count` parts of nearly equal size."""
-    return [np.sort(part) for part in np.array_split(rng.permutation(num_rows), count)]
+    """A random split of the rows into `count` parts of nearly equal size; into one part a row if there are fewer, as
+    there may be of a selection of stored rows."""
+    return [np.sort(part) for part in np.array_split(rng.permutation(num_rows), count) if len(part)]
 
 
 def microbatches(

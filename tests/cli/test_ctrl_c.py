@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +115,21 @@ def test_reprocessing_ends_and_leaves_no_branch(tmp_path: Path) -> None:
         ended_well(shown)
         assert "interrupted" in shown.text
     assert "slow" not in repository_at(run / "store").list_branches()
+
+
+def test_the_exit_code_is_that_of_an_interrupt_wherever_python_was(tmp_path: Path) -> None:
+    """In code that is made at run time, too: an interrupt there is remembered until Python exits."""
+    script = """
+import os, signal, sys
+import click
+from cli import main
+CODE = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(30)"
+main.cli = click.Command("staleflow", callback=lambda: exec(CODE))
+sys.argv = ["staleflow"]
+main.main()
+"""
+    (tmp_path / "interrupted.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (130, "staleflow: interrupted")

@@ -274,11 +274,14 @@ def test_weights_that_stop_arriving_are_one_line_and_leave_nothing(tmp_path: Pat
 
 OWN_WAYS = {
     "stores/files.py": "the one way",
+    "cli/stored.py": "in a temporary folder of its own",
     "pipeline/config/first_job.py": "into a folder whose files are published at the end",
+    "pipeline/coordination/journal.py": "appends, and renames a whole file",
     "pipeline/jobs/tracking.py": "discards what a package prints",
     "pipeline/offline/exporting.py": "inside the folder that is published at the end",
     "pipeline/offline/reprocessing.py": "code for a worker's import, in a temporary folder of its own",
     "pipeline/runtime/resumption.py": "renames a whole file",
+    "pipeline/runtime/run_journal.py": "fills a part it is given",
     "tasks/training/emulated.py": "fills a part it is given",
 }
 """Modules that write or rename files themselves, and why they may."""

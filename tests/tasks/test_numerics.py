@@ -246,3 +246,9 @@ def test_a_non_finite_gradient_changes_no_weights(tiny_model: Any) -> None:
     before = torch.cat([p.detach().flatten().clone() for p in one.model.parameters()])
     one.step(0, [poison, data[1]])
     assert torch.equal(before, torch.cat([p.detach().flatten() for p in one.model.parameters()]))
+
+
+def test_fewer_rows_than_minibatches_are_a_minibatch_each() -> None:
+    parts = minibatches(2, 3, np.random.default_rng(0))
+    assert sorted(int(i) for part in parts for i in part) == [0, 1]
+    assert [len(part) for part in parts] == [1, 1]
