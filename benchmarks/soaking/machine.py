@@ -97,9 +97,11 @@ def isolated(disk: Path) -> Machine:
     has_disk = _do("mount", "-t", "tmpfs", "-o", f"size={SPARE}", "tmpfs", str(disk))
     # Names of network namespaces are files in a folder of the machine's; it does not see this one.
     Path("/run/netns").mkdir(exist_ok=True)
-    apart = _do("mount", "-t", "tmpfs", "tmpfs", "/run/netns") and libc.unshare(NEW_NETWORK) == 0
+    apart = _do("mount", "-t", "tmpfs", "tmpfs", "/run/netns")
     Path(FAR_MEMORY).mkdir(exist_ok=True)
     apart = apart and _do("mount", "-t", "tmpfs", "tmpfs", FAR_MEMORY)
+    # Last: a network of its own has nothing yet, not even itself.
+    apart = apart and libc.unshare(NEW_NETWORK) == 0
     second = "second" if apart and _second_host("second") else ""
     return Machine(namespace=second, disk=disk if has_disk else None)
 
