@@ -33,6 +33,8 @@ FAR = ("rollout-b", "rollout-c")
 REVIVE_S = 1.0
 """Seconds from the end of a process to its next start."""
 ENVIRONMENT = {
+    # They run elsewhere, and the scheduler is asked by functions of this package.
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])),
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "DASK_LOGGING__DISTRIBUTED": "warning",
