@@ -320,9 +320,9 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return state
 
     def ask_to_retire(self, id: str, worker: str) -> str:
-        """Ask a running job to give up one of its workers; returns its state."""
+        """Ask a job to give up one of its workers; returns its state. Only one that runs is asked."""
         job = self.jobs[id]
-        if job.state not in ENDED:
+        if job.state == "running":
             job.leaving.append(worker)
         return job.state
 

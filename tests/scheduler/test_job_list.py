@@ -119,7 +119,7 @@ def test_every_command_prints_json(board: tuple[Board, str]) -> None:
 
 def test_a_running_job_is_asked_once_to_give_up_a_worker(board: tuple[Board, str]) -> None:
     jobs, address = board
-    for id in ("one-aa", "old-cc"):
+    for id in ("one-aa", "two-bb", "old-cc"):  # the second one waits
         jobs.submit(id, id[:3], f"/runs/{id}", 3)
     jobs.report("one-aa", "running", "", lines=[], status={}, steps=[])
     jobs.report("old-cc", "done", "", lines=[], status={}, steps=[])
@@ -128,6 +128,8 @@ def test_a_running_job_is_asked_once_to_give_up_a_worker(board: tuple[Board, str
     assert asked.stdout == "one-aa gives up tcp://host:1234; `staleflow logs one-aa -f` says when it has left\n"
     assert jobs.leaving("one-aa") == ["tcp://host:1234"]
     assert jobs.leaving("one-aa") == []
-    refused = command("retire", "old", "tcp://host:1234", "--scheduler", address)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "old-cc is done: only a running job can give up a worker" in refused.stderr
+    for id, state in (("old-cc", "done"), ("two-bb", "waiting")):
+        refused = command("retire", id, "tcp://host:1234", "--scheduler", address)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"{id} is {state}: only a running job can give up a worker" in refused.stderr
+        assert jobs.leaving(id) == [], "else it would give one up as soon as it runs"
