@@ -38,14 +38,14 @@ def row(trajectory: int, *, number: int | None = None, **changes: object) -> End
     tokens = [int(digit) + 2 for digit in f"{group if number is None else number:0{DIGITS}d}"]
     one = ended(np.random.default_rng(trajectory), trajectory, 0)
     whole = replace(one.trajectory, group=GroupId(group), prompt_tokens=np.asarray(tokens, np.int32))
-    return replace(one, trajectory=whole, **changes)  # type: ignore[arg-type]
+    return replace(one, trajectory=whole, **changes)
 
 
 def folder_with(tmp_path: Path, journals: Sequence[Sequence[object]] = ()) -> VersionedStore:
     """A run's folder with a store, and the journals of its starts."""
     for number, events in enumerate(journals, 1):
         name = "events.jsonl" if number == len(journals) else f"events.{number}.jsonl"
-        entries = [JournalEntry(now=float(at), event=event, commands=()) for at, event in enumerate(events)]  # type: ignore[arg-type]
+        entries = [JournalEntry(now=float(at), event=event, commands=()) for at, event in enumerate(events)]
         lines = [CODEC.encode(entry) for entry in entries]
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return VersionedStore.create(tmp_path / "store", HEADER)

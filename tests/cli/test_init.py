@@ -52,7 +52,7 @@ def test_without_anything_all_is_made(here: Path, monkeypatch: pytest.MonkeyPatc
     for row in rows:
         assert eval(row["prompt"].removesuffix("=")) == int(row["answer"])
     config = loaded(here / "mine", monkeypatch)
-    reward = make_reward(config.reward.function, None)  # type: ignore[arg-type]  # one of its own needs no source
+    reward = make_reward(config.reward.function, None)  # one of its own needs no source
     assert (reward("-3", {"answer": "-3"}), reward("", {"answer": "-3"})) == (1.0, 0.0)
     comments = [line for line in (here / "mine" / "job.toml").read_text().splitlines() if "#" in line]
     assert len(comments) > 20
@@ -69,7 +69,7 @@ def test_ones_own_data_model_and_reward_are_looked_at(
     assert config.task.source == f"jsonl:{here}/rows.jsonl"
     assert (config.task.columns.prompt, config.task.columns.answer) == ("question", "solution")
     assert (config.model.path, config.rollout.max_new_tokens) == (str(tiny_model), 64)
-    reward = make_reward(config.reward.function, None)  # type: ignore[arg-type]  # one of its own needs no source
+    reward = make_reward(config.reward.function, None)  # one of its own needs no source
     assert (reward("6", ROWS[3] | {"answer": ROWS[3]["solution"]}), reward("Twice 3.", {"answer": "#### 6"})) == (1, 0)
 
 

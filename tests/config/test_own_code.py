@@ -145,9 +145,9 @@ def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(min
     config = job(f"rollout.routing={mine}:Fullest", "rollout.routing_options.share=0.25")
     rule = make_strategies(config).routing
     assert isinstance(rule, OwnRouting)
-    assert rule.rule.share == 0.25  # type: ignore[attr-defined]  # the user's class
-    other = make_strategies(config).routing.rule  # type: ignore[attr-defined]  # the same
-    assert other.rng.integers(2**60) == rule.rule.rng.integers(2**60)  # type: ignore[attr-defined]  # by the job's seed
+    assert rule.rule.share == 0.25  # the user's class
+    other = make_strategies(config).routing.rule  # the same
+    assert other.rng.integers(2**60) == rule.rule.rng.integers(2**60)  # by the job's seed
     assert config.weighs_costs
 
 

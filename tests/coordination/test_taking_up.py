@@ -65,7 +65,7 @@ class Life:
             ledger.publish(PolicyVersion(ledger.version + 1))
 
     def end(self, endings: object) -> None:
-        self.ended |= {e.trajectory for e in endings}  # type: ignore[attr-defined]
+        self.ended |= {e.trajectory for e in endings}
 
     def commit(self) -> None:
         num_ended = {ended_as(fate, reason): n for (fate, reason), n in self.ledger.num_ended.items()}

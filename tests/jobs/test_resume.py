@@ -122,7 +122,7 @@ def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(jo
     )
     repository.reset_branch("main", last_step)
     (end.run_dir / "summary.json").unlink()
-    (end.run_dir / "evaluations.json").write_text(json.dumps(end.summary["evaluations"][:1]))  # type: ignore[index]
+    (end.run_dir / "evaluations.json").write_text(json.dumps(end.summary["evaluations"][:1]))
     reward.write_text("def even(answer, record):\n    return float(len(answer) % 2)\n")
     resumed = staleflow("resume", end.run_dir)
     assert resumed.returncode == 0, resumed.stderr

@@ -134,7 +134,7 @@ def test_threads_that_share_a_scorer_each_get_their_own_rewards(scorers: Any) ->
     size = 50
 
     def score(block: int) -> list[Any]:
-        return scorer.score([(str(n), {"n": n}) for n in range(block * size, (block + 1) * size)])  # type: ignore[no-any-return]
+        return scorer.score([(str(n), {"n": n}) for n in range(block * size, (block + 1) * size)])
 
     scores = [score for block in at_once(score, 3 * THREADS // 2) for score in block]
     for n, score_ in enumerate(scores):

@@ -76,7 +76,7 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     whole = total(watch.loads)
     assert whole.steps == len(watch.loads) == 6
     assert whole.total_s == pytest.approx(max(e.now for e in entries if type(e.event).__name__ == "VersionPublished"))
-    sampled = [e.event.tokens for e in entries if type(e.event).__name__ == "TrajectorySampled"]  # type: ignore[union-attr]
+    sampled = [e.event.tokens for e in entries if type(e.event).__name__ == "TrajectorySampled"]
     assert whole.tokens == sum(sampled) == sum(load.tokens for load in watch.loads)
     assert sum(speed.responses for speed in whole.speeds.values()) == len(sampled)
     for part in (whole.waiting, whole.training):

@@ -107,8 +107,8 @@ def test_an_executor_works_in_order_and_a_cancelled_caller_does_not_stop_it() ->
 
     async def ask() -> None:
         loop, executor = asyncio.get_running_loop(), object()
-        first = asyncio.ensure_future(loop.run_in_executor(executor, work, "first"))  # type: ignore[arg-type]
-        second = loop.run_in_executor(executor, work, "second")  # type: ignore[arg-type]
+        first = asyncio.ensure_future(loop.run_in_executor(executor, work, "first"))
+        second = loop.run_in_executor(executor, work, "second")
         await asyncio.sleep(0.5)
         first.cancel()
         await second

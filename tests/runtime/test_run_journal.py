@@ -35,7 +35,7 @@ def in_parts(
     book = kind(path, part_bytes=part_bytes)
     for entry in entries:
         book.append(entry.now, entry.event, entry.commands)
-    book.close(wait=True)  # type: ignore[call-arg]
+    book.close(wait=True)
     return entries
 
 
@@ -197,7 +197,7 @@ def test_the_run_page_follows_parts_as_they_are_closed_and_compressed(tmp_path: 
     alone.follow([whole], most=10**9)
     lines: list[str] = []
     add = follower.index.add
-    follower.index.add = lambda line, name: (lines.append(name), add(line, name))[1]  # type: ignore[method-assign]
+    follower.index.add = lambda line, name: (lines.append(name), add(line, name))[1]
     book = Journal(path, None, 15_000)
     for i, entry in enumerate(entries):
         book.append(entry.now, entry.event, entry.commands)

@@ -102,7 +102,7 @@ def test_finished_and_half_sampled_responses_of_a_killed_run_go_on(body: Body) -
     def scored_some(run: Run) -> bool:
         return len(run.records) == 2 and run.outcomes.commands["Score"] > 12
 
-    first = body.run(*BASE, world=world, meanwhile=killed(scored_some))  # type: ignore[arg-type]
+    first = body.run(*BASE, world=world, meanwhile=killed(scored_some))
     assert first.stopped_at_once
     second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0))
     check_whole(second)
@@ -150,7 +150,7 @@ def test_a_lost_instance_costs_what_it_sampled_since_it_last_delivered(body: Bod
 
 
 def test_what_undone_steps_had_consumed_is_trained_on_again(body: Body) -> None:
-    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 4))  # type: ignore[arg-type]
+    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 4))
     consumed = {row.trajectory.id for row in first.store.ended() if row.step in (2, 3)}
     second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 2))
     check_whole(second)
@@ -176,7 +176,7 @@ def test_a_run_killed_again_and_again_asks_every_prompt_once(body: Body, seed: i
             config=config,
             world=world,
             resumption=resumption,
-            meanwhile=killed(lambda run, at=at: sum(run.outcomes.commands.values()) > at),  # type: ignore[misc, arg-type]
+            meanwhile=killed(lambda run, at=at: sum(run.outcomes.commands.values()) > at),
         )
         if not run.stopped_at_once:
             break
@@ -227,7 +227,7 @@ def test_what_a_stopped_run_gave_up_goes_on_when_it_is_resumed(body: Body) -> No
 
 
 def test_a_run_of_an_earlier_version_gives_up_what_was_in_flight(body: Body) -> None:
-    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 2))  # type: ignore[arg-type]
+    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 2))
     live = first.records[-1].ledger.live
     spool: Path = first.config.run_dir / "spool"
     for part in spool.iterdir():
@@ -242,7 +242,7 @@ def test_a_run_of_an_earlier_version_gives_up_what_was_in_flight(body: Body) -> 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5])
 def test_what_the_spool_has_lost_starts_again(body: Body, kept: float) -> None:
-    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 2))  # type: ignore[arg-type]
+    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 2))
     for part in (first.config.run_dir / "spool").iterdir():
         data = part.read_bytes()
         part.write_bytes(data[: int(kept * len(data))])

@@ -242,7 +242,7 @@ def test_a_very_long_step_is_not_taken_for_a_deadlock_and_a_deadlock_is_told() -
     slow = job(steps=2, simulation__train_s=5000.0)
     assert run(slow).finished_s > 10_000
     stuck = SimulatedRun(slow, actor_settings.make_workload(slow))
-    stuck.coordinator.ledger.ready = lambda: False  # type: ignore[method-assign]
+    stuck.coordinator.ledger.ready = lambda: False
     with pytest.raises(RunStuck, match="step 0 waits for"):
         stuck.run()
 

@@ -90,7 +90,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
 
 
 def with_group(row: Ended, group: int) -> Ended:
-    return replace(row, trajectory=replace(row.trajectory, group=group))  # type: ignore[arg-type]
+    return replace(row, trajectory=replace(row.trajectory, group=group))
 
 
 def stored_of(store: VersionedStore) -> set[int]:

@@ -91,7 +91,7 @@ def test_links_stay_links_and_devices_devices(tmp_path: Path) -> None:
 
 def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     for text in ("one", "two"):
-        replace_folder(tmp_path / "a", lambda part, text=text: (part / text).write_text(text), REMEDY)  # type: ignore[misc]
+        replace_folder(tmp_path / "a", lambda part, text=text: (part / text).write_text(text), REMEDY)
         assert os.listdir(tmp_path / "a") == [text]
     assert os.listdir(tmp_path) == ["a"]
     (tmp_path / "b").mkdir()
@@ -142,7 +142,7 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
             file.write(text)
 
     threads = [
-        threading.Thread(target=replace_file, args=(tmp_path / "a", lambda part, t=text: write(part, t), REMEDY))  # type: ignore[misc]
+        threading.Thread(target=replace_file, args=(tmp_path / "a", lambda part, t=text: write(part, t), REMEDY))
         for text in ("left", "right")
     ]
     for thread in threads:

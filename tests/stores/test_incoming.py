@@ -31,7 +31,7 @@ def test_pieces_written_in_any_order_make_the_file(
     path.touch()
     incoming = Incoming(path, len(data), piece_bytes)
     arriving = list(incoming.missing.values())
-    order.shuffle(arriving)  # type: ignore[attr-defined]
+    order.shuffle(arriving)
     arrived: set[int] = set()
     for piece in arriving:
         assert not incoming.has(*piece)

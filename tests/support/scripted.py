@@ -110,7 +110,7 @@ def server_class(world: World) -> type[TrajectoryServer]:
     """The trajectory server, with a store of the world's."""
 
     class SlowStore(MemoryStore):
-        async def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:  # type: ignore[override]
+        async def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
             """As in a thread: the commit is there at the end of its time."""
             await asyncio.sleep(world.commit_s)
             return super().commit(record, ended)

@@ -41,10 +41,10 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
         )  # fmt: skip
         group = GroupId(trajectory // config.members_started)
         made = Trajectory(
-            id=trajectory, group=group, prompt_tokens=np.full(workload.prompt_tokens(group), 3, np.int32),  # type: ignore[arg-type]
+            id=trajectory, group=group, prompt_tokens=np.full(workload.prompt_tokens(group), 3, np.int32),
             v_traj=PolicyVersion(version), finish=FinishReason.STOP, reward=rewards.get(trajectory, 0.0),
         ).with_segment(sampled)  # fmt: skip
-        return Ended(trajectory=made, **more)  # type: ignore[arg-type]
+        return Ended(trajectory=made, **more)
 
     def commit(record: StepRecord) -> None:
         store.commit(record, waiting)

@@ -101,7 +101,7 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
     weights = Keeps()
 
     async def whole() -> None:
-        actor = Trainer(weights, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 0)  # type: ignore[arg-type]
+        actor = Trainer(weights, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 0)
         await actor.train(Server(), 2, (), ())
         await actor.close()
 

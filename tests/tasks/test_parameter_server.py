@@ -181,7 +181,7 @@ def test_a_host_hands_on_what_has_arrived_before_it_has_all(tmp_path: Path) -> N
 
         async def slowly(number: int, well: Any) -> bytes | None:
             await asyncio.sleep(1.0)
-            return await well()  # type: ignore[no-any-return]
+            return await well()
 
         source.fault = slowly
         two = asyncio.ensure_future(between.fetch(70, source))

@@ -271,7 +271,7 @@ def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
             return Busy()
 
     async def scenario() -> None:
-        one = RolloutInstance(Settings(), InstanceId("one"), 1, 100, 30.0, 0.0)  # type: ignore[arg-type]
+        one = RolloutInstance(Settings(), InstanceId("one"), 1, 100, 30.0, 0.0)
         report, _ = await asyncio.gather(one.report(), gate.open())
         assert report == load
         await one.close()

@@ -391,7 +391,7 @@ def test_a_reward_that_cannot_be_loaded_is_one_line(rewards: Path, rows: Path, f
 
 def test_rewards_may_be_functions_of_an_installed_module() -> None:
     reward = make_reward("operator:contains", ReasoningGym("chain_sum", OPTIONS, 0))
-    assert reward("abc", "b") == 1.0  # type: ignore[arg-type]
+    assert reward("abc", "b") == 1.0
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
