@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.config.schema import RunConfig
 from pipeline.strategies.admission import ADMISSION
 from pipeline.strategies.routing import ROUTING
-from stores.bucket_url import parsed
+from stores.bucket_url import HOW, parsed
 from stores.errors import ConfigError
 from tasks.engines.settings import ENGINES
 from tasks.knobs import knobs, shown, values
@@ -47,7 +47,7 @@ def check_across(config: RunConfig, where: str) -> None:
         try:
             parsed(config.store_url)
         except ConfigError as error:
-            raise ConfigError(f"{where}: store = {config.store!r}: {error}") from error
+            raise ConfigError(f"{where}: store = {config.store!r} is no place for a store; {HOW}") from error
     _check_engine(config, where)
     _check_virtual(config, where)
 

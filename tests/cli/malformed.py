@@ -514,6 +514,15 @@ VIRTUAL = (
          command="simulate job.toml --set batch.groups_per_step=4611686018427387904"),
     Case(name="job: more steps than there is time", says=("steps", "at most 1000000000"),
          command="simulate job.toml --set steps=4611686018427387904"),
+    *(
+        Case(name=f"store at {url}", command=f"simulate job.toml --set store={url}", says=(url, "s3://BUCKET/PREFIX"))
+        for url in ("s3:/bucket", "ftp://bucket/runs", "s3://", "s3://b/runs", "s3://Bucket/runs")
+    ),
+    Case(name="audit: no memory", command="store audit runs/none --memory 0", says=("--memory", "0")),
+    Case(name="job: fewer instances than it begins with", says=("rollout.max_instances = 1", "rollout.instances"),
+         command="simulate job.toml --set rollout.max_instances=1 --set rollout.instances=3"),
+    Case(name="job: no time for a commit", says=("deadlines.commit_s",),
+         command="simulate job.toml --set deadlines.commit_s=0"),
     Case(name="profile: nowhere", command="profile job.toml --out /proc/none/x.json", says=("/proc/none", "--out")),
     Case(name="profile: too few steps", command="profile job.toml --steps 1", says=("--steps", "4")),
 )  # fmt: skip
