@@ -117,11 +117,11 @@ def encode(entry: Entry) -> bytes:
         case TrajectoriesRouted():
             head = ["routed", entry.routed, entry.at_s]
         case TokensDelivered():
-            parts = [(s.version, s.instance, len(s.tokens)) for s in entry.segments]
-            head = ["tokens", entry.trajectory, entry.epoch, entry.first, entry.finish.value, entry.at_s, parts]
+            segments = [(s.version, s.instance, len(s.tokens)) for s in entry.segments]
+            head = ["tokens", entry.trajectory, entry.epoch, entry.first, entry.finish.value, entry.at_s, segments]
             arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
         case RewardDelivered():
-            parts = {name: float(value) for name, value in entry.parts.items()}  # type: ignore[assignment]
+            parts = {name: float(value) for name, value in entry.parts.items()}
             head = ["reward", entry.trajectory, entry.tokens, float(entry.reward), parts, entry.error, entry.at_s]
         case BatchTaken():
             head = ["batch", entry.step, entry.trajectories, entry.versions]
