@@ -191,7 +191,7 @@ def measure(folder: Path, steps: int, journal_steps: int) -> None:
         flush=True,
     )
     audit = Measured("store", "audit", config.run_dir, "--json")
-    assert audit.code == 0, audit.out[-2000:]
+    assert audit.code == 0, f"exit code {audit.code}: {audit.out[-2000:]}"
     assert json.loads(audit.out)["num_tokens"] == found.num_tokens
     told("audit", audit)
     told("ls", Measured("store", "ls", folder))
@@ -208,7 +208,7 @@ def measure(folder: Path, steps: int, journal_steps: int) -> None:
         flush=True,
     )
     replay = Measured("replay", config.run_dir)
-    assert replay.code == 0, replay.out[-2000:]
+    assert replay.code == 0, f"exit code {replay.code}: {replay.out[-2000:]}"
     told("replay", replay)
 
 

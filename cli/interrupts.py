@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
@@ -23,16 +22,6 @@ def end_at_once() -> NoReturn:
     with contextlib.suppress(OSError):
         shown = SHOW_CURSOR if sys.stderr.isatty() else ""
         os.write(2, f"{shown}\nstaleflow: ended at once\n".encode())
-    os._exit(130)
-
-
-def exit_interrupted() -> NoReturn:
-    """Exit with 130, cleaning up as Python does. Python itself would end by the signal if the first one came while
-    generated code was executed, as dataclasses do when they are imported, although it was handled."""
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
     os._exit(130)
 
 

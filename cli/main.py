@@ -44,9 +44,21 @@ def cli() -> None:
     """Asynchronous RL post-training of language models on Dask, under a proved staleness bound."""
 
 
+def entry() -> None:
+    """Be the `staleflow` command: run `main`, and end this process."""
+    from cli.exits import LastExit
+
+    last = LastExit()
+    try:
+        main()
+    except SystemExit as error:
+        last.code = error.code if isinstance(error.code, int) else 0
+        raise
+
+
 def main() -> None:
-    """Entry point. Errors are one line; exit code 2 for wrong input, 1 for failures."""
-    from cli.interrupts import ctrl_c, exit_interrupted
+    """Run the command that sys.argv names. Errors are one line; exit code 2 for wrong input, 1 for failures."""
+    from cli.interrupts import ctrl_c
 
     if other := module_in_the_way():
         fail(other, 2)
@@ -64,8 +76,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except click.Abort:
-        click.echo("staleflow: interrupted", err=True)
-        exit_interrupted()
+        fail("interrupted", 130)
     except (click.UsageError, StaleflowError) as error:
         fail(*told(error))
     except OSError as error:
@@ -113,4 +124,4 @@ def module_in_the_way() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    entry()

@@ -126,10 +126,35 @@ from cli import main
 CODE = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(30)"
 main.cli = click.Command("staleflow", callback=lambda: exec(CODE))
 sys.argv = ["staleflow"]
-main.main()
+main.entry()
 """
     (tmp_path / "interrupted.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
     command = [sys.executable, "-m", "interrupted"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.strip()) == (130, "staleflow: interrupted")
+
+
+def test_the_exit_code_is_the_commands_whatever_happens_while_python_is_taken_apart(tmp_path: Path) -> None:
+    """Threads of libraries may abort the process then; what atexit calls still runs."""
+    script = """
+import atexit, os, sys
+import click
+from cli import main
+class Aborts:
+    def __del__(self, abort=os.abort):
+        abort()
+keep = Aborts()
+def callback():
+    atexit.register(print, "cleaned up")
+    print("done")
+    sys.exit(3)
+main.cli = click.Command("staleflow", callback=callback)
+sys.argv = ["staleflow"]
+main.entry()
+"""
+    (tmp_path / "aborting.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
+    command = [sys.executable, "-m", "aborting"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "done\ncleaned up\n", "")
