@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stores.errors import ConfigError
+from tasks.bridging import Bridge, make_bridge
 from tasks.drawn_texts import DrawnTexts
 from tasks.engines.emulated import words
 from tasks.environments import SourceSettings
@@ -34,6 +35,8 @@ class PromptSettings:
     template: str
     chat: bool
     system: str
+    observation: str = "{observation}"
+    """Put around what an environment says, without a chat template; see EnvironmentConfig.template."""
     max_new_tokens: int
     context: int
     kv_tokens: int
@@ -105,6 +108,17 @@ class TokenizedPrompts:
         if settings.longest is not None:
             self._source = FittingSource(self._source, self._fits)
         self._texts = texts or tokenizer_texts(settings.tokenizer)
+        self._bridge: Bridge | None = None
+
+    @property
+    def bridge(self) -> Bridge:
+        """Makes the given tokens between the turns of an episode."""
+        if self._bridge is None:
+            settings = self._settings
+            self._bridge = make_bridge(
+                self._texts, settings.tokenizer, chat=settings.chat, template=settings.observation
+            )
+        return self._bridge
 
     def encode(self, task: Task) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""

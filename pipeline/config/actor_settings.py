@@ -67,6 +67,11 @@ def episode_settings(config: RunConfig) -> EpisodeSettings | None:
 
     if not config.has_texts or not is_environment(config.task.source, "task.source"):
         return None
+    if config.reward.parts or config.reward.function != "task":
+        raise ConfigError(
+            f"{config.reward.named}: task.source = {config.task.source!r} rewards its episodes itself; set "
+            'reward.function = "task", and return the reward from the environment'
+        )
     return EpisodeSettings(source=source_settings(config), limits=config.environment)
 
 
@@ -95,6 +100,7 @@ def prompt_settings(
         template=config.task.template,
         chat=config.task.chat,
         system=config.task.system,
+        observation=config.environment.template,
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,

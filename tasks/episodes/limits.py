@@ -14,6 +14,10 @@ class EnvironmentConfig:
     """Environments of many turns; docs/tasks.md says how to write one."""
 
     max_turns: int = knob(16, "most turns of an episode; the last one ends it", low=1, high=10_000)
+    template: str = knob(
+        "{observation}",
+        "without task.chat: text around what an environment says after the first time; must contain {observation}",
+    )
     isolation: str = knob(
         "auto",
         "where environments run: auto: coroutines on their host's event loop, all else in a process each; process: all "
