@@ -65,7 +65,24 @@ def episode_settings(config: RunConfig) -> EpisodeSettings | None:
     from tasks.episodes.host import EpisodeSettings
     from tasks.episodes.loading import is_environment
 
-    if not config.has_texts or not is_environment(config.task.source, "task.source"):
+    if not config.has_texts:
+        return None
+    acts = is_environment(config.task.source, "task.source")
+    if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != acts:
+        raise ConfigError(
+            f"task.eval_source = {config.task.eval_source!r}: either both it and task.source = {config.task.source!r} "
+            "are environments of many turns, or neither is"
+        )
+    if config.environment.tools:
+        if acts:
+            raise ConfigError(
+                f"environment.tools: task.source = {config.task.source!r} is an environment of many turns, which "
+                "brings its own tools; remove environment.tools"
+            )
+        return EpisodeSettings(
+            source=source_settings(config), limits=config.environment, scoring=scoring_settings(config)
+        )
+    if not acts:
         return None
     if config.reward.parts or config.reward.function != "task":
         raise ConfigError(

@@ -79,9 +79,9 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         return unchecked
     task, prompts = _first_prompt(config, folder)
     episodes = actor_settings.episode_settings(config)
-    if episodes is None:
+    if episodes is None or episodes.scoring is not None:
         _try_reward(config, task)
-    else:
+    if episodes is not None:
         _try_environment(episodes, prompts)
     return unchecked
 
