@@ -179,7 +179,8 @@ class RolloutConfig:
     min_instances: int = knob(
         1, "instances with which the run goes on while others that were lost wait for a free worker", low=1, high=4096
     )
-    max_new_tokens: int = knob(64, "most tokens in a response", low=1)
+    max_new_tokens: int = knob(64, "most tokens in a response, all turns and what environments answer included", low=1)
+    turn_tokens: int = knob(0, "most tokens that are sampled in one turn; 0: max_new_tokens", low=0)
     temperature: float = knob(
         1.0, "sampling temperature; the trainer computes logprobs at the same one", above=0, high=10
     )
