@@ -19,6 +19,7 @@ from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from tasks.columns import Columns
 from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
+from tasks.episodes.limits import EnvironmentConfig
 from tasks.knobs import knob
 from tasks.names import ENVIRONMENT_KINDS, WORKLOAD_NAMES
 from tasks.registry import choice, composed
@@ -41,8 +42,8 @@ class TaskConfig:
 
     source: str = knob(
         "reasoning_gym:chain_sum",
-        "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, or your own class, "
-        "path/to/file.py:NAME",
+        "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, an environment of many turns "
+        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), or your own class or coroutine, path/to/file.py:NAME",
     )
     options: dict[str, Any] = knob(
         {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"
@@ -335,6 +336,7 @@ class RunConfig:
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     batch: BatchConfig = BatchConfig()
     staleness: StalenessConfig = StalenessConfig()
     rollout: RolloutConfig = RolloutConfig()
