@@ -59,14 +59,10 @@ def source_settings(config: RunConfig) -> SourceSettings:
     )
 
 
-def episode_settings(config: RunConfig) -> EpisodeSettings | None:
-    """Settings of the environment hosts; None for a job whose responses are one turn. Loads a user's file that the job
-    names as its source. Raises ConfigError."""
+def environment_settings(config: RunConfig) -> EpisodeSettings:
+    """Settings of the environment hosts of a job that acts."""
     from tasks.episodes.host import EpisodeSettings
-    from tasks.episodes.loading import is_environment
 
-    if not config.has_texts or not is_environment(config.task.source, "task.source"):
-        return None
     return EpisodeSettings(source=source_settings(config), limits=config.environment)
 
 

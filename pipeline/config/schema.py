@@ -386,6 +386,13 @@ class RunConfig:
         )
 
     @property
+    def judges(self) -> tuple[str, ...]:
+        """Names of the actors that give rewards: environment hosts if it acts, else reward workers."""
+        if self.acts:
+            return tuple(f"environment-{i}" for i in range(self.environment.hosts))
+        return tuple(f"reward-{i}" for i in range(self.reward.workers))
+
+    @property
     def time_scale(self) -> float:
         """Seconds that pass for the coordinator per second of real time; 1 unless the engine is emulated."""
         return self.rollout.engine.time_scale if self.emulated else 1.0

@@ -33,7 +33,7 @@ async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> di
     user_files.check(config)
     config, code = with_code(config)
     submission = Submission(id=id, job=fields.to_toml(config), code=code, resume=resume)
-    needs = Needs(instances=config.rollout.instances, rewards=config.reward.workers, driver=True)
+    needs = Needs(instances=config.rollout.instances, rewards=len(config.judges), driver=True)
     async with where.connected() as client:
         await board.ask(client, "submit", id=id, name=config.name, run_dir=str(config.run_dir), steps=config.steps)
         # On no worker until the board gives the job some.

@@ -38,6 +38,9 @@ class EpisodeSettings:
     source: SourceSettings
     limits: EnvironmentConfig
 
+    def build(self) -> Episodes:
+        return Episodes(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeMaker:
@@ -135,6 +138,27 @@ class Episodes:
             if answer.cancelled():
                 return _failed("the episode was cancelled")
             raise
+
+    async def end(self, key: EpisodeKey) -> Answer:
+        """End an episode whose environment has answered, but whose model has no room for another turn: with the reward
+        so far."""
+        held = self._held.get(key)
+        if held is None:
+            return self._ended[key][1] if key in self._ended else _failed("the episode was cancelled")
+        held.answer = asyncio.ensure_future(self._stop(key, held, held.answer))
+        return await asyncio.shield(held.answer)
+
+    async def _stop(self, key: EpisodeKey, held: _Held, before: asyncio.Task[Answer]) -> Answer:
+        await asyncio.wait({before})
+        spent_s = held.spent_s
+        try:
+            async with self._places:
+                answer = await self._step(held, "", held.num_taken, cut=True)
+        except EnvironmentFailed as error:
+            answer = _failed(str(error))
+        answer = replace(answer, seconds=held.spent_s - spent_s)
+        self._end(key, held, held.turns, answer)
+        return answer
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:
         """Forget episodes. Steps that run are cancelled, environments that block are abandoned; nothing is awaited."""
