@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from stores.errors import ConfigError
 from tasks.environments import SourceSettings
 from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.episode import EnvironmentFailed, Episode, EpisodeStart, Said, start_of, told
+from tasks.episodes.episode import Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
 from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.episodes.loading import open_environment
@@ -92,7 +92,7 @@ class Episodes:
                 try:
                     begun.append(await self._within(episode.begin(), self._limits.step_s, "reset", "step_s"))
                     await self._within(episode.close(), self._limits.step_s, "close", "step_s")
-                except EnvironmentFailed as error:
+                except EpisodeFailed as error:
                     raise ConfigError(f"{where}: {error}") from error
                 finally:
                     episode.abandon()
@@ -154,7 +154,7 @@ class Episodes:
         try:
             async with self._places:
                 answer = await self._step(held, "", held.num_taken, cut=True)
-        except EnvironmentFailed as error:
+        except EpisodeFailed as error:
             answer = _failed(str(error))
         answer = replace(answer, seconds=held.spent_s - spent_s)
         self._end(key, held, held.turns, answer)
@@ -202,12 +202,12 @@ class Episodes:
                 answer = Answer()
                 for number, text in enumerate(turns[first:], first + 1):
                     if answer.ended:
-                        raise EnvironmentFailed(f"it ended with turn {number - 1}; it cannot take another one")
+                        raise EpisodeFailed(f"it ended with turn {number - 1}; it cannot take another one")
                     newest = number == len(turns)
                     answer = await self._step(held, text, number, cut=cut and newest)
                     if not newest:
                         held.said.append(answer.messages)
-        except EnvironmentFailed as error:
+        except EpisodeFailed as error:
             answer = _failed(str(error))
         answer = replace(answer, seconds=held.spent_s - spent_s, replayed=tuple(held.said))
         held.said = []
@@ -220,10 +220,10 @@ class Episodes:
             kind = await asyncio.to_thread(self._kind, key.held_out)
             held.episode = kind.make(record)
         except (ConfigError, KeyError) as error:
-            raise EnvironmentFailed(f"the environment cannot be made: {told(error)}") from error
+            raise EpisodeFailed(f"the environment cannot be made: {told(error)}") from error
         prompt = await self._timed(held, held.episode.begin(), "reset")
         if prompt != prompt_of(record["prompt"]):
-            raise EnvironmentFailed(_UNLIKE)
+            raise EpisodeFailed(_UNLIKE)
 
     async def _step(self, held: _Held, text: str, number: int, *, cut: bool) -> Answer:
         assert held.episode is not None
@@ -233,7 +233,7 @@ class Episodes:
         return Answer(messages=said.messages, ended=said.ended, reward=said.reward, parts=said.parts)
 
     async def _timed(self, held: _Held, request: Coroutine[Any, Any, T], what: str) -> T:
-        """The result of a request, within the limits of a step and of the episode. Raises EnvironmentFailed."""
+        """The result of a request, within the limits of a step and of the episode. Raises EpisodeFailed."""
         left_s = self._limits.episode_s - held.spent_s
         knob = "step_s" if self._limits.step_s <= left_s else "episode_s"
         begin = time.monotonic()
@@ -244,7 +244,7 @@ class Episodes:
 
     async def _within(self, request: Coroutine[Any, Any, T], limit_s: float, what: str, knob: str) -> T:
         """The result of a request. It is cancelled after `limit_s`, but not waited for: it may ignore that. Raises
-        EnvironmentFailed."""
+        EpisodeFailed."""
         task = asyncio.ensure_future(request)
         try:
             await asyncio.wait({task}, timeout=max(0.0, limit_s))
@@ -254,15 +254,15 @@ class Episodes:
             task.add_done_callback(_heard)
         if not task.done():
             limit = getattr(self._limits, knob)
-            raise EnvironmentFailed(f"{what} took longer than environment.{knob} = {limit:g} s")
+            raise EpisodeFailed(f"{what} took longer than environment.{knob} = {limit:g} s")
         if task.cancelled():
-            raise EnvironmentFailed(f"{what} was cancelled from within")
+            raise EpisodeFailed(f"{what} was cancelled from within")
         try:
             return task.result()
-        except EnvironmentFailed:
+        except EpisodeFailed:
             raise
         except Exception as error:
-            raise EnvironmentFailed(f"{what} raised: {told(error)}") from error
+            raise EpisodeFailed(f"{what} raised: {told(error)}") from error
 
     def _end(self, key: EpisodeKey, held: _Held, turns: tuple[str, ...], answer: Answer) -> None:
         """Keep an episode's last answer, and release its environment in the background."""
@@ -278,7 +278,7 @@ class Episodes:
     async def _release(self, episode: Episode, *, gently: bool) -> None:
         try:
             if gently:
-                with contextlib.suppress(EnvironmentFailed):
+                with contextlib.suppress(EpisodeFailed):
                     await self._within(episode.close(), self._limits.step_s, "close", "step_s")
         finally:
             episode.abandon()
