@@ -15,14 +15,17 @@ import numpy.typing as npt
 
 from stores.errors import StoreError
 from stores.trajectory import (
+    NO_VERSION,
     AbortReason,
     Ended,
     Fate,
     FinishReason,
+    Given,
     GroupId,
     InstanceId,
     PolicyVersion,
     Segment,
+    Span,
     Timings,
     Trajectory,
     TrajectoryId,
@@ -72,14 +75,15 @@ def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
     for i, row in enumerate(ended):
         t = row.trajectory
         response, versions = t.response_tokens, t.versions
+        sampled = versions != NO_VERSION
         prompt = len(t.prompt_tokens)
         columns["ids"] += [t.prompt_tokens, response]
         columns["logprobs"] += [np.zeros(prompt, np.float32), t.logprobs]
-        columns["versions"] += [np.full(prompt, -1, np.int32), versions]
-        columns["mask"] += [np.zeros(prompt, np.uint8), np.full(len(response), row.loss_mask, np.uint8)]
+        columns["versions"] += [np.full(prompt, NO_VERSION, np.int32), versions]
+        columns["mask"] += [np.zeros(prompt, np.uint8), (sampled & row.loss_mask).astype(np.uint8)]
         extra = json.dumps(_extra(t), separators=(",", ":")).encode()
         ints[i] = (
-            t.id, t.group, t.v_traj, versions.min(initial=2**31 - 1), versions.max(initial=-1), offset, prompt,
+            t.id, t.group, t.v_traj, versions[sampled].min(initial=2**31 - 1), versions.max(initial=-1), offset, prompt,
             len(response), FINISHES.index(t.finish), FATES.index(row.fate), REASONS.index(row.reason), row.step,
             row.staleness, text_begin + len(text), len(extra), row.loss_mask,
         )  # fmt: skip
@@ -109,7 +113,10 @@ def unpack(
     row = dict(zip(INT_COLUMNS, ints, strict=True))
     try:
         extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
-        stored = [(str(instance), int(version), int(size)) for instance, version, size in extra["segments"]]
+        stored = [
+            (str(who), int(version), int(size), sum(map(float, seconds)))
+            for who, version, size, *seconds in extra["segments"]
+        ]
         finish, fate, reason = FINISHES[row["finish"]], FATES[row["fate"]], REASONS[row["reason"]]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         # A flipped bit that decompression did not detect.
@@ -117,16 +124,15 @@ def unpack(
     begin = row["offset"] - first
     middle = begin + row["prompt_tokens"]
     end = middle + row["response_tokens"]
-    segments, at, agree = [], middle, True
-    for instance, version, size in stored:
-        segments.append(
-            Segment(
-                version=PolicyVersion(version),
-                instance=InstanceId(instance),
-                tokens=tokens["ids"][at : at + size],
-                logprobs=tokens["logprobs"][at : at + size],
-            )
-        )
+    spans: list[Span] = []
+    at, agree = middle, True
+    for who, version, size, seconds in stored:
+        ids, logprobs = tokens["ids"][at : at + size], tokens["logprobs"][at : at + size]
+        if version == NO_VERSION:
+            spans.append(Given(role=who, tokens=ids, seconds=seconds))
+        else:
+            instance = InstanceId(who)
+            spans.append(Segment(version=PolicyVersion(version), instance=instance, tokens=ids, logprobs=logprobs))
         agree &= bool((tokens["versions"][at : at + size] == version).all())
         at += size
     if at != end or not agree:
@@ -138,7 +144,7 @@ def unpack(
             group=GroupId(row["group"]),
             prompt_tokens=tokens["ids"][begin:middle],
             v_traj=PolicyVersion(row["v_traj"]),
-            segments=tuple(segments),
+            spans=tuple(spans),
             finish=finish,
             reward=reward,
             reward_parts=extra.get("parts", {}),
@@ -154,9 +160,16 @@ def unpack(
 
 
 def _extra(trajectory: Trajectory) -> dict[str, Any]:
-    extra: dict[str, Any] = {"segments": [[s.instance, s.version, len(s.tokens)] for s in trajectory.segments]}
+    extra: dict[str, Any] = {"segments": [_stored(span) for span in trajectory.spans]}
     if trajectory.reward_parts:
         extra["parts"] = trajectory.reward_parts
     if trajectory.error:
         extra["error"] = trajectory.error
     return extra
+
+
+def _stored(span: Span) -> list[str | int | float]:
+    """A span as stored: [instance, version, tokens]; of a given one [role, NO_VERSION, tokens, seconds]."""
+    if isinstance(span, Given):
+        return [span.role, NO_VERSION, len(span.tokens), round(span.seconds, 6)]
+    return [span.instance, span.version, len(span.tokens)]

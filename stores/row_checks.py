@@ -20,6 +20,7 @@ from stores.errors import StoreError
 from stores.findings import Finding
 from stores.layout import AT, FATES, FINISHES, FLOAT_AT, REASONS
 from stores.reading import BLOCK_ROWS, StoreReader
+from stores.trajectory import NO_VERSION
 
 CHECK = "bound"
 Ints = npt.NDArray[np.int64]
@@ -79,7 +80,7 @@ def hash_batches(store: StoreReader, rows: RowRange) -> dict[int, str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
     """Rows that were read, and found to agree with the segments in their texts. begin: where the tokens begin in the
-    store; segments: [N, 3] row in the block, version and length of each segment that has tokens."""
+    store; segments: [N, 3] row in the block, version and length of each sampled segment that has tokens."""
 
     ints: Ints
     floats: npt.NDArray[np.float32]
@@ -128,7 +129,7 @@ def _read(store: StoreReader, ints: Ints, floats: npt.NDArray[np.float32]) -> Ro
         ids=tokens["ids"],
         logprobs=tokens["logprobs"],
         versions=tokens["versions"],
-        segments=segments[segments[:, 2] > 0],
+        segments=segments[(segments[:, 2] > 0) & (segments[:, 1] != NO_VERSION)],
     )
 
 
@@ -145,7 +146,7 @@ def _agreeing(ints: Ints, versions: npt.NDArray[np.int32], begin: int, text: byt
     sizes = ints[:, AT["text_bytes"]].tolist()
     try:
         extras = json.loads(b"[%s]" % b",".join(text[a : a + size] for a, size in zip(places, sizes, strict=True)))
-        stored = [(i, version, size) for i, extra in enumerate(extras) for _, version, size in extra["segments"]]
+        stored = [(i, version, size) for i, extra in enumerate(extras) for _, version, size, *_ in extra["segments"]]
         segments = np.asarray(stored, np.int64).reshape(-1, 3)
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         return None
@@ -171,19 +172,14 @@ def _bound(block: RowBlock, eta: int) -> Iterator[Finding]:
     oldest, newest = np.full(len(ints), np.iinfo(np.int64).max), np.full(len(ints), np.iinfo(np.int64).min)
     np.minimum.at(oldest, segments[:, 0], segments[:, 1])
     np.maximum.at(newest, segments[:, 0], segments[:, 1])
-    same_row = segments[1:, 0] == segments[:-1, 0]
-    falling = np.zeros(len(ints), bool)
-    falling[segments[1:, 0][same_row & (segments[1:, 1] < segments[:-1, 1])]] = True
     older = oldest < v_traj
     outside = consumed & ~((v_traj <= step) & (step <= v_traj + eta))
     newer = consumed & (newest > step)
-    for i in np.flatnonzero(older | falling | outside | newer).tolist():
+    for i in np.flatnonzero(older | outside | newer).tolist():
         where = f"trajectory {ints[i, AT['trajectory']]}"
         if older[i]:
             what = f"a token of version {oldest[i]}, v_traj is {v_traj[i]}"
             yield Finding(check=CHECK, where=where, what=what)
-        if falling[i]:
-            yield Finding(check=CHECK, where=where, what="a later token has an older version")
         if outside[i]:
             what = f"consumed by step {step[i]}, v_traj is {v_traj[i]} and eta {eta}"
             yield Finding(check=CHECK, where=where, what=what)

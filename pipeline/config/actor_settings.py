@@ -21,6 +21,7 @@ from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSe
 if TYPE_CHECKING:
     from tasks.actors.trajectory_server import ServerSettings
     from tasks.environments import SourceSettings
+    from tasks.episodes.host import EpisodeSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
     from tasks.training.policy import PolicySettings
@@ -54,7 +55,19 @@ def source_settings(config: RunConfig) -> SourceSettings:
         columns=task.columns,
         evaluation=task.eval_source,
         evaluation_options=dict(task.eval_options),
+        limits=config.environment,
     )
+
+
+def episode_settings(config: RunConfig) -> EpisodeSettings | None:
+    """Settings of the environment hosts; None for a job whose responses are one turn. Loads a user's file that the job
+    names as its source. Raises ConfigError."""
+    from tasks.episodes.host import EpisodeSettings
+    from tasks.episodes.loading import is_environment
+
+    if not config.has_texts or not is_environment(config.task.source, "task.source"):
+        return None
+    return EpisodeSettings(source=source_settings(config), limits=config.environment)
 
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:

@@ -265,6 +265,7 @@ class Actors:
             InstanceId(name),
             config.cluster.threads,
             config.rollout.max_new_tokens,
+            config.rollout.turn_tokens or config.rollout.max_new_tokens,
             config.deadlines.call_s,
             config.rollout.spool_s,
         )

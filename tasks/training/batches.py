@@ -49,7 +49,7 @@ def _rewards(batch: Sequence[Trajectory], group_size: int) -> tuple[np.ndarray[A
 def batch_metrics(consumed: Sequence[Ended], group_size: int) -> dict[str, float]:
     """Metrics of a consumed batch, by name (see stores/metrics.py)."""
     rewards, valid = _rewards([e.trajectory for e in consumed], group_size)
-    lengths = np.asarray([e.trajectory.num_tokens for e in consumed])
+    lengths = np.asarray([e.trajectory.num_sampled for e in consumed])
     staleness = np.asarray([e.staleness for e in consumed])
     parts: dict[str, list[float]] = {}
     for one in consumed:

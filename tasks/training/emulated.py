@@ -45,7 +45,7 @@ class EmulatedPolicy:
         time.sleep((settings.train_s + settings.s_per_token * tokens) / settings.time_scale)
         self._version = step + 1
         names = ("loss", "grad_norm", "clip_share", "learning_rate", "mismatch_mean", "mismatch_max", "kl_rollout")
-        trained = float(sum(len(r.response) for r in rows if r.has_gradient))
+        trained = float(sum(r.num_sampled for r in rows if r.has_gradient))
         return {**dict.fromkeys(names, 0.0), "ratio_mean": 1.0, "tokens_trained": trained}
 
     def published(self) -> dict[str, torch.Tensor]:

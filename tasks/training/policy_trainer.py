@@ -94,9 +94,7 @@ class PolicyTrainer:
         proximal, mismatch = self._before(rows)
         sums = _Sums()
         for chosen in minibatches(len(rows), s.minibatches, self._rng):
-            weights = token_weights(
-                s.loss.aggregation, [len(rows[i].response) for i in chosen], self.settings.max_length
-            )
+            weights = token_weights(s.loss.aggregation, [rows[i].num_sampled for i in chosen], self.settings.max_length)
             self.optimizer.zero_grad(set_to_none=True)
             trained = [k for k, i in enumerate(chosen) if rows[i].has_gradient]
             picked = [int(chosen[k]) for k in trained]
@@ -162,10 +160,10 @@ class PolicyTrainer:
         proximal: list[np.ndarray[Any, Any]] = [r.behaviour for r in rows]
         for i, logprobs in self.logprob_model.rows(rows, chosen).items():
             proximal[i] = logprobs
-        fresh = [i for i in chosen if rows[i].staleness == 0 and len(rows[i].response)]
+        fresh = [i for i in chosen if rows[i].staleness == 0 and rows[i].num_sampled]
         if not fresh:
             return proximal, Mismatch(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
-        difference = np.concatenate([proximal[i] - rows[i].behaviour for i in fresh])
+        difference = np.concatenate([(proximal[i] - rows[i].behaviour)[rows[i].sampled] for i in fresh])
         return proximal, Mismatch(
             mean=float(np.abs(difference).mean()),
             max=float(np.abs(difference).max()),

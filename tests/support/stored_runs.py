@@ -126,7 +126,7 @@ class StoredRun:
             group=GroupId(id // self.config.members_started),
             prompt_tokens=self.ids(prompt),
             v_traj=PolicyVersion(versions[0]),
-            segments=tuple(
+            spans=tuple(
                 Segment(
                     version=PolicyVersion(version),
                     instance=InstanceId(f"rollout-{version % 2}"),
