@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,7 +120,7 @@ class Actors:
         """Indices of the instances that were retired, each time."""
         self._earlier_starts = 0
         self._trainer_host = ""
-        self._placing_parameters = asyncio.Lock()
+        self._placing_parameters: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._unanswering: set[str] = set()
         """Addresses of processes whose parameter server did not answer: no further one is placed there."""
         self._published: dict[PolicyVersion, StepResult] = {}
@@ -196,8 +197,8 @@ class Actors:
             *(self.place_environment(name) if config.acts else self.place_reward(name) for name in config.judges),
             *(self.place_instance(i) for i in range(config.rollout.instances)),
         )
-        for placed in (workers.placed["trainer"], *(i.placed for i in self.instances.values())):
-            await self._place_parameters(placed)
+        heavy = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
+        await side_by_side(*(self._place_parameters(placed) for placed in heavy))
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
@@ -286,7 +287,7 @@ class Actors:
         """Place a parameter server on the neighbour's host if it has none: beside the trajectory server, if that is
         there and answers, else beside the neighbour. Its calls are short and asynchronous."""
         name = f"parameters-{neighbour.host}"
-        async with self._placing_parameters:
+        async with self._placing_parameters[neighbour.host]:
             if name in self._workers.placed:
                 return
             server = self._workers.placed.get("server")
@@ -351,6 +352,16 @@ class Actors:
             )
         self._trained[version] = initial.fingerprint
         self.publish(initial)
+
+    @property
+    def num_arrived(self) -> int:
+        """Bytes of weights that have arrived on hosts so far."""
+        return self._transfers.num_arrived
+
+    @property
+    def loading(self) -> bool:
+        """Whether an engine loads weights, which has a deadline."""
+        return any(instance.loading for instance in self.instances.values())
 
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         """Load a version on an instance, or the newest if nobody has that one any more, and check that it then holds

@@ -140,6 +140,7 @@ class Driver:
         self._drift_said = False
         self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
         """Each instance's latest report: tokens of the responses it samples."""
+        self._num_arrived = 0
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = Outcomes(losses=actors.losses, alarms=actors.alarms)  # their lists: shown while the run lasts
 
@@ -271,7 +272,7 @@ class Driver:
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
                     await self._give_up_rest()
-            if self._is_progress(item) or self._commits.full or self._actors.restoring.busy:  # these have deadlines
+            if self._is_progress(item) or self._waits_for_calls():
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
@@ -280,6 +281,13 @@ class Driver:
         await self._give_up_rest()
         step = self._coordinator.ledger.next_step
         self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+
+    def _waits_for_calls(self) -> bool:
+        """Whether there is work that has deadlines of its own, or weights have arrived somewhere since this was asked
+        last: whoever hands on none is left for another."""
+        arrived, self._num_arrived = self._num_arrived, self._actors.num_arrived
+        busy = self._commits.full or self._actors.restoring.busy or self._actors.loading
+        return busy or self._num_arrived > arrived
 
     def _is_progress(self, event: Event) -> bool:
         """Whether an event shows that work goes on. A report does if some response has grown since the last one."""
