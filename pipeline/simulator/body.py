@@ -52,7 +52,6 @@ from pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
 from stores.errors import RunStuck
 from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, ended_as
 from tasks.engines.decoding import DecodingInstance
-from tasks.episodes.emulated import EmulatedEpisodes
 from tasks.seeds import Stream, generator
 from tasks.workload import Turn, Workload
 
@@ -114,9 +113,10 @@ class SimulatedRun:
         self._delivered_s = 0.0
         self._next_group = 0
         self._quiet_ticks = 0
-        self._episodes = EmulatedEpisodes(workload, self._members)
+        self._episodes = deciding.make_episodes(config, workload)
         self._environments = SimulatedEnvironments(
             self._episodes,
+            deadline_s=self._simulation.step_deadline_s,
             reward_s=self._simulation.reward_s,
             after=lambda seconds, action: self._at(self._now + seconds, action),
             tell=self._environment_told,

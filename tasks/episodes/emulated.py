@@ -6,37 +6,68 @@ function of ids; only what fails also depends on how often the episode has begun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tasks.seeds import Stream, generator
 from tasks.workload import Turn, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepFaults:
+    """Shares of an environment's steps that fail, or are never answered."""
+
+    failed: float = 0.0
+    hung: float = 0.0
+    seed: int = 0
+
+    def drawn(self, trajectory: int, attempt: int, turn: int) -> tuple[bool, bool]:
+        """Whether a step fails, and whether it is never answered. attempt: how often the episode began before."""
+        if not self.failed and not self.hung:
+            return False, False
+        fails, hangs = generator(self.seed, Stream.FAULTS, 1, trajectory, attempt, turn).random(2)
+        return bool(fails < self.failed), bool(hangs < self.hung)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedAnswer:
-    """What an environment does about a turn. seconds: until it has, of the cost model. tokens: given to the model."""
+    """What an environment does about a turn. seconds: until it has, of the cost model; infinite if it never answers.
+    tokens: given to the model."""
 
     seconds: float
     tokens: int
     ended: bool
     reward: float = 0.0
     """Of the whole episode, once it has ended."""
+    error: str = ""
+    """Why the environment failed; the rest means nothing then."""
 
 
 class EmulatedEpisodes:
     """The episodes of a job. members: trajectories of a group."""
 
-    def __init__(self, workload: Workload, members: int) -> None:
+    def __init__(self, workload: Workload, members: int, faults: StepFaults | None = None) -> None:
         self._workload = workload
         self._members = members
+        self._faults = faults or StepFaults()
 
-    def answer(self, trajectory: int, turn: int, *, cut: bool = False) -> EmulatedAnswer:
-        """The answer to a turn, of which the first is 0. cut: the turn was stopped, and ends the episode."""
+    def answer(self, trajectory: int, turn: int, *, attempt: int = 0, cut: bool = False) -> EmulatedAnswer:
+        """The answer to a turn, of which the first is 0. attempt: how often the episode began before. cut: the turn was
+        stopped, and ends the episode."""
         group, member = divmod(trajectory, self._members)
         turns = self._workload.turns(group, member)
-        if cut or turn >= len(turns) - 1:
+        if cut:
             return EmulatedAnswer(seconds=0.0, tokens=0, ended=True, reward=self._workload.reward(group, member))
-        return EmulatedAnswer(seconds=turns[turn].tool_s, tokens=turns[turn].tool_tokens, ended=False)
+        last = turn >= len(turns) - 1
+        seconds, tokens = (0.0, 0) if last else (turns[turn].tool_s, turns[turn].tool_tokens)
+        fails, hangs = self._faults.drawn(trajectory, attempt, turn)
+        if hangs:
+            return EmulatedAnswer(seconds=math.inf, tokens=0, ended=False)
+        if fails:
+            return EmulatedAnswer(seconds=seconds, tokens=0, ended=False, error="drawn at random")
+        reward = self._workload.reward(group, member) if last else 0.0
+        return EmulatedAnswer(seconds=seconds, tokens=tokens, ended=last, reward=reward)
 
     def left_to_sample(self, trajectory: int, tokens: int) -> int:
         """Tokens that a trajectory of `tokens` after its prompt, given ones included, samples until its turn ends."""
