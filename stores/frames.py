@@ -20,11 +20,16 @@ TOKEN_CHUNKS = 16
 COLUMNS = {
     "trajectory": "int64", "group": "int64", "step": "int64", "fate": "str", "reason": "str", "finish": "str",
     "v_traj": "int64", "staleness": "int64", "reward": "float32", "advantage": "float32", "loss_mask": "bool",
-    "error": "str", "prompt_tokens": "int64", "response_tokens": "int64",
+    "error": "str", "prompt_tokens": "int64", "response_tokens": "int64", "turns": "int64", "given_tokens": "int64",
+    "tool_s": "float64",
 }  # fmt: skip
-"""Scalar columns and their types; counts are in tokens."""
-ARRAYS = {"prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int32"}
-"""Columns with one array per row; logprobs (behaviour, nats) and versions are the response's."""
+"""Scalar columns and their types; counts are in tokens. response_tokens: the sampled ones; given_tokens: those given
+between turns; tool_s: seconds that environments took."""
+ARRAYS = {
+    "prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int32", "sampled": "bool",
+}  # fmt: skip
+"""Columns with one array per row. response_ids are all tokens after the prompt, given ones included, and the others are
+theirs: behaviour logprobs, nats, 0 of given ones; versions, -1 of given ones; whether each was sampled."""
 
 
 def require(module: str) -> Any:
@@ -54,11 +59,15 @@ def record(row: Ended) -> dict[str, Any]:
         "loss_mask": row.loss_mask,
         "error": t.error,
         "prompt_tokens": len(t.prompt_tokens),
-        "response_tokens": t.num_tokens,
+        "response_tokens": t.num_sampled,
+        "turns": len(t.turns),
+        "given_tokens": t.num_given,
+        "tool_s": t.tool_s,
         "prompt_ids": t.prompt_tokens,
         "response_ids": t.response_tokens,
         "logprobs": t.logprobs,
         "versions": t.versions,
+        "sampled": t.sampled,
     }
 
 
@@ -99,7 +108,7 @@ def _partition(first: int, last: int, read: Callable[[int, int], Iterable[Ended]
 
 def to_xarray(table: Mapping[str, Any], offsets: Any, root: Any, attributes: Mapping[str, Any]) -> Any:
     """An xarray.Dataset of a store's columns and, lazily, its flat token arrays. offsets: index in `token` of each
-    trajectory's first token; prompt_tokens + response_tokens of them follow. Raises ConfigError."""
+    trajectory's first token; prompt_tokens + response_tokens + given_tokens of them follow. Raises ConfigError."""
     xarray, array = require("xarray"), require("dask.array")
     variables: dict[str, Any] = {name: ("trajectory", column) for name, column in table.items() if name != "trajectory"}
     variables["offset"] = ("trajectory", offsets)

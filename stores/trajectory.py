@@ -6,6 +6,7 @@ checked by counting: group `g` owns the trajectories `g * members_started ... (g
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NewType
@@ -152,6 +153,16 @@ class Trajectory:
         return sum(len(s.tokens) for s in self.segments)
 
     @property
+    def num_given(self) -> int:
+        """The number of given tokens after the prompt."""
+        return self.num_tokens - self.num_sampled
+
+    @property
+    def tool_s(self) -> float:
+        """How long environments took in all, seconds."""
+        return sum(s.seconds for s in self.spans if isinstance(s, Given))
+
+    @property
     def response_tokens(self) -> IntArray:
         """[T] token ids after the prompt."""
         return np.concatenate([s.tokens for s in self.spans]) if self.spans else np.zeros(0, np.int32)
@@ -179,6 +190,12 @@ class Trajectory:
         """[T] whether each token was sampled."""
         found: npt.NDArray[np.bool_] = self.versions != NO_VERSION
         return found
+
+    @property
+    def num_in_turn(self) -> int:
+        """The number of tokens sampled since the last given one."""
+        own = itertools.takewhile(lambda span: isinstance(span, Segment), reversed(self.spans))
+        return sum(len(span.tokens) for span in own)
 
     @property
     def turns(self) -> tuple[IntArray, ...]:

@@ -19,6 +19,7 @@ from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from tasks.columns import Columns
 from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
+from tasks.episodes.limits import EnvironmentConfig
 from tasks.knobs import knob
 from tasks.names import ENVIRONMENT_KINDS, LATENCY_NAMES, WORKLOAD_NAMES
 from tasks.registry import choice, composed
@@ -41,8 +42,8 @@ class TaskConfig:
 
     source: str = knob(
         "reasoning_gym:chain_sum",
-        "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, or your own class, "
-        "path/to/file.py:NAME",
+        "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, an environment of many turns "
+        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), or your own class or coroutine, path/to/file.py:NAME",
     )
     options: dict[str, Any] = knob(
         {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"
@@ -179,7 +180,8 @@ class RolloutConfig:
     min_instances: int = knob(
         1, "instances with which the run goes on while others that were lost wait for a free worker", low=1, high=4096
     )
-    max_new_tokens: int = knob(64, "most tokens in a response", low=1)
+    max_new_tokens: int = knob(64, "most tokens in a response, all turns and what environments answer included", low=1)
+    turn_tokens: int = knob(0, "most tokens that are sampled in one turn; 0: max_new_tokens", low=0)
     temperature: float = knob(
         1.0, "sampling temperature; the trainer computes logprobs at the same one", above=0, high=10
     )
@@ -349,6 +351,7 @@ class RunConfig:
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     batch: BatchConfig = BatchConfig()
     staleness: StalenessConfig = StalenessConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -396,6 +399,13 @@ class RunConfig:
         return self.task.environment == "yes" or (
             self.task.environment == "auto" and self.has_texts and kind in ENVIRONMENT_KINDS
         )
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """Names of the actors that give rewards: environment hosts if it acts, else reward workers."""
+        if self.acts:
+            return tuple(f"environment-{i}" for i in range(self.environment.hosts))
+        return tuple(f"reward-{i}" for i in range(self.reward.workers))
 
     @property
     def time_scale(self) -> float:
