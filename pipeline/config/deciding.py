@@ -46,7 +46,7 @@ def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
     """The environments of this job's simulated or emulated episodes."""
     simulation = config.simulation
     faults = StepFaults(failed=simulation.failed_step_share, hung=simulation.hung_step_share, seed=config.seed)
-    return EmulatedEpisodes(workload, config.members_started, faults)
+    return EmulatedEpisodes(workload, faults)
 
 
 def make_strategies(config: RunConfig) -> Strategies:

@@ -82,14 +82,13 @@ def test_each_turn_of_every_episode_is_answered_once() -> None:
 def test_environments_answer_what_the_workload_says() -> None:
     config = agents()
     workload = actor_settings.make_workload(config)
-    episodes = EmulatedEpisodes(workload, config.members_started)
+    episodes = EmulatedEpisodes(workload)
     turns = workload.turns(2, 1)
-    trajectory = 2 * config.members_started + 1
-    answers = [episodes.answer(trajectory, number) for number in range(len(turns))]
+    answers = [episodes.answer(2, 1, number) for number in range(len(turns))]
     assert [a.ended for a in answers] == [False] * (len(turns) - 1) + [True]
     assert [(a.seconds, a.tokens) for a in answers] == [(t.tool_s, t.tool_tokens) for t in turns]
     assert answers[-1].reward == workload.reward(2, 1)
-    assert episodes.answer(trajectory, 0, cut=True).ended
+    assert episodes.answer(2, 1, 0, cut=True).ended
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
@@ -102,7 +101,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
 def test_a_failing_or_hung_environment_is_begun_again_and_only_it() -> None:
     for faults in ({"simulation__failed_step_share": 0.1}, {"simulation__hung_step_share": 0.1}):
         config = agents(
-            **faults, simulation__step_deadline_s=2.0, rollout__max_attempts=1000, workload__tool_latency="constant"
+            **faults, environment__step_s=2.0, rollout__max_attempts=1000, workload__tool_latency="constant"
         )
         failed: Counter[int] = Counter()
         waits: list[float] = []
@@ -132,12 +131,12 @@ def test_a_failing_or_hung_environment_is_begun_again_and_only_it() -> None:
 
 
 def test_what_fails_depends_on_the_attempt_and_on_nothing_that_was_decided() -> None:
-    trajectories = [EmulatedEpisodes(PLAIN, 2, StepFaults(failed=0.5, seed=3)).answer(t, 0) for t in range(400)]
-    assert sum(bool(a.error) for a in trajectories) == pytest.approx(200, abs=40)
-    again = EmulatedEpisodes(PLAIN, 2, StepFaults(failed=0.5, seed=3))
-    assert [again.answer(t, 0) for t in range(400)] == trajectories
-    assert [again.answer(t, 0, attempt=1) for t in range(400)] != trajectories
-    assert EmulatedEpisodes(PLAIN, 2, StepFaults(hung=1.0)).answer(0, 0).seconds == math.inf
+    answers = [EmulatedEpisodes(PLAIN, StepFaults(failed=0.5, seed=3)).answer(g, 0, 0) for g in range(400)]
+    assert sum(bool(a.error) for a in answers) == pytest.approx(200, abs=40)
+    again = EmulatedEpisodes(PLAIN, StepFaults(failed=0.5, seed=3))
+    assert [again.answer(g, 0, 0) for g in range(400)] == answers
+    assert [again.answer(g, 0, 0, attempt=1) for g in range(400)] != answers
+    assert EmulatedEpisodes(PLAIN, StepFaults(hung=1.0)).answer(0, 0, 0).seconds == math.inf
 
 
 @pytest.mark.parametrize(("latency", "mean_s", "deviation_s"), [
@@ -163,3 +162,17 @@ def test_tools_take_as_long_as_their_distribution_says(latency: str, mean_s: flo
         config.workload, reset_s=100.0)))  # fmt: skip
     first = [later.turns(g, 0)[0].tool_s - turns[g][0].tool_s for g in range(50)]
     assert first == pytest.approx([100.0] * 50)
+
+
+def test_what_answers_make_of_a_response_counts_towards_its_limit() -> None:
+    config = agents(rollout__max_new_tokens=60, workload__turns=9.0)
+    trace = run(config, validate_each=True)
+    assert max(step.longest_tokens for step in trace.steps) <= 60
+    capped = run(agents(environment__max_turns=2), validate_each=True)
+    assert capped.commands["Act"] <= 2 * capped.commands["Train"] * config.trajectories_per_step + 200
+
+
+def test_steps_wait_for_a_place_when_as_many_are_under_way_as_hosts_take() -> None:
+    plenty, few = agents(), agents(environment__concurrency=2)
+    assert plenty.environment.concurrency > plenty.max_trajectories_in_flight
+    assert run(few).finished_s > 2 * run(plenty).finished_s
