@@ -147,8 +147,9 @@ def show_steps(store: VersionedStore, as_json: bool) -> None:
             parts = "".join(
                 f"{name.removeprefix(REWARD_PART)} {m[name]:.3f}  " for name in m if name.startswith(REWARD_PART)
             )
+            turns = f"turns {m['turns_mean']:.1f}  " if m.get("given_tokens") else ""
             figures = (
-                f"reward {m['reward']:.3f}  {parts}length {m['response_mean']:.1f}  "
+                f"reward {m['reward']:.3f}  {parts}length {m['response_mean']:.1f}  {turns}"
                 f"staleness {m['staleness_mean']:.2f}  loss {m['loss']:+.4f}  "
             )
         click.echo(f"{record.kind:<4} {record.step:>4}  {figures}{ended}, {record.ledger.num_live} in flight")
