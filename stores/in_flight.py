@@ -91,6 +91,8 @@ class InFlight:
     """Those that have their reward, or have failed to get one."""
     routings: dict[TrajectoryId, LatestRouting] = field(default_factory=dict)
     """Of the live ones that were routed: what an instance of an earlier epoch still delivers is not taken."""
+    restarts: dict[TrajectoryId, int] = field(default_factory=dict)
+    """How often live ones began again with their prompt."""
     batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
     """By step: what it has taken, in the trainer's order."""
     ended: list[Ended] = field(default_factory=list)
@@ -178,6 +180,7 @@ class InFlight:
             live=dict(self.live),
             scored=set(self.scored),
             routings=dict(self.routings),
+            restarts=dict(self.restarts),
             batches=dict(self.batches),
             ended=list(self.ended),
         )
@@ -269,6 +272,7 @@ class InFlight:
             return False
         self.live[t.id] = replace(t, spans=(), finish=FinishReason.UNFINISHED)
         self.routings[t.id] = LatestRouting(entry.epoch + 1, 0)
+        self.restarts[t.id] = self.restarts.get(t.id, 0) + 1
         return True
 
     def _reward(self, entry: RewardDelivered) -> bool:
@@ -306,7 +310,7 @@ class InFlight:
         again = set(entry.again)
         held = [*self.live.values(), *self.set_aside()]
         scored = self.scored
-        self.live, self.scored, self.routings, self.batches, self.ended = {}, set(), {}, {}, []
+        self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
         for t in sorted(held, key=lambda t: t.id):
             whole = all(s.version <= entry.version for s in t.segments)
             fresh = _started(t.id, t.group, t.prompt_tokens, min(t.timings.arrived_s, entry.at_s))
@@ -330,6 +334,7 @@ class InFlight:
 
     def _drop(self, trajectory: TrajectoryId) -> Trajectory:
         self.routings.pop(trajectory, None)
+        self.restarts.pop(trajectory, None)
         return self.live.pop(trajectory)
 
 

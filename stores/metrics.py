@@ -103,6 +103,8 @@ METRICS = (
            exported="trajectories_queued"),
     Metric(name="num_running", unit="trajectories", kind=Kind.GAUGE, doc="trajectories being sampled",
            exported="trajectories_running"),
+    Metric(name="num_acting", unit="trajectories", kind=Kind.GAUGE, doc="trajectories waiting for their environment",
+           exported="trajectories_acting"),
     Metric(name="num_scoring", unit="trajectories", kind=Kind.GAUGE, doc="trajectories waiting for their reward",
            exported="trajectories_scoring"),
     Metric(name="instance_tokens_per_s", unit="tokens/s", kind=Kind.GAUGE, doc="tokens sampled by one instance, since "

@@ -6,6 +6,7 @@ checked by counting: group `g` owns the trajectories `g * members_started ... (g
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NewType
@@ -189,6 +190,12 @@ class Trajectory:
         """[T] whether each token was sampled."""
         found: npt.NDArray[np.bool_] = self.versions != NO_VERSION
         return found
+
+    @property
+    def num_in_turn(self) -> int:
+        """The number of tokens sampled since the last given one."""
+        own = itertools.takewhile(lambda span: isinstance(span, Segment), reversed(self.spans))
+        return sum(len(span.tokens) for span in own)
 
     @property
     def turns(self) -> tuple[IntArray, ...]:

@@ -7,13 +7,16 @@ import inspect
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from stores.errors import ConfigError
 from tasks import user_code
 from tasks.columns import Columns
+from tasks.episodes.limits import EnvironmentConfig
+from tasks.episodes.loading import PACKAGED, is_environment
+from tasks.episodes.source import EnvironmentSource
 from tasks.names import REWARD_TOKEN
 from tasks.reward_part import RewardPart
 from tasks.rewards import WeightedSum
@@ -183,7 +186,7 @@ class WithEvaluation:
         if not held_out:
             return self._training.task(index)
         task = self._evaluation.task(index, held_out=True)
-        return Task(prompt=task.prompt, record=EvaluationRecord(task.record))
+        return replace(task, record=EvaluationRecord(task.record))
 
     def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> WithEvaluation:
         of = evaluation or self._evaluation
@@ -204,7 +207,8 @@ class WithEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSettings:
-    """Settings of a task source; see TaskConfig. evaluation: source of the held-out prompts; empty: this one's own."""
+    """Settings of a task source; see TaskConfig. evaluation: source of the held-out prompts; empty: this one's own.
+    limits: of environments of many turns."""
 
     source: str
     options: Mapping[str, Any]
@@ -212,20 +216,29 @@ class SourceSettings:
     columns: Columns = Columns()
     evaluation: str = ""
     evaluation_options: Mapping[str, Any] = field(default_factory=dict)
+    limits: EnvironmentConfig = EnvironmentConfig()
 
     def build(self) -> TaskSource:
         """Create the source. Raises ConfigError."""
         if not self.evaluation:
-            return make_source(self.source, self.options, self.seed, self.columns)
-        training = make_source(self.source, self.options, self.seed, self.columns, Use.TRAINING)
-        options = self.evaluation_options
-        return WithEvaluation(training, make_source(self.evaluation, options, self.seed, self.columns, Use.EVALUATION))
+            return self._made(self.source, self.options, Use.BOTH)
+        training = self._made(self.source, self.options, Use.TRAINING)
+        return WithEvaluation(training, self._made(self.evaluation, self.evaluation_options, Use.EVALUATION))
+
+    def _made(self, source: str, options: Mapping[str, Any], use: Use) -> TaskSource:
+        return make_source(source, options, self.seed, self.columns, use, self.limits)
 
 
 def make_source(
-    source: str, options: Mapping[str, Any], seed: int, columns: Columns | None = None, use: Use = Use.BOTH
+    source: str,
+    options: Mapping[str, Any],
+    seed: int,
+    columns: Columns | None = None,
+    use: Use = Use.BOTH,
+    limits: EnvironmentConfig | None = None,
 ) -> TaskSource:
-    """Create the task source named `kind:name`. columns, use: of a data set's rows. Raises ConfigError."""
+    """Create the task source named `kind:name`. columns, use: of a data set's rows. limits: of an environment of many
+    turns. Raises ConfigError."""
     key = "task.eval_source" if use is Use.EVALUATION else "task.source"
     where = f"{key} = {source!r}"
     kind, _, name = source.partition(":")
@@ -235,10 +248,13 @@ def make_source(
         return RowSource(open_rows(source, options, where), columns or Columns(), where, use)
     if source == "emulated":
         return Emulated()
+    if name and is_environment(source, key):
+        return EnvironmentSource(source, options, seed, key, limits or EnvironmentConfig())
     if name:
         return UserEnvironment(source, options, seed, key)
     raise ConfigError(
-        f"{where}: expected reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:NAME, file.py:NAME or module:NAME"
+        f"{where}: expected reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:NAME, "
+        f"{', '.join(f'{kind}:NAME' for kind in PACKAGED)}, file.py:NAME or module:NAME"
     )
 
 

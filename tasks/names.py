@@ -5,3 +5,5 @@ SCHEDULE_NAMES = ("constant", "cosine")
 WORKLOAD_NAMES = ("lognormal", "bimodal", "power_law", "agentic", "recorded")
 REWARD_TOKEN = 2
 """First token of an emulated response whose reward is 0; REWARD_TOKEN + 1 if it is 1."""
+ENVIRONMENT_KINDS = ("textarena", "gymnasium", "skyrl_gym")
+"""Kinds of task sources that are environments of many turns, which packages bring."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stores.errors import ConfigError
+from stores.trajectory import Trajectory
 from tasks.drawn_texts import DrawnTexts
 from tasks.engines.emulated import words
 from tasks.environments import SourceSettings
@@ -67,6 +68,11 @@ class Prompts(Protocol):
 
     def text(self, tokens: Sequence[int]) -> str: ...
 
+    def bridge(self, trajectory: Trajectory, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The token ids that are given after a trajectory's newest turn: what closes it, messages, and what opens the
+        next turn."""
+        ...
+
 
 class EmulatedPrompts:
     """Prompts with the lengths of a workload and meaningless tokens."""
@@ -89,6 +95,11 @@ class EmulatedPrompts:
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)
+
+    def bridge(self, trajectory: Trajectory, messages: Sequence[Message]) -> tuple[int, ...]:
+        """As many meaningless tokens as each message says."""
+        count = sum(int(message.content) for message in messages)
+        return tuple(words(trajectory.id, trajectory.num_tokens, count).tolist())
 
 
 class TokenizedPrompts:
@@ -163,3 +174,6 @@ class TokenizedPrompts:
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)
+
+    def bridge(self, trajectory: Trajectory, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self._texts.ids("".join(message.content for message in messages))

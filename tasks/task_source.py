@@ -63,10 +63,17 @@ def shown_prompt(prompt: Prompt) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One prompt, and the record for its verifier."""
+    """One prompt, and the record for its verifier. seed: of the environment whose first observation the prompt is;
+    None for a prompt that says all there is to the task."""
 
     prompt: Prompt
     record: Record
+    seed: int | None = None
+
+    @property
+    def identity(self) -> tuple[Prompt, int | None]:
+        """What two tasks have in common only if they are one: games that begin alike may go on differently."""
+        return self.prompt, self.seed
 
 
 class TaskSource(Protocol):
@@ -99,10 +106,10 @@ class TaskSource(Protocol):
 def distinct_held_out(source: TaskSource, count: int) -> list[Task]:
     """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
     at_most = count if source.num_held_out is None else min(count, source.num_held_out)
-    found: dict[Prompt, Task] = {}
+    found: dict[tuple[Prompt, int | None], Task] = {}
     for index in range(at_most):
         task = source.task(index, held_out=True)
-        found.setdefault(task.prompt, task)
+        found.setdefault(task.identity, task)
     return list(found.values())
 
 

@@ -21,6 +21,7 @@ from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSe
 if TYPE_CHECKING:
     from tasks.actors.trajectory_server import ServerSettings
     from tasks.environments import SourceSettings
+    from tasks.episodes.host import EpisodeSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
     from tasks.training.policy import PolicySettings
@@ -54,7 +55,15 @@ def source_settings(config: RunConfig) -> SourceSettings:
         columns=task.columns,
         evaluation=task.eval_source,
         evaluation_options=dict(task.eval_options),
+        limits=config.environment,
     )
+
+
+def environment_settings(config: RunConfig) -> EpisodeSettings:
+    """Settings of the environment hosts of a job that acts."""
+    from tasks.episodes.host import EpisodeSettings
+
+    return EpisodeSettings(source=source_settings(config), limits=config.environment)
 
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:

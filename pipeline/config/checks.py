@@ -75,7 +75,12 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     if not here and _elsewhere(config, unchecked):
         return unchecked
     task = _first_prompt(config, folder)
-    _try_reward(config, task)
+    if not user_files.settled(config).acts:
+        _try_reward(config, task)
+    elif config.reward.function != "task" or config.reward.parts:
+        raise ConfigError(
+            f"{config.reward.named}: task.source is an environment, which rewards its episodes itself; remove it"
+        )
     return unchecked
 
 

@@ -9,6 +9,7 @@ from pipeline.coordination.coordinator import Coordinator, Strategies
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.pacing import Pacing
 from pipeline.strategies.admission import ADMISSION, Late
+from pipeline.strategies.affinity import Affinity
 from pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
@@ -52,6 +53,8 @@ def make_strategies(config: RunConfig) -> Strategies:
         migration=MIGRATION.make(rollout, given),
         stragglers=STRAGGLERS.make(config.batch, given),
         max_attempts=rollout.max_attempts,
+        environments=config.acts,
+        affinity=Affinity(cost) if config.acts and rollout.affinity else None,
     )
 
 

@@ -19,8 +19,9 @@ from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from tasks.columns import Columns
 from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
+from tasks.episodes.limits import EnvironmentConfig
 from tasks.knobs import knob
-from tasks.names import WORKLOAD_NAMES
+from tasks.names import ENVIRONMENT_KINDS, WORKLOAD_NAMES
 from tasks.registry import choice, composed
 from tasks.reward_part import RewardPart
 from tasks.training.settings import TrainingConfig
@@ -41,11 +42,17 @@ class TaskConfig:
 
     source: str = knob(
         "reasoning_gym:chain_sum",
-        "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, or your own class, "
-        "path/to/file.py:NAME",
+        "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, an environment of many turns "
+        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), or your own class or coroutine, path/to/file.py:NAME",
     )
     options: dict[str, Any] = knob(
         {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"
+    )
+    environment: str = knob(
+        "auto",
+        "whether an environment answers each turn of the model, so that a trajectory may have many; auto: as "
+        "task.source says. Of an emulated run: yes, if the workload's tools are to run outside of the instances",
+        choices=("auto", "yes", "no"),
     )
     columns: Columns = Columns()
     template: str = knob("{prompt}", "text around each prompt, or around its last message; must contain {prompt}")
@@ -173,7 +180,8 @@ class RolloutConfig:
     min_instances: int = knob(
         1, "instances with which the run goes on while others that were lost wait for a free worker", low=1, high=4096
     )
-    max_new_tokens: int = knob(64, "most tokens in a response", low=1)
+    max_new_tokens: int = knob(64, "most tokens in a response, all turns and what environments answer included", low=1)
+    turn_tokens: int = knob(0, "most tokens that are sampled in one turn; 0: max_new_tokens", low=0)
     temperature: float = knob(
         1.0, "sampling temperature; the trainer computes logprobs at the same one", above=0, high=10
     )
@@ -199,7 +207,12 @@ class RolloutConfig:
         "seconds between deliveries of running responses' tokens: a lost instance loses no more of them; 0: all",
         low=0,
     )
-    max_attempts: int = knob(3, "most retries of a trajectory after engine failures or lost instances", low=0)
+    max_attempts: int = knob(
+        3, "most retries of a trajectory after failures of an engine or its environment, or lost instances", low=0
+    )
+    affinity: bool = knob(
+        True, "whether a trajectory's next turn goes where the last one was sampled, if that saves more than it costs"
+    )
     engine: EngineConfig = EngineConfig()
     cost: CostConfig = CostConfig()
 
@@ -323,6 +336,7 @@ class RunConfig:
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     batch: BatchConfig = BatchConfig()
     staleness: StalenessConfig = StalenessConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -361,6 +375,22 @@ class RunConfig:
     def has_texts(self) -> bool:
         """Whether prompts are those of task.source, encoded by the model's tokenizer and scored by the reward."""
         return not self.emulated or self.workload.prompts == "task"
+
+    @property
+    def acts(self) -> bool:
+        """Whether an environment answers each turn. While task.environment is auto: as far as the kind of task.source
+        tells; a run's own job file says yes or no."""
+        kind = self.task.source.partition(":")[0]
+        return self.task.environment == "yes" or (
+            self.task.environment == "auto" and self.has_texts and kind in ENVIRONMENT_KINDS
+        )
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """Names of the actors that give rewards: environment hosts if it acts, else reward workers."""
+        if self.acts:
+            return tuple(f"environment-{i}" for i in range(self.environment.hosts))
+        return tuple(f"reward-{i}" for i in range(self.reward.workers))
 
     @property
     def time_scale(self) -> float:

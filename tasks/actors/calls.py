@@ -11,6 +11,7 @@ times as much. A result that is bytes travels as it is, once.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import logging
@@ -31,6 +32,8 @@ counts as stuck."""
 
 Class = TypeVar("Class", bound=type)
 
+_within_actor: contextvars.ContextVar[bool] = contextvars.ContextVar("within an actor's method", default=False)
+
 
 def within(call_s: float, num_bytes: int) -> float:
     """Seconds that work on so many bytes may take, if short calls are answered within call_s."""
@@ -50,6 +53,7 @@ def _answering(method: Any) -> Any:
     @functools.wraps(method)
     async def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
         pickled = args[:1] == (PICKLED,)
+        _within_actor.set(True)
         try:
             result = await method(self, *(pickle.loads(args[1]) if pickled else args), **kwargs)
         except StaleflowError:
@@ -71,6 +75,10 @@ async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, l
         async with asyncio.timeout(within_s):  # wait_for may swallow a cancellation that comes with the answer
             if not isinstance(actor, Actor):  # it is in this process
                 return await getattr(actor, method)(*args)
+            if _within_actor.get():
+                # A lost connection must be an error. Dask would wait for the key of the lost one to come back, which is
+                # another's by then: it does so where an actor's handle has a future, as the driver's must have.
+                actor._future = None
             result = await getattr(actor, method)(PICKLED, pickle.dumps(args, 5))
             return result if type(result) is bytes else pickle.loads(result[1])
     except ActorFailed as error:

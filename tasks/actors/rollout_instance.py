@@ -60,12 +60,15 @@ class RolloutInstance:
         instance: InstanceId,
         threads: int,
         max_new_tokens: int,
+        turn_tokens: int,
         call_s: float,
         spool_s: float,
     ):
-        """spool_s: seconds between two deliveries of running responses' tokens; 0 for none."""
+        """max_new_tokens, turn_tokens: most tokens of a response, and of one of its turns. spool_s: seconds between two
+        deliveries of running responses' tokens; 0 for none."""
         self._instance = instance
         self._max_new_tokens = max_new_tokens
+        self._turn_tokens = turn_tokens
         self._call_s = call_s
         self._engine: Engine = engine_settings.build(instance, threads)
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
@@ -99,7 +102,7 @@ class RolloutInstance:
                         f"{self._instance} serves version {self._engine.version}, trajectory {item.trajectory} "
                         f"needs {item.version}"
                     )
-                prompt, sampled, finish = payloads[item.trajectory]
+                prompt, sampled, finish, in_turn = payloads[item.trajectory]
                 if finish is not FinishReason.UNFINISHED:
                     ended = Sampled(
                         trajectory=item.trajectory, epoch=item.epoch, first=len(sampled), segments=(), finish=finish
@@ -111,7 +114,7 @@ class RolloutInstance:
                         trajectory=item.trajectory,
                         epoch=item.epoch,
                         tokens=(*prompt, *sampled),
-                        max_new_tokens=self._max_new_tokens - len(sampled),
+                        max_new_tokens=min(self._max_new_tokens - len(sampled), self._turn_tokens - in_turn),
                         num_prior=len(sampled),
                     )
                 )

@@ -10,17 +10,15 @@ The first token of a response encodes its reward: REWARD_TOKEN + 0 or 1.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stores import weight_hash
+from stores import parameters, weight_hash
 from stores.errors import ActorLost
 from stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, PolicyVersion, Segment, TrajectoryId
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
@@ -28,9 +26,6 @@ from tasks.engines.decoding import DecodingInstance, Finished
 from tasks.engines.settings import EmulatedSettings
 from tasks.names import REWARD_TOKEN
 from tasks.workload import Turn
-
-if TYPE_CHECKING:
-    import torch
 
 EOS = 1
 FIRST_WORD, NUM_WORDS = 4, 90
@@ -46,11 +41,9 @@ def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Eng
     return EmulatedEngine(settings, instance)
 
 
-def weights(version: int) -> dict[str, torch.Tensor]:
-    """The weights that an emulated trainer publishes as `version`."""
-    import torch
-
-    return {WEIGHTS: torch.tensor([float(version)])}
+def weights(version: int) -> dict[str, weight_hash.Array]:
+    """The weights that an emulated trainer publishes as `version`. No torch: importing it takes a process seconds."""
+    return {WEIGHTS: np.asarray([version], np.float32)}
 
 
 def words(key: int, first: int, count: int) -> IntArray:
@@ -95,10 +88,6 @@ class EmulatedEngine:
     """An engine whose thread sleeps until the next request ends."""
 
     def __init__(self, settings: EmulatedSettings, instance: InstanceId, clock: Clock | None = None) -> None:
-        from stores import parameters
-
-        importlib.import_module("safetensors.torch")  # torch takes seconds to import: now, not in the first pull
-        self._parameters = parameters
         self._settings = settings
         self._instance = instance
         self._version = PolicyVersion(0)
@@ -161,8 +150,8 @@ class EmulatedEngine:
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = self._clock.now()
-        loaded = self._parameters.read(weights)
-        self._parameters.check_shapes(self._parameters.shapes(_held()), self._parameters.shapes(loaded), weights)
+        loaded = parameters.read_arrays(weights)
+        parameters.check_shapes(parameters.shapes(_held()), parameters.shapes(loaded), weights)
         settings = self._settings
         with self._changed:
             done_s = self._batch.load(self._begin_call(), settings.pull_s, keep=settings.keep)
@@ -289,5 +278,5 @@ class EmulatedEngine:
         )
 
 
-def _held() -> dict[str, torch.Tensor]:
+def _held() -> dict[str, weight_hash.Array]:
     return weights(0)

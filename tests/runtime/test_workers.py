@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.runtime.base import ClusterLost
 from pipeline.runtime.workers import DaskWorkers
 from stores.errors import ActorLost, ConfigError
 from tests.support import virtual_time
@@ -45,13 +46,17 @@ class PlayedClient:
         self.retiring: list[str] = []
         """Each time a worker was asked to leave; the scheduler lets it go at the second time."""
         self.scheduler = self
+        self.id = "Scheduler-1"
 
     async def identity(self, n_workers: int) -> dict[str, Any]:
+        if not self.id:
+            raise OSError("Timed out trying to connect to tcp://head:8786 after 30 s")
         return {
+            "id": self.id,
             "workers": {
                 f"tcp://{name}": {"name": name, "host": "host", "resources": resources}
                 for name, resources in self.workers.items()
-            }
+            },
         }
 
     def submit(self, cls: type[Any], *args: Any, **options: Any) -> PlayedFuture:
@@ -128,6 +133,26 @@ def test_a_role_no_worker_can_hold_is_named_after_start_s() -> None:
         ):
             await waits
         assert asyncio.get_running_loop().time() - begin == pytest.approx(50.0, abs=0.3)
+        assert placing.waiting == {}
+
+    on(script, ["a"], num_heavy=2)
+
+
+@pytest.mark.parametrize(
+    ("id", "why"), [("Scheduler-2", "was started anew"), ("", r"does not answer any more \(Timed out.* 30 s\)")]
+)
+def test_nothing_is_placed_once_the_scheduler_is_lost(id: str, why: str) -> None:
+    """Another one knows neither the run nor its claims: it would never give it a worker."""
+
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        await place(placing, "rollout")
+        begin = asyncio.get_running_loop().time()
+        waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
+        await asyncio.sleep(5.0)
+        client.id = id
+        with pytest.raises(ClusterLost, match=rf"^cluster: the scheduler {why}.*`staleflow resume` goes on with it$"):
+            await waits
+        assert asyncio.get_running_loop().time() - begin < 6.0
         assert placing.waiting == {}
 
     on(script, ["a"], num_heavy=2)

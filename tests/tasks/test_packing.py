@@ -106,7 +106,7 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
             return BatchPart(packed=PackedRows.of(data[first:last]), rest=len(data) - last)
 
     class Keeps(Weights):
-        def build(self) -> Keeps:
+        def build(self, threads: int) -> Keeps:
             return self
 
         def step(self, step: int, rows: Any) -> dict[str, float]:
