@@ -326,6 +326,10 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     count = config.task.eval_prompts
     if not count:
         return None
+    if config.acts:
+        if not version:
+            report({"say": "no evaluation: environments are played by runs only"})
+        return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
     store = store_at(plan.path, plan.snapshot)
     # As the store's header has it: the job might draw other prompts for its groups now.
