@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Act, Dismiss
@@ -20,11 +20,9 @@ from pipeline.runtime.background import side_by_side
 from stores import errors
 from stores.trajectory import TrajectoryId
 from tasks.actors.environment_host import Acted, ActItem, PlayItem
-from tasks.episodes.answers import Answer, EpisodeKey
+from tasks.episodes.answers import Answer
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 POLL_S = 2.0
 """Seconds that a host may wait for an outcome before it says that there is none."""
@@ -73,19 +71,17 @@ class Acting:
     async def play(self, items: Sequence[PlayItem], within_s: float) -> list[Answer]:
         """Have environments answer turns of episodes that are no trajectory's, while no others are acted. A host that
         is lost meanwhile is replaced and asked again."""
-        return await self._each(items, lambda item: item.key, "play", within_s)
+        return await self._each("play", items, within_s)
 
-    async def end(self, keys: Sequence[EpisodeKey], within_s: float) -> list[Answer]:
+    async def end(self, items: Sequence[PlayItem], within_s: float) -> list[Answer]:
         """End such episodes with their rewards so far."""
-        return await self._each(keys, lambda key: key, "end", within_s)
+        return await self._each("end", items, within_s)
 
-    async def _each(
-        self, items: Sequence[T], key: Callable[[T], EpisodeKey], method: str, within_s: float
-    ) -> list[Answer]:
+    async def _each(self, method: str, items: Sequence[PlayItem], within_s: float) -> list[Answer]:
         found: list[Answer] = [Answer()] * len(items)
 
         async def ask(number: int, host: _Host) -> None:
-            own = [i for i, item in enumerate(items) if key(item).task % len(self._hosts) == number]
+            own = [i for i, item in enumerate(items) if item.key.task % len(self._hosts) == number]
             while own:
                 generation = host.number
                 try:

@@ -30,12 +30,14 @@ class EpisodeStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What an environment says to one turn. reward, parts: of the whole episode, once it has ended."""
+    """What an environment says to one turn. reward, parts: of the whole episode, once it has ended. answer: in their
+    place, a text that has yet to be scored."""
 
     messages: tuple[Message, ...] = ()
     ended: bool = False
     reward: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 class Episode(Protocol):
@@ -60,21 +62,6 @@ class Episode(Protocol):
 
 class Environment(Protocol):
     """An environment that is loaded: makes episodes."""
-
-    @property
-    def where(self) -> str:
-        """Its key and name in the job file, for messages."""
-        ...
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether an episode can be set back: reset with the same seed and given the same turns, it says the same."""
-        ...
-
-    @property
-    def blocking(self) -> bool:
-        """Whether its steps block the thread that they run in."""
-        ...
 
     def episode(self, start: EpisodeStart, *, threads: bool = False) -> Episode:
         """An episode that has not begun. threads: run what blocks in threads."""

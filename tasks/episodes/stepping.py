@@ -24,11 +24,8 @@ class SteppedEnvironment:
     """An environment whose episodes are objects with `reset(seed) -> (observation, info)` and `step(action) ->
     (observation, reward, terminated, truncated, info)`, plain methods or coroutines."""
 
-    def __init__(self, make: Callable[[], Any], where: str, *, repeatable: bool, blocking: bool) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self.where = where
-        self.repeatable = repeatable
-        self.blocking = blocking
 
     def episode(self, start: EpisodeStart, *, threads: bool = False) -> SteppedEpisode:
         return SteppedEpisode(self._make, start, threads=threads)
