@@ -21,6 +21,7 @@ from stores.trajectory import Fate
 from stores.versioned import VersionedStore
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, staleflow
+from tests.support import forking
 
 PATIENCE_S = 150.0
 
@@ -36,7 +37,7 @@ class Cluster:
 
     def _dask(self, what: str, *options: str) -> None:
         command = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self.file), "--no-dashboard", *options]
-        self._started.append(subprocess.Popen(command, env=ENVIRONMENT, cwd=self._folder, start_new_session=True))
+        self._started.append(forking.Popen(command, env=ENVIRONMENT, cwd=self._folder, start_new_session=True))
 
     def add(self, count: int) -> None:
         for _ in range(count):
