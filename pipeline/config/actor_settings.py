@@ -21,7 +21,7 @@ from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSe
 if TYPE_CHECKING:
     from tasks.actors.trajectory_server import ServerSettings
     from tasks.environments import SourceSettings
-    from tasks.episodes.emulated_host import EmulatedSettings
+    from tasks.episodes.emulated_host import EmulatedHostSettings
     from tasks.episodes.host import EpisodeSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
@@ -60,13 +60,13 @@ def source_settings(config: RunConfig) -> SourceSettings:
     )
 
 
-def environment_settings(config: RunConfig) -> EpisodeSettings | EmulatedSettings:
+def environment_settings(config: RunConfig) -> EpisodeSettings | EmulatedHostSettings:
     """Settings of the environment hosts of a job that acts: those of an emulated run's unless it has texts. Loads a
     user's file that the job names as its source. Raises ConfigError."""
     if not config.has_texts:
-        from tasks.episodes.emulated_host import EmulatedSettings
+        from tasks.episodes.emulated_host import EmulatedHostSettings
 
-        return EmulatedSettings(
+        return EmulatedHostSettings(
             episodes=make_episodes(config, make_workload(config)),
             limits=config.environment,
             time_scale=config.time_scale,

@@ -14,7 +14,7 @@ from tasks.task_source import Message, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedSettings:
+class EmulatedHostSettings:
     """Settings of an emulated run's environment hosts. time_scale: seconds of an environment that pass in one."""
 
     episodes: EmulatedEpisodes
@@ -28,7 +28,7 @@ class EmulatedSettings:
 class EmulatedEnvironments:
     """Answers as the workload says, after as long as it says."""
 
-    def __init__(self, settings: EmulatedSettings) -> None:
+    def __init__(self, settings: EmulatedHostSettings) -> None:
         self._settings = settings
         self._episodes = settings.episodes
         self._places = asyncio.Semaphore(settings.limits.concurrency)
