@@ -77,7 +77,7 @@ def make_store(config: RunConfig) -> tuple[float, float]:
         trajectory = Trajectory(
             id=TrajectoryId(id), group=GroupId(id // SIZE), prompt_tokens=ids[at : at + PROMPT],
             v_traj=PolicyVersion(versions[0]), finish=FinishReason.STOP, reward=float(id % 3 == 0),
-            segments=tuple(
+            spans=tuple(
                 Segment(version=PolicyVersion(version), instance=InstanceId(f"rollout-{id % 8}"),
                         tokens=ids[at + cut[0] : at + cut[-1] + 1], logprobs=logprobs[at + cut[0] : at + cut[-1] + 1])
                 for version, cut in zip(versions, cuts, strict=True)

@@ -60,7 +60,7 @@ def make_store(config: RunConfig, count: int) -> None:
             )
             trajectory = Trajectory(
                 id=TrajectoryId(i), group=GroupId(i // size), prompt_tokens=np.full(20, 5, np.int32),
-                v_traj=PolicyVersion(step), segments=(segment,), finish=FinishReason.LENGTH,
+                v_traj=PolicyVersion(step), spans=(segment,), finish=FinishReason.LENGTH,
             )  # fmt: skip
             rows.append(Ended(trajectory=trajectory, fate=Fate.CONSUMED, step=step))
         ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=step + 1, version=step)

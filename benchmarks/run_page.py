@@ -67,7 +67,7 @@ def make_run(folder: Path, count: int, groups: int, size: int) -> RunConfig:
             )
             trajectory = Trajectory(
                 id=TrajectoryId(i), group=GroupId(i // size), prompt_tokens=np.full(20, i // size, np.int32),
-                v_traj=segment.version, segments=(segment,), finish=FinishReason.STOP,
+                v_traj=segment.version, spans=(segment,), finish=FinishReason.STOP,
                 reward=float(rng.random() < 0.5), timings=Timings(rewarded_s=1.0),
             )  # fmt: skip
             rows.append(Ended(trajectory=trajectory, fate=Fate.CONSUMED, step=step))

@@ -100,7 +100,9 @@ class Display:
                 f"{tokens_per_s(steps):.0f} tokens/s",
             )
         head.add_row(
-            f"{snapshot.num_queued} queued, {snapshot.num_running} sampling, {snapshot.num_scoring} scoring",
+            f"{snapshot.num_queued} queued, {snapshot.num_running} sampling, "
+            + (f"{snapshot.num_acting} acting, " if snapshot.num_acting else "")
+            + f"{snapshot.num_scoring} scoring",
             f"{snapshot.num_started} started, {snapshot.num_live} live",
             ", ".join(f"{n} {k}" for k, n in snapshot.ended.items()),
         )

@@ -228,8 +228,10 @@ def _details(job: dict[str, Any]) -> list[str]:
             f"train {last['train_s']:.1f} s, wait {last['wait_s']:.1f} s per step"
         )
     if status:
+        acting = f"{status['num_acting']} acting, " if status.get("num_acting") else ""
         lines.append(
-            f"{status['num_queued']} queued, {status['num_running']} sampling, {status['num_scoring']} scoring; "
+            f"{status['num_queued']} queued, {status['num_running']} sampling, {acting}"
+            f"{status['num_scoring']} scoring; "
             f"staleness in flight {status['staleness_in_flight']:.2f}, in queue {status['staleness_in_queue']:.2f}"
         )
         if status.get("fleet"):

@@ -4,16 +4,18 @@ The state is a fold over entries: each says what has become of a group, of traje
 the only way to change anything. So whoever keeps the entries (stores/spool.py) can have the state again. Pure.
 
 Invariants:
-- Tokens of a trajectory only grow. A delivery names the position of its first token: what is there already is not taken
-  again, and what would leave a gap is not taken at all. So entries may be repeated, and some may be missing.
-- A response that has ended is never continued, and a reward belongs to exactly the tokens that were scored.
+- Tokens of a trajectory only grow, until it is restarted as a whole. A delivery names the position of its first token:
+  what is there already is not taken again, and what would leave a gap is not taken at all. So entries may be repeated,
+  and some may be missing.
+- A turn that has ended is never continued without an environment's answer, and a reward belongs to exactly the tokens
+  that were scored.
 - Every trajectory that was drawn is either live, in the batch of a step, or ended, until the store holds it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,8 +23,10 @@ import numpy as np
 
 from stores.base import LedgerState
 from stores.spool_entries import (
+    AnswerGiven,
     BatchTaken,
     Entry,
+    EpisodeRestarted,
     FlightResumed,
     GroupDrawn,
     RewardDelivered,
@@ -33,10 +37,12 @@ from stores.spool_entries import (
 from stores.trajectory import (
     Ended,
     FinishReason,
+    Given,
     GroupId,
     IntArray,
     PolicyVersion,
     Segment,
+    Span,
     Timings,
     Trajectory,
     TrajectoryId,
@@ -46,7 +52,7 @@ from stores.trajectory import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberInFlight:
     """A trajectory in flight, in numbers. version: the oldest one of its tokens, -1 if it has none. sampled: its
-    sampling has ended by itself. reward: None if it has none, also for good."""
+    present turn has ended by itself. reward: None if it has none, also for good."""
 
     trajectory: TrajectoryId
     version: PolicyVersion = PolicyVersion(-1)
@@ -85,6 +91,8 @@ class InFlight:
     """Those that have their reward, or have failed to get one."""
     routings: dict[TrajectoryId, LatestRouting] = field(default_factory=dict)
     """Of the live ones that were routed: what an instance of an earlier epoch still delivers is not taken."""
+    restarts: dict[TrajectoryId, int] = field(default_factory=dict)
+    """How often live ones began again with their prompt."""
     batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
     """By step: what it has taken, in the trainer's order."""
     ended: list[Ended] = field(default_factory=list)
@@ -95,6 +103,10 @@ class InFlight:
         match entry:
             case TokensDelivered():
                 return self._deliver(entry)
+            case AnswerGiven():
+                return self._give(entry)
+            case EpisodeRestarted():
+                return self._restart(entry)
             case RewardDelivered():
                 return self._reward(entry)
             case TrajectoriesRouted():
@@ -168,6 +180,7 @@ class InFlight:
             live=dict(self.live),
             scored=set(self.scored),
             routings=dict(self.routings),
+            restarts=dict(self.restarts),
             batches=dict(self.batches),
             ended=list(self.ended),
         )
@@ -195,7 +208,7 @@ class InFlight:
         scored = t.id in self.scored
         return MemberInFlight(
             trajectory=t.id,
-            version=t.segments[0].version if t.segments else PolicyVersion(-1),
+            version=min((s.version for s in t.segments), default=PolicyVersion(-1)),
             tokens=t.num_tokens,
             sampled=t.finish is not FinishReason.UNFINISHED,
             scored=scored,
@@ -232,15 +245,34 @@ class InFlight:
         ends = entry.finish is not FinishReason.UNFINISHED
         if entry.first > held or end < held or (end == held and not ends):
             return False
-        segments = list(t.segments)
+        spans = list(t.spans)
         skip = held - entry.first
         for segment in entry.segments:
             new = segment.without(min(skip, len(segment.tokens)))
             skip -= len(segment.tokens) - len(new.tokens)
             if len(new.tokens):
-                _append(segments, new, merge=held > routing.tokens)
+                _append(spans, new, merge=held > routing.tokens)
         timings = replace(t.timings, sampled_s=entry.at_s)
-        self.live[entry.trajectory] = replace(t, segments=tuple(segments), finish=entry.finish, timings=timings)
+        self.live[entry.trajectory] = replace(t, spans=tuple(spans), finish=entry.finish, timings=timings)
+        return True
+
+    def _give(self, entry: AnswerGiven) -> bool:
+        t = self.live.get(entry.trajectory)
+        if t is None or t.finish is FinishReason.UNFINISHED or t.num_tokens != entry.first or not len(entry.tokens):
+            return False
+        if t.id in self.scored:
+            return False
+        given = Given(role=entry.role, tokens=entry.tokens, seconds=entry.seconds)
+        self.live[t.id] = replace(t, spans=(*t.spans, given), finish=FinishReason.UNFINISHED)
+        return True
+
+    def _restart(self, entry: EpisodeRestarted) -> bool:
+        t = self.live.get(entry.trajectory)
+        if t is None or entry.epoch < self.routings.get(t.id, LatestRouting(0, 0)).epoch or t.id in self.scored:
+            return False
+        self.live[t.id] = replace(t, spans=(), finish=FinishReason.UNFINISHED)
+        self.routings[t.id] = LatestRouting(entry.epoch + 1, 0)
+        self.restarts[t.id] = self.restarts.get(t.id, 0) + 1
         return True
 
     def _reward(self, entry: RewardDelivered) -> bool:
@@ -278,7 +310,7 @@ class InFlight:
         again = set(entry.again)
         held = [*self.live.values(), *self.set_aside()]
         scored = self.scored
-        self.live, self.scored, self.routings, self.batches, self.ended = {}, set(), {}, {}, []
+        self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
         for t in sorted(held, key=lambda t: t.id):
             whole = all(s.version <= entry.version for s in t.segments)
             fresh = _started(t.id, t.group, t.prompt_tokens, min(t.timings.arrived_s, entry.at_s))
@@ -290,7 +322,7 @@ class InFlight:
             else:
                 kept = replace(
                     fresh,
-                    segments=tuple(s for s in t.segments if s.version <= entry.version),
+                    spans=_until(entry.version, t.spans),
                     finish=t.finish if whole else FinishReason.UNFINISHED,
                     timings=replace(_clipped(t.timings, entry.at_s), rewarded_s=0.0),
                 )
@@ -302,6 +334,7 @@ class InFlight:
 
     def _drop(self, trajectory: TrajectoryId) -> Trajectory:
         self.routings.pop(trajectory, None)
+        self.restarts.pop(trajectory, None)
         return self.live.pop(trajectory)
 
 
@@ -309,17 +342,22 @@ def _started(member: TrajectoryId, group: GroupId, prompt_tokens: IntArray, at_s
     return Trajectory(id=member, group=group, prompt_tokens=prompt_tokens, timings=Timings(arrived_s=at_s))
 
 
-def _append(segments: list[Segment], new: Segment, *, merge: bool) -> None:
+def _until(version: PolicyVersion, spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The spans before the first that was sampled under a later version."""
+    return tuple(itertools.takewhile(lambda s: isinstance(s, Given) or s.version <= version, spans))
+
+
+def _append(spans: list[Span], new: Segment, *, merge: bool) -> None:
     """Append a segment; one that an earlier delivery has begun is continued. merge: whether the last one may be."""
-    last = segments[-1] if segments and merge else None
-    if last is not None and (last.version, last.instance) == (new.version, new.instance):
-        segments[-1] = replace(
+    last = spans[-1] if spans and merge else None
+    if isinstance(last, Segment) and (last.version, last.instance) == (new.version, new.instance):
+        spans[-1] = replace(
             last,
             tokens=np.concatenate([last.tokens, new.tokens]),
             logprobs=np.concatenate([last.logprobs, new.logprobs]),
         )
     else:
-        segments.append(new)
+        spans.append(new)
 
 
 def _clipped(timings: Timings, now_s: float) -> Timings:

@@ -15,14 +15,17 @@ import numpy.typing as npt
 
 from stores.errors import StoreError
 from stores.trajectory import (
+    NO_VERSION,
     AbortReason,
     Ended,
     Fate,
     FinishReason,
+    Given,
     GroupId,
     InstanceId,
     PolicyVersion,
     Segment,
+    Span,
     Timings,
     Trajectory,
     TrajectoryId,
@@ -38,6 +41,8 @@ COMMIT_COLUMNS = (
 """Of a commit. kind: its index in KINDS; first_id, last_id: the smallest and largest of its trajectories, -1 if it has
 none; record_offset: of its record in `records`."""
 FLOAT_COLUMNS = ("reward", "advantage", "arrived_s", "routed_s", "sampled_s", "rewarded_s")
+TURN_COLUMNS = ("turns", "given_tokens", "tool_s")
+"""Of trajectories of many turns. given_tokens: of the response_tokens; tool_s: seconds that environments took."""
 
 FINISHES, FATES, REASONS = tuple(FinishReason), tuple(Fate), tuple(AbortReason)
 TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
@@ -58,6 +63,7 @@ class Packed:
     tokens: dict[str, npt.NDArray[Any]]
     ints: npt.NDArray[np.int64]  # [R, len(INT_COLUMNS)]
     floats: npt.NDArray[np.float32]  # [R, len(FLOAT_COLUMNS)]
+    turns: npt.NDArray[np.float64]  # [R, len(TURN_COLUMNS)]
     text: bytes
     num_tokens: int
 
@@ -67,30 +73,34 @@ def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
     columns: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
     ints = np.zeros((len(ended), len(INT_COLUMNS)), np.int64)
     floats = np.zeros((len(ended), len(FLOAT_COLUMNS)), np.float32)
+    turns = np.zeros((len(ended), len(TURN_COLUMNS)))
     text = bytearray()
     offset = begin
     for i, row in enumerate(ended):
         t = row.trajectory
         response, versions = t.response_tokens, t.versions
+        sampled = versions != NO_VERSION
         prompt = len(t.prompt_tokens)
         columns["ids"] += [t.prompt_tokens, response]
         columns["logprobs"] += [np.zeros(prompt, np.float32), t.logprobs]
-        columns["versions"] += [np.full(prompt, -1, np.int32), versions]
-        columns["mask"] += [np.zeros(prompt, np.uint8), np.full(len(response), row.loss_mask, np.uint8)]
+        columns["versions"] += [np.full(prompt, NO_VERSION, np.int32), versions]
+        columns["mask"] += [np.zeros(prompt, np.uint8), (sampled & row.loss_mask).astype(np.uint8)]
         extra = json.dumps(_extra(t), separators=(",", ":")).encode()
         ints[i] = (
-            t.id, t.group, t.v_traj, versions.min(initial=2**31 - 1), versions.max(initial=-1), offset, prompt,
+            t.id, t.group, t.v_traj, versions[sampled].min(initial=2**31 - 1), versions.max(initial=-1), offset, prompt,
             len(response), FINISHES.index(t.finish), FATES.index(row.fate), REASONS.index(row.reason), row.step,
             row.staleness, text_begin + len(text), len(extra), row.loss_mask,
         )  # fmt: skip
         timings = (t.timings.arrived_s, t.timings.routed_s, t.timings.sampled_s, t.timings.rewarded_s)
         floats[i] = (t.reward, row.advantage, *timings)
+        turns[i] = (len(t.turns), t.num_given, t.tool_s)
         text += extra
         offset += prompt + len(response)
     return Packed(
         tokens={name: np.concatenate(parts) for name, parts in columns.items()},
         ints=ints,
         floats=floats,
+        turns=turns,
         text=bytes(text),
         num_tokens=offset - begin,
     )
@@ -109,24 +119,23 @@ def unpack(
     row = dict(zip(INT_COLUMNS, ints, strict=True))
     try:
         extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
-        stored = [(str(instance), int(version), int(size)) for instance, version, size in extra["segments"]]
+        stored = [stored_span(*span) for span in extra["segments"]]
         finish, fate, reason = FINISHES[row["finish"]], FATES[row["fate"]], REASONS[row["reason"]]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         # A flipped bit that decompression did not detect.
         raise StoreError(f"trajectory {row['trajectory']}: its record is corrupt: {error!r}") from error
     begin = row["offset"] - first
     middle = begin + row["prompt_tokens"]
     end = middle + row["response_tokens"]
-    segments, at, agree = [], middle, True
-    for instance, version, size in stored:
-        segments.append(
-            Segment(
-                version=PolicyVersion(version),
-                instance=InstanceId(instance),
-                tokens=tokens["ids"][at : at + size],
-                logprobs=tokens["logprobs"][at : at + size],
-            )
-        )
+    spans: list[Span] = []
+    at, agree = middle, True
+    for who, version, size, seconds in stored:
+        ids, logprobs = tokens["ids"][at : at + size], tokens["logprobs"][at : at + size]
+        if version == NO_VERSION:
+            spans.append(Given(role=who, tokens=ids, seconds=seconds))
+        else:
+            instance = InstanceId(who)
+            spans.append(Segment(version=PolicyVersion(version), instance=instance, tokens=ids, logprobs=logprobs))
         agree &= bool((tokens["versions"][at : at + size] == version).all())
         at += size
     if at != end or not agree:
@@ -138,7 +147,7 @@ def unpack(
             group=GroupId(row["group"]),
             prompt_tokens=tokens["ids"][begin:middle],
             v_traj=PolicyVersion(row["v_traj"]),
-            segments=tuple(segments),
+            spans=tuple(spans),
             finish=finish,
             reward=reward,
             reward_parts=extra.get("parts", {}),
@@ -153,10 +162,25 @@ def unpack(
     )
 
 
+def stored_span(who: str, version: int, size: int, *seconds: float) -> tuple[str, int, int, float]:
+    """A span as `_stored` writes it, with the seconds of a sampled one as 0. Raises ValueError or TypeError for what is
+    none: only a given one has seconds."""
+    if len(seconds) != (version == NO_VERSION):
+        raise ValueError(f"a span of version {version} with {len(seconds)} times")
+    return str(who), int(version), int(size), float(seconds[0]) if seconds else 0.0
+
+
 def _extra(trajectory: Trajectory) -> dict[str, Any]:
-    extra: dict[str, Any] = {"segments": [[s.instance, s.version, len(s.tokens)] for s in trajectory.segments]}
+    extra: dict[str, Any] = {"segments": [_stored(span) for span in trajectory.spans]}
     if trajectory.reward_parts:
         extra["parts"] = trajectory.reward_parts
     if trajectory.error:
         extra["error"] = trajectory.error
     return extra
+
+
+def _stored(span: Span) -> list[str | int | float]:
+    """A span as stored: [instance, version, tokens]; of a given one [role, NO_VERSION, tokens, seconds]."""
+    if isinstance(span, Given):
+        return [span.role, NO_VERSION, len(span.tokens), round(span.seconds, 6)]
+    return [span.instance, span.version, len(span.tokens)]

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from stores import weight_file
@@ -25,7 +26,7 @@ from stores.errors import StoreError
 from stores.files import replace_folder, replacing
 from stores.incoming import PIECE_BYTES, Incoming
 from stores.trajectory import PolicyVersion
-from stores.weight_hash import Tensors
+from stores.weight_hash import Array, Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,14 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
     try:
         return dict(load_file(path))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise StoreError(f"{path}: weights cannot be read: {error}") from error
+
+
+def read_arrays(path: Path) -> dict[str, Array]:
+    """The tensors of a published file as arrays, without torch. Raises StoreError."""
+    try:
+        return dict(safetensors.numpy.load_file(path))
     except (OSError, ValueError, SafetensorError) as error:
         raise StoreError(f"{path}: weights cannot be read: {error}") from error
 

@@ -54,9 +54,9 @@ class ResumePoints:
 
 @contextlib.contextmanager
 def loading(path: Path) -> Iterator[None]:
-    """Raise what loading a resume point with `torch.load` raises as a StoreError that says what to do."""
+    """Raise what loading a resume point with torch or numpy raises as a StoreError that says what to do."""
     try:
         yield
-    except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         what = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise StoreError(f"{path}: no resume point of this job: {what}; remove it to use an older one") from error

@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stores.spool_entries import (
+    AnswerGiven,
     BatchTaken,
     Entry,
+    EpisodeRestarted,
     FlightResumed,
     GroupDrawn,
     RewardDelivered,
@@ -192,7 +194,7 @@ class Spool:
         match entry:
             case GroupDrawn():
                 return {entry.group}
-            case TokensDelivered() | RewardDelivered():
+            case TokensDelivered() | AnswerGiven() | EpisodeRestarted() | RewardDelivered():
                 return {self._group(entry.trajectory)}
             case TrajectoriesRouted():
                 return {self._group(trajectory) for trajectory, _ in entry.routed}

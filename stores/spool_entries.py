@@ -57,6 +57,29 @@ class TokensDelivered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerGiven:
+    """An environment has answered a turn. first: the position in the response of the first token of the answer; what
+    was sampled before it is the turn. seconds: it took so long."""
+
+    trajectory: TrajectoryId
+    first: int
+    role: str
+    tokens: IntArray  # [T] token ids, at least one
+    seconds: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRestarted:
+    """An environment failed, and the trajectory begins again with its prompt. tokens: those it had, which are lost.
+    epoch: the latest that it was routed under; what is sampled from now on has a higher one."""
+
+    trajectory: TrajectoryId
+    tokens: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardDelivered:
     """A response of so many tokens was scored. error: of the reward function, empty if none."""
 
@@ -99,6 +122,8 @@ Entry = (
     GroupDrawn
     | TrajectoriesRouted
     | TokensDelivered
+    | AnswerGiven
+    | EpisodeRestarted
     | RewardDelivered
     | BatchTaken
     | TrajectoriesRetired
@@ -120,6 +145,11 @@ def encode(entry: Entry) -> bytes:
             segments = [(s.version, s.instance, len(s.tokens)) for s in entry.segments]
             head = ["tokens", entry.trajectory, entry.epoch, entry.first, entry.finish.value, entry.at_s, segments]
             arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
+        case AnswerGiven():
+            head = ["given", entry.trajectory, entry.first, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
+            arrays = (entry.tokens.astype("<i4"),)
+        case EpisodeRestarted():
+            head = ["restarted", entry.trajectory, entry.tokens, entry.epoch]
         case RewardDelivered():
             parts = {name: float(value) for name, value in entry.parts.items()}
             head = ["reward", entry.trajectory, entry.tokens, float(entry.reward), parts, entry.error, entry.at_s]
@@ -191,6 +221,17 @@ _DECODERS: dict[str, Any] = {
         routed=tuple((TrajectoryId(t), epoch) for t, epoch in routed), at_s=at_s
     ),
     "tokens": _tokens,
+    "given": lambda data, at, trajectory, first, role, count, seconds, at_s: AnswerGiven(
+        trajectory=TrajectoryId(trajectory),
+        first=first,
+        role=role,
+        tokens=_ints(data, at, count),
+        seconds=seconds,
+        at_s=at_s,
+    ),
+    "restarted": lambda data, at, trajectory, tokens, epoch: EpisodeRestarted(
+        trajectory=TrajectoryId(trajectory), tokens=tokens, epoch=epoch
+    ),
     "reward": lambda data, at, trajectory, tokens, reward, parts, error, at_s: RewardDelivered(
         trajectory=TrajectoryId(trajectory), tokens=tokens, reward=reward, parts=parts, error=error, at_s=at_s
     ),

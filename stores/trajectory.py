@@ -6,6 +6,7 @@ checked by counting: group `g` owns the trajectories `g * members_started ... (g
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NewType
@@ -57,6 +58,8 @@ class AbortReason(Enum):
     """The run stopped while it was in flight."""
     TOO_STALE = "too_stale"
     """The last step that could have trained on it began without it."""
+    ENVIRONMENT_FAILED = "environment_failed"
+    """Its environment failed more often than retries are allowed."""
 
 
 def ended_as(fate: Fate, reason: AbortReason) -> str:
@@ -86,6 +89,23 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """Tokens that the model was given after one of its turns and did not sample: the end of the turn, what the
+    environment answered, the beginning of the next turn."""
+
+    role: str
+    """Who speaks in them: "tool", "user", ..."""
+    tokens: IntArray  # [T] token ids, at least one
+    seconds: float = 0.0
+    """How long the environment took."""
+
+
+Span = Segment | Given
+NO_VERSION = PolicyVersion(-1)
+"""In place of a version, of tokens that were given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """When a trajectory reached each stage, in seconds since the run's start; 0 if it has not."""
 
@@ -97,14 +117,20 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One response, from prompt to reward. `v_traj` is the oldest version any of its tokens may stem from."""
+    """One response, from prompt to reward, of one turn or of many: an environment answers each turn but the last.
+
+    What comes after the prompt is a list of spans, sampled and given; a turn is what was sampled between two given
+    spans. Arrays over the response have an element for each token in order, given ones included. `v_traj` is the oldest
+    version that any sampled token may stem from.
+    """
 
     id: TrajectoryId
     group: GroupId
     prompt_tokens: IntArray  # [P] token ids
     v_traj: PolicyVersion = PolicyVersion(-1)
-    segments: tuple[Segment, ...] = ()
+    spans: tuple[Span, ...] = ()
     finish: FinishReason = FinishReason.UNFINISHED
+    """Of the last turn."""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     error: str = ""
@@ -112,30 +138,75 @@ class Trajectory:
     timings: Timings = Timings()
 
     @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The sampled spans."""
+        return tuple(s for s in self.spans if isinstance(s, Segment))
+
+    @property
     def num_tokens(self) -> int:
-        """The number of sampled tokens, without the prompt."""
+        """The number of tokens after the prompt, sampled and given."""
+        return sum(len(s.tokens) for s in self.spans)
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of sampled tokens."""
         return sum(len(s.tokens) for s in self.segments)
 
     @property
+    def num_given(self) -> int:
+        """The number of given tokens after the prompt."""
+        return self.num_tokens - self.num_sampled
+
+    @property
+    def tool_s(self) -> float:
+        """How long environments took in all, seconds."""
+        return sum(s.seconds for s in self.spans if isinstance(s, Given))
+
+    @property
     def response_tokens(self) -> IntArray:
-        """[T] token ids of the response, all segments in order."""
-        return np.concatenate([s.tokens for s in self.segments]) if self.segments else np.zeros(0, np.int32)
+        """[T] token ids after the prompt."""
+        return np.concatenate([s.tokens for s in self.spans]) if self.spans else np.zeros(0, np.int32)
 
     @property
     def logprobs(self) -> FloatArray:
-        """[T] behaviour logprobs: of each token under the policy that sampled it, nats."""
-        return np.concatenate([s.logprobs for s in self.segments]) if self.segments else np.zeros(0, np.float32)
+        """[T] behaviour logprobs: of each token under the policy that sampled it, nats; 0 of given ones."""
+        if not self.spans:
+            return np.zeros(0, np.float32)
+        return np.concatenate(
+            [s.logprobs if isinstance(s, Segment) else np.zeros(len(s.tokens), np.float32) for s in self.spans]
+        )
 
     @property
     def versions(self) -> IntArray:
-        """[T] policy version that sampled each token."""
-        if not self.segments:
+        """[T] policy version that sampled each token, `NO_VERSION` of given ones."""
+        if not self.spans:
             return np.zeros(0, np.int32)
-        return np.concatenate([np.full(len(s.tokens), s.version, np.int32) for s in self.segments])
+        return np.concatenate(
+            [np.full(len(s.tokens), s.version if isinstance(s, Segment) else NO_VERSION, np.int32) for s in self.spans]
+        )
 
-    def with_segment(self, segment: Segment) -> Trajectory:
-        """This trajectory continued by `segment`. An empty segment changes nothing."""
-        return replace(self, segments=(*self.segments, segment)) if len(segment.tokens) else self
+    @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """[T] whether each token was sampled."""
+        found: npt.NDArray[np.bool_] = self.versions != NO_VERSION
+        return found
+
+    @property
+    def num_in_turn(self) -> int:
+        """The number of tokens sampled since the last given one."""
+        own = itertools.takewhile(lambda span: isinstance(span, Segment), reversed(self.spans))
+        return sum(len(span.tokens) for span in own)
+
+    @property
+    def turns(self) -> tuple[IntArray, ...]:
+        """The token ids of each turn, the present one last, if anything of it was sampled."""
+        turns: list[list[IntArray]] = [[]]
+        for span in self.spans:
+            if isinstance(span, Segment):
+                turns[-1].append(span.tokens)
+            else:
+                turns.append([])
+        return tuple(np.concatenate(parts) for parts in turns if parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

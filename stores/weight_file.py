@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stores.errors import StoreError
-from stores.weight_hash import Tensors, fingerprint
+from stores.weight_hash import Array, Tensors, fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +47,9 @@ def layout(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
     """The file's header, and where in the file each tensor begins."""
     entries: dict[str, object] = {}
     begins, end = {}, 0
-    for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):
+    for name in sorted(tensors, key=lambda n: (-tensors[n].itemsize, n)):
         tensor = tensors[name]
-        begins[name], end = end, end + tensor.numel() * tensor.element_size()
+        begins[name], end = end, end + tensor.nbytes
         entries[name] = {
             "dtype": _type(name, tensor), "shape": list(tensor.shape), "data_offsets": [begins[name], end],
         }  # fmt: skip
@@ -59,7 +59,7 @@ def layout(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
     return header, {name: len(header) + begin for name, begin in begins.items()}
 
 
-def _type(name: str, tensor: torch.Tensor) -> str:
+def _type(name: str, tensor: torch.Tensor | Array) -> str:
     kind = str(tensor.dtype).removeprefix("torch.")
     if kind not in TYPES:
         raise StoreError(f"{name}: tensors of type {kind} cannot be published; types are {', '.join(TYPES)}")

@@ -6,7 +6,7 @@ A fingerprint names its scheme, so that those recorded by earlier versions can s
   a tensor's digest is that of its name, shape, type and pieces; the fingerprint is that of all tensors in name order.
 - 32 hex digits without a name: one blake2b over everything, which only one thread can compute.
 
-torch is loaded only where there are tensors.
+torch is loaded only where there are tensors of its: arrays of numpy's have the fingerprint of equal tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
 
-Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
+Array = npt.NDArray[Any]
+Tensors: TypeAlias = "Mapping[str, torch.Tensor] | Mapping[str, Array]"
 
 SCHEME = "sha256-tree"
 """The scheme of new fingerprints."""
@@ -37,9 +41,9 @@ def fingerprint(
     processors, up to MOST_THREADS. Each copies a piece at a time from where its tensor is. also: called in these
     threads with each piece, its tensor's name and its first byte's place in the tensor."""
 
-    def digest(item: tuple[str, int, torch.Tensor]) -> bytes:
+    def digest(item: tuple[str, int, torch.Tensor | Array]) -> bytes:
         name, offset, piece = item
-        data = memoryview(piece.cpu().numpy())
+        data = _data(piece)
         if also is not None:
             also(name, offset, data)
         return hashlib.sha256(data).digest()  # hashlib lets other threads run meanwhile
@@ -77,25 +81,34 @@ def _scheme(recorded: str) -> str:
     return recorded.rpartition(":")[0]
 
 
-def _header(name: str, tensor: torch.Tensor) -> bytes:
-    return f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode()
+def _header(name: str, tensor: torch.Tensor | Array) -> bytes:
+    kind = f"torch.{tensor.dtype}" if isinstance(tensor, np.ndarray) else tensor.dtype
+    return f"{name}:{tuple(tensor.shape)}:{kind};".encode()
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+def _pieces(tensor: torch.Tensor | Array) -> Iterator[tuple[int, torch.Tensor | Array]]:
     """Views of a tensor's bytes with their place in it, PIECE_BYTES each and the rest."""
+    flat: torch.Tensor | Array
+    if isinstance(tensor, np.ndarray):
+        flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+        return ((begin, flat[begin : begin + PIECE_BYTES]) for begin in range(0, len(flat), PIECE_BYTES))
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return ((begin, flat[begin : begin + PIECE_BYTES]) for begin in range(0, len(flat), PIECE_BYTES))
 
 
+def _data(piece: torch.Tensor | Array) -> memoryview:
+    """The bytes of a piece, in this process' memory."""
+    array: Array = piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()
+    return array.data
+
+
 def _by_blake2b(tensors: Tensors) -> str:
     """The fingerprint as versions before `sha256-tree` recorded it."""
-    import torch
-
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous().cpu()
-        digest.update(_header(name, tensor))
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(_header(name, tensors[name]))
+        for _, piece in _pieces(tensors[name]):
+            digest.update(_data(piece))
     return digest.hexdigest()

@@ -70,6 +70,10 @@ class Prompts(Protocol):
 
     def text(self, tokens: Sequence[int]) -> str: ...
 
+    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        """The token ids between two turns: what closes the first, messages, and what opens the next; see Bridge.ids."""
+        ...
+
 
 class EmulatedPrompts:
     """Prompts with the lengths of a workload and meaningless tokens."""
@@ -92,6 +96,11 @@ class EmulatedPrompts:
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)
+
+    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        """As many meaningless tokens as the messages say."""
+        count = sum(int(message.content) for message in messages)
+        return [int(t) for t in words(0, len(before) + len(turn), count)]
 
 
 class TokenizedPrompts:
@@ -177,3 +186,6 @@ class TokenizedPrompts:
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)
+
+    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        return self.bridge.ids(before, turn, messages, number)

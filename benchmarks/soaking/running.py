@@ -24,8 +24,6 @@ SUBMIT_S = 60.0
 """Seconds `staleflow submit` may take."""
 SETTLED_S = 8.0
 """Seconds after which it shows what a process has submitted that was killed while it did."""
-UNTAKEN = "no worker has taken its driver yet"
-"""Why a job waits for ever whose submitter was killed between its two calls."""
 
 
 @dataclass(slots=True)
@@ -121,11 +119,9 @@ class Run:
         if not self.watch.answers:
             return ""
         job = self.watch.job
-        killed = process.returncode == -signal.SIGKILL
-        if killed and after_s < SETTLED_S:
-            return ""  # whether the scheduler has the job, or half of it, shows later
-        half = killed and bool(job) and job["state"] == "waiting" and job["why"] == UNTAKEN
-        if job and job["id"] not in self._old and not (half and after_s >= SETTLED_S):
+        if process.returncode == -signal.SIGKILL and after_s < SETTLED_S:
+            return ""  # whether the scheduler has the job shows later
+        if job and job["id"] not in self._old:
             self.submitting = None
             return ""
         if job:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.config import fields
-from pipeline.config.deciding import instance_cost
+from pipeline.config.deciding import instance_cost, make_episodes
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
@@ -21,6 +21,7 @@ from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSe
 if TYPE_CHECKING:
     from tasks.actors.trajectory_server import ServerSettings
     from tasks.environments import SourceSettings
+    from tasks.episodes.emulated_host import EmulatedHostSettings
     from tasks.episodes.host import EpisodeSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
@@ -59,22 +60,34 @@ def source_settings(config: RunConfig) -> SourceSettings:
     )
 
 
-def episode_settings(config: RunConfig) -> EpisodeSettings | None:
-    """Settings of the environment hosts; None for a job whose responses are one turn. Loads a user's file that the job
-    names as its source. Raises ConfigError."""
+def environment_settings(config: RunConfig) -> EpisodeSettings | EmulatedHostSettings:
+    """Settings of the environment hosts of a job that acts: those of an emulated run's unless it has texts. Loads a
+    user's file that the job names as its source. Raises ConfigError."""
+    if not config.has_texts:
+        from tasks.episodes.emulated_host import EmulatedHostSettings
+
+        return EmulatedHostSettings(
+            episodes=make_episodes(config, make_workload(config)),
+            limits=config.environment,
+            time_scale=config.time_scale,
+        )
+    return episode_settings(config)
+
+
+def episode_settings(config: RunConfig) -> EpisodeSettings:
+    """Settings of the environment hosts of a job whose task source is an environment, or that has tools. Raises
+    ConfigError."""
     from tasks.episodes.host import EpisodeSettings
     from tasks.episodes.loading import is_environment
 
-    if not config.has_texts:
-        return None
-    acts = is_environment(config.task.source, "task.source")
-    if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != acts:
+    plays = is_environment(config.task.source, "task.source")
+    if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != plays:
         raise ConfigError(
             f"task.eval_source = {config.task.eval_source!r}: either both it and task.source = {config.task.source!r} "
             "are environments of many turns, or neither is"
         )
     if config.environment.tools:
-        if acts:
+        if plays:
             raise ConfigError(
                 f"environment.tools: task.source = {config.task.source!r} is an environment of many turns, which "
                 "brings its own tools; remove environment.tools"
@@ -82,8 +95,11 @@ def episode_settings(config: RunConfig) -> EpisodeSettings | None:
         return EpisodeSettings(
             source=source_settings(config), limits=config.environment, scoring=scoring_settings(config)
         )
-    if not acts:
-        return None
+    if not plays:
+        raise ConfigError(
+            f"task.environment = 'yes': task.source = {config.task.source!r} is no environment of many turns, and "
+            "environment.tools names no tool; remove it"
+        )
     if config.reward.parts or config.reward.function != "task":
         raise ConfigError(
             f"{config.reward.named}: task.source = {config.task.source!r} rewards its episodes itself; set "

@@ -78,11 +78,12 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     if not here and _elsewhere(config, unchecked):
         return unchecked
     task, prompts = _first_prompt(config, folder)
-    episodes = actor_settings.episode_settings(config)
-    if episodes is None or episodes.scoring is not None:
+    acts = user_files.settled(config).acts
+    environments = actor_settings.episode_settings(config) if acts else None
+    if environments is None or environments.scoring is not None:
         _try_reward(config, task)
-    if episodes is not None:
-        _try_environment(episodes, prompts)
+    if environments is not None:
+        _try_environment(environments, prompts)
     return unchecked
 
 

@@ -1,4 +1,5 @@
-"""The coordinator and strategies of a job file, as runs, simulations and replays build them. Pure."""
+"""The coordinator and strategies of a job file, as runs, simulations and replays build them; and what simulated and
+emulated runs share. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from pipeline.coordination.coordinator import Coordinator, Strategies
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.pacing import Pacing
 from pipeline.strategies.admission import ADMISSION, Late
+from pipeline.strategies.affinity import Affinity
 from pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.staleness import StalenessLedger
 from tasks.engines.cost_model import CostModel
+from tasks.episodes.emulated import EmulatedEpisodes, StepFaults
 from tasks.seeds import Stream, generator
+from tasks.workload import Workload
 
 
 def cost_model(config: RunConfig) -> CostModel:
@@ -38,6 +42,13 @@ def instance_cost(config: RunConfig, index: int) -> CostModel:
     return cost_model(config).times(simulation.straggler_factor if slow else 1.0)
 
 
+def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
+    """The environments of this job's simulated or emulated episodes."""
+    simulation = config.simulation
+    faults = StepFaults(failed=simulation.failed_step_share, hung=simulation.hung_step_share, seed=config.seed)
+    return EmulatedEpisodes(workload, faults)
+
+
 def make_strategies(config: RunConfig) -> Strategies:
     """The strategies this job names, with their knobs. Raises ConfigError."""
     cost, rollout = cost_model(config), config.rollout
@@ -52,6 +63,8 @@ def make_strategies(config: RunConfig) -> Strategies:
         migration=MIGRATION.make(rollout, given),
         stragglers=STRAGGLERS.make(config.batch, given),
         max_attempts=rollout.max_attempts,
+        environments=config.acts,
+        affinity=Affinity(cost) if config.acts and rollout.affinity else None,
     )
 
 

@@ -66,6 +66,25 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    """Have the environment of a trajectory take the step that its latest turn asks for. cut: the turn was stopped, and
+    the episode is to end with it."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    cut: bool = False
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """Close the environment of a trajectory that has ended before its episode did; a step under way is cancelled."""
+
+    trajectory: TrajectoryId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
     """Run training step `step` on these trajectories, a group's members side by side."""
 
@@ -86,4 +105,4 @@ class Retire:
     cause: str
 
 
-Command = Draw | Route | Interrupt | Abort | Pull | Score | Train | Retire
+Command = Draw | Route | Interrupt | Abort | Pull | Score | Act | Dismiss | Train | Retire

@@ -16,8 +16,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
-from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.commands import (
+    Abort,
+    Act,
+    Command,
+    Dismiss,
+    Draw,
+    Interrupt,
+    Pull,
+    Retire,
+    Route,
+    Score,
+    Train,
+)
 from pipeline.coordination.events import (
+    EnvironmentAnswered,
+    EnvironmentFailed,
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -46,6 +60,7 @@ from pipeline.coordination.snapshot import Snapshot, take_snapshot, waiting_for
 from pipeline.coordination.state import CoordinatorState, EndedTrajectory
 from pipeline.coordination.trajectories import LiveTrajectory
 from pipeline.strategies.admission import Admission
+from pipeline.strategies.affinity import Affinity
 from pipeline.strategies.filtering import Filtering, Stragglers
 from pipeline.strategies.migration import Migration
 from pipeline.strategies.routing import Routing
@@ -66,7 +81,11 @@ class Strategies:
     migration: Migration
     stragglers: Stragglers = Stragglers()
     max_attempts: int = 3
-    """Engine failures or lost instances a trajectory survives."""
+    """Failures a trajectory survives: of an engine or of its environment, or lost instances."""
+    environments: bool = False
+    """Whether an environment answers each turn; else a response is one turn, which is scored."""
+    affinity: Affinity | None = None
+    """None: where a turn was sampled does not matter for the next."""
 
 
 class Coordinator:
@@ -90,7 +109,9 @@ class Coordinator:
         self._stopped = False
         self._num_events = 0
         self._history = History()
-        self._placement = Placement(self._state, strategies.admission, strategies.routing, forecast, pacing)
+        self._placement = Placement(
+            self._state, strategies.admission, strategies.routing, strategies.affinity, forecast, pacing
+        )
         self._pulls = Pulls(self._state, strategies.synchronization, self._placement)
         self._moves = Moves(self._state, strategies.migration, strategies.stragglers, forecast, self._placement, pacing)
         self._commands: list[Command] = []
@@ -110,6 +131,8 @@ class Coordinator:
                     self._on_sampled(event)
                 case TrajectoryScored():
                     self._on_scored(event)
+                case EnvironmentAnswered():
+                    self._on_answered(event)
                 case TrajectoryInterrupted():
                     self._on_interrupted(event)
                 case GroupsArrived():
@@ -122,6 +145,8 @@ class Coordinator:
                     self._on_version_published(event)
                 case TrajectoryFailed():
                     self._on_failed(event)
+                case EnvironmentFailed():
+                    self._on_environment_failed(event)
                 case InstanceJoined():
                     self._on_instance_joined(event)
                 case InstanceLost():
@@ -150,7 +175,7 @@ class Coordinator:
         parted = ((key.partition(":"), count) for key, count in event.num_ended)
         self._state.resume(event.step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
         for group in event.groups:
-            complete = self._state.take_up(group)
+            complete = self._state.take_up(group, Phase.ACTING if self._strategies.environments else Phase.SCORING)
             for member in group.members:
                 self._history.note(member.trajectory, f"taken up with {member.tokens} tokens")
             if complete:
@@ -158,7 +183,11 @@ class Coordinator:
                 continue
             for member in group.members:
                 if member.sampled and not member.scored:
-                    self._score(self._state.live[member.trajectory], "scored again")
+                    live = self._state.live[member.trajectory]
+                    if self._strategies.environments:
+                        self._act(live, "answered again")
+                    else:
+                        self._score(live, "scored again")
 
     def _on_groups_arrived(self, event: GroupsArrived) -> None:
         for member in self._state.add_groups(event.groups):
@@ -194,6 +223,10 @@ class Coordinator:
         live = self._state.running(event.trajectory, event.epoch)
         if live is None:
             return
+        if self._strategies.environments:
+            self._state.finish_turn(live, event.tokens)
+            self._act(live, f"turn {live.turns + 1} sampled, {event.tokens} tokens")
+            return
         self._state.finish_sampling(live, event.tokens)
         self.forecast.finished(live.group, event.tokens, live.forecast)
         self._score(live, f"sampled, {event.tokens} tokens")
@@ -202,7 +235,10 @@ class Coordinator:
         live = self._state.running(event.trajectory, event.epoch)
         if live is None:
             return
-        if live.cut and event.tokens > 0:
+        if live.cut and event.tokens > 0 and self._strategies.environments:
+            self._state.finish_turn(live, event.tokens)
+            self._act(live, f"cut off at {event.tokens} tokens", cut=True)
+        elif live.cut and event.tokens > 0:
             self._state.finish_sampling(live, event.tokens, cut_off=True)
             self._score(live, f"cut off at {event.tokens} tokens")
         else:
@@ -214,10 +250,26 @@ class Coordinator:
         if live is not None:
             self._retry(live, Transition.FAILED, f"failed: {event.error}")
 
+    def _on_answered(self, event: EnvironmentAnswered) -> None:
+        live = self._state.acting(event.trajectory, event.epoch)
+        if live is not None:
+            self._history.note(live.id, f"answered, {event.tokens - live.tokens} tokens given")
+            self._state.answer(live, event.tokens)
+
+    def _on_environment_failed(self, event: EnvironmentFailed) -> None:
+        live = self._state.acting(event.trajectory, event.epoch)
+        if live is not None:
+            attempts = self._state.restart(live)
+            self._history.note(live.id, f"environment failed: {event.error}")
+            if attempts > self._strategies.max_attempts:
+                self._retire(self._state.abort(live.group, AbortReason.ENVIRONMENT_FAILED, live.id))
+
     def _on_scored(self, event: TrajectoryScored) -> None:
         live = self._state.live.get(event.trajectory)
-        if live is None or live.phase is not Phase.SCORING:
+        if live is None or live.phase not in {Phase.SCORING, Phase.ACTING}:
             return
+        if live.phase is Phase.ACTING:  # of the others, sampling has told
+            self.forecast.finished(live.group, live.tokens, live.forecast)
         complete = self._state.score(live, None if event.error else event.reward)
         self._history.note(live.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
         if complete:
@@ -330,6 +382,11 @@ class Coordinator:
         self._history.note(live.id, what)
         self._commands.append(Score(trajectory=live.id, cause=self._history.cause))
 
+    def _act(self, live: LiveTrajectory, what: str, *, cut: bool = False) -> None:
+        self._history.note(live.id, what)
+        self._state.begin_act(live)
+        self._commands.append(Act(trajectory=live.id, epoch=live.epoch, cut=cut, cause=self._history.cause))
+
     def _move(self, move: Move) -> None:
         """Take a trajectory off its instance, to continue elsewhere or to be scored as it is."""
         live = move.live
@@ -366,6 +423,8 @@ class Coordinator:
                 self._commands.append(
                     Abort(trajectory=ending.trajectory, epoch=one.epoch, instance=one.running_on, cause=cause)
                 )
+            if one.acts:
+                self._commands.append(Dismiss(trajectory=ending.trajectory, cause=cause))
             self.forecast.forget(ending.group)
             self._history.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")
         if ended:

@@ -101,8 +101,27 @@ class TrajectoryFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentAnswered:
+    """The environment has answered a turn, and another is to follow. tokens: of the trajectory after its prompt, with
+    the answer, which is with the trajectory server."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentFailed:
+    """The environment has failed, and with it all of the trajectory but its prompt."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryScored:
-    """The reward function answered, or failed: `error` says how."""
+    """The reward function answered, or failed: `error` says how. Or the episode has ended, with this reward."""
 
     trajectory: TrajectoryId
     reward: float
@@ -146,6 +165,8 @@ Event = (
     | TrajectorySampled
     | TrajectoryInterrupted
     | TrajectoryFailed
+    | EnvironmentAnswered
+    | EnvironmentFailed
     | TrajectoryScored
     | PullFinished
     | VersionPublished

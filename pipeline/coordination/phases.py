@@ -1,9 +1,12 @@
 """The phases of a trajectory in flight, and what moves it from one to the next. Pure.
 
     QUEUED --ROUTED--> RUNNING --SAMPLED, CUT_OFF--> SCORING --SCORED--> DONE --CONSUMED--> ENDED
-       ^                  |
-       +------------------+  INTERRUPTED, FAILED, INSTANCE_LOST
+     ^  ^                 | |                                              ^
+     |  +-----------------+ |  INTERRUPTED, FAILED, INSTANCE_LOST          |
+     |                      +--TURN_SAMPLED--> ACTING --SCORED-------------+
+     +-------------------------------------------+  ANSWERED, RESTARTED
 
+A response that an environment answers is ACTING after each turn, the last one included; others are SCORING once.
 GIVEN_UP leads to ENDED from every phase before it. `NEXT_PHASE` is the whole rule: a pair that is not in it is a bug,
 and is refused. A late answer is no bug: the coordinator recognises it by its epoch and ignores it before asking here.
 """
@@ -18,6 +21,8 @@ from stores.errors import ProtocolViolation
 class Phase(Enum):
     QUEUED = "queued"
     RUNNING = "running"
+    ACTING = "acting"
+    """Its environment takes the step that its latest turn asks for."""
     SCORING = "scoring"
     DONE = "done"
     """Scored; waits for the rest of its group, then for the trainer."""
@@ -34,6 +39,11 @@ class Transition(Enum):
     SAMPLED = "sampled"
     CUT_OFF = "cut off"
     """Interrupted, to be scored with the tokens it has."""
+    TURN_SAMPLED = "sampled for a turn"
+    ANSWERED = "answered"
+    """Its environment has answered; the next turn follows."""
+    RESTARTED = "restarted"
+    """Its environment has failed; it begins again with its prompt."""
     INTERRUPTED = "interrupted"
     FAILED = "failed"
     INSTANCE_LOST = "instance lost"
@@ -49,6 +59,10 @@ NEXT_PHASE: dict[tuple[Phase, Transition], Phase] = {
     (Phase.QUEUED, Transition.ROUTED): Phase.RUNNING,
     (Phase.RUNNING, Transition.SAMPLED): Phase.SCORING,
     (Phase.RUNNING, Transition.CUT_OFF): Phase.SCORING,
+    (Phase.RUNNING, Transition.TURN_SAMPLED): Phase.ACTING,
+    (Phase.ACTING, Transition.ANSWERED): Phase.QUEUED,
+    (Phase.ACTING, Transition.RESTARTED): Phase.QUEUED,
+    (Phase.ACTING, Transition.SCORED): Phase.DONE,
     (Phase.RUNNING, Transition.INTERRUPTED): Phase.QUEUED,
     (Phase.RUNNING, Transition.FAILED): Phase.QUEUED,
     (Phase.RUNNING, Transition.INSTANCE_LOST): Phase.QUEUED,
@@ -56,6 +70,7 @@ NEXT_PHASE: dict[tuple[Phase, Transition], Phase] = {
     (Phase.DONE, Transition.CONSUMED): Phase.ENDED,
     (Phase.QUEUED, Transition.GIVEN_UP): Phase.ENDED,
     (Phase.RUNNING, Transition.GIVEN_UP): Phase.ENDED,
+    (Phase.ACTING, Transition.GIVEN_UP): Phase.ENDED,
     (Phase.SCORING, Transition.GIVEN_UP): Phase.ENDED,
     (Phase.DONE, Transition.GIVEN_UP): Phase.ENDED,
 }

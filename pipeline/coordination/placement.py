@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from pipeline.coordination.fleet import Instance
+from pipeline.coordination.fleet import BoolArray, Instance
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.pacing import Pacing
 from pipeline.coordination.state import CoordinatorState
 from pipeline.coordination.trajectories import LiveTrajectory
 from pipeline.strategies.admission import Admission
+from pipeline.strategies.affinity import Affinity
+from pipeline.strategies.migration import Load
 from pipeline.strategies.routing import Candidate, Routing
 from stores.staleness import EntryState
 from stores.trajectory import GroupId, PolicyVersion
@@ -21,11 +23,19 @@ class Placement:
     """Consulted by the coordinator for each trajectory it could route, and for what an instance could be given."""
 
     def __init__(
-        self, state: CoordinatorState, admission: Admission, routing: Routing, forecast: LengthForecast, pacing: Pacing
+        self,
+        state: CoordinatorState,
+        admission: Admission,
+        routing: Routing,
+        affinity: Affinity | None,
+        forecast: LengthForecast,
+        pacing: Pacing,
     ) -> None:
+        """affinity: None where no trajectory has a second turn, or cached contexts are of no account."""
         self._state = state
         self._admission = admission
         self._routing = routing
+        self._affinity = affinity
         self._forecast = forecast
         self._pacing = pacing
 
@@ -43,6 +53,9 @@ class Placement:
         if not fitting.any():
             return fleet.refusal(live.kv_tokens, least_version)
         row = routing.choose(self.work(live, now), fleet, fitting)
+        home = self._home(live, fitting)
+        if home is not None and (row is None or self._stays(live, home, fleet[row])):
+            return home
         if row is None:
             return "pace too slow" if routing.knows_urgency else "gain too small"
         if not 0 <= row < len(fleet) or not fitting[row]:
@@ -113,6 +126,18 @@ class Placement:
                 high = middle
         return low
 
+    def _home(self, live: LiveTrajectory, fitting: BoolArray) -> Instance | None:
+        """The instance that may hold a trajectory's context in its cache, if it fits there."""
+        home = self._state.fleet.get(live.home)
+        cached = home is not None and home.version == live.home_version and fitting[home.row]
+        return home if cached else None
+
+    def _stays(self, live: LiveTrajectory, home: Instance, other: Instance) -> bool:
+        if self._affinity is None or home is other:
+            return home is other
+        remaining = self._forecast.expected_remaining(live.group, live.tokens)
+        return self._affinity.stays(_load(home), _load(other), live.kv_tokens, remaining)
+
     def _least_version(self, live: LiveTrajectory) -> int | None:
         """The oldest version in service that an instance may have for this trajectory; None if no version would do."""
         if live.v_traj >= 0:
@@ -134,3 +159,7 @@ class Placement:
         """Mean KV tokens of a trajectory over the time it runs; 0 while nothing is known."""
         known = self._forecast.knows
         return self._state.measured.prompt_tokens.value + self._forecast.mean_position if known else 0.0
+
+
+def _load(instance: Instance) -> Load:
+    return Load(running=instance.num_running, kv_tokens=instance.kv_tokens)

@@ -36,6 +36,7 @@ class Snapshot:
     training: bool
     num_queued: int
     num_running: int
+    num_acting: int
     num_scoring: int
     num_started: int
     num_live: int
@@ -68,6 +69,7 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int], forecast: F
         training=state.training,
         num_queued=phases[Phase.QUEUED],
         num_running=phases[Phase.RUNNING],
+        num_acting=phases[Phase.ACTING],
         num_scoring=phases[Phase.SCORING],
         num_started=ledger.num_started,
         num_live=ledger.num_live,

@@ -29,12 +29,14 @@ from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedTrajectory:
-    """A trajectory that has just ended without being trained on. running_on: the instance that must stop it."""
+    """A trajectory that has just ended without being trained on. running_on: the instance that must stop it. acts: it
+    has an environment to be closed."""
 
     ending: Ending
     v_traj: PolicyVersion
     epoch: int
     running_on: InstanceId | None
+    acts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +104,15 @@ class CoordinatorState:
 
     def running(self, trajectory: TrajectoryId, epoch: int) -> LiveTrajectory | None:
         """The trajectory that an instance's answer is about, or None if the answer is late."""
+        return self._in_phase(Phase.RUNNING, trajectory, epoch)
+
+    def acting(self, trajectory: TrajectoryId, epoch: int) -> LiveTrajectory | None:
+        """The trajectory that an environment's answer is about, or None if the answer is late."""
+        return self._in_phase(Phase.ACTING, trajectory, epoch)
+
+    def _in_phase(self, phase: Phase, trajectory: TrajectoryId, epoch: int) -> LiveTrajectory | None:
         live = self._live.get(trajectory)
-        return live if live is not None and live.phase is Phase.RUNNING and live.epoch == epoch else None
+        return live if live is not None and live.phase is phase and live.epoch == epoch else None
 
     # -- what has changed ----------------------------------------------------------------------------------------
 
@@ -173,9 +182,9 @@ class CoordinatorState:
         self._routing_changed = True
         return added
 
-    def take_up(self, found: GroupInFlight) -> bool:
-        """Continue a group of a stored run where it was, its promise included. True if it has all the members it
-        needs."""
+    def take_up(self, found: GroupInFlight, sampled: Phase) -> bool:
+        """Continue a group of a stored run where it was, its promise included. sampled: the phase of a member whose
+        turn has ended. True if the group has all the members it needs."""
         self.ledger.start(found.group, [member.trajectory for member in found.members])
         self.measured.prompt_tokens.add(found.prompt_tokens)
         complete = False
@@ -189,7 +198,7 @@ class CoordinatorState:
                 id=member.trajectory,
                 group=found.group,
                 prompt_tokens=found.prompt_tokens,
-                phase=Phase.DONE if member.scored else Phase.SCORING if member.sampled else Phase.QUEUED,
+                phase=Phase.DONE if member.scored else sampled if member.sampled else Phase.QUEUED,
                 v_traj=member.version,
                 epoch=1 if member.version >= 0 else 0,
                 tokens=member.tokens,
@@ -285,6 +294,40 @@ class CoordinatorState:
         live.tokens = live.safe_tokens = tokens
         live.cut = False
         live.phase, live.since = phase, self._now
+
+    def finish_turn(self, live: LiveTrajectory, tokens: int) -> None:
+        """Take a trajectory off its instance to have its environment answer the turn that ends with `tokens`."""
+        phase = next_phase(live.phase, Transition.TURN_SAMPLED)
+        source = self._fleet.get(live.instance)
+        assert source is not None
+        live.home, live.home_version = source.instance, source.version
+        self._leave_instance(live)
+        self._finish_move(live)
+        live.tokens = live.safe_tokens = tokens
+        live.cut = False
+        live.phase, live.since = phase, self._now
+
+    def begin_act(self, live: LiveTrajectory) -> None:
+        """Count a turn as handed to the environment."""
+        live.turns += 1
+
+    def answer(self, live: LiveTrajectory, tokens: int) -> None:
+        """Queue a trajectory for its next turn, with the `tokens` it has now."""
+        live.phase, live.since = next_phase(live.phase, Transition.ANSWERED), self._now
+        live.tokens = live.safe_tokens = tokens
+        self._enqueue(live)
+        self._routing_changed = True
+
+    def restart(self, live: LiveTrajectory) -> int:
+        """Queue a trajectory whose environment failed, with nothing but its prompt. Returns how often anything has
+        failed for it."""
+        live.phase, live.since = next_phase(live.phase, Transition.RESTARTED), self._now
+        live.tokens = live.safe_tokens = live.turns = 0
+        live.home = None
+        live.attempts += 1
+        self._enqueue(live)
+        self._routing_changed = True
+        return live.attempts
 
     def interrupt(self, live: LiveTrajectory, tokens: int) -> None:
         """Take a trajectory off its instance and queue it with the `tokens` it has."""
@@ -479,7 +522,15 @@ class CoordinatorState:
         ended: list[EndedTrajectory] = []
         for ending in endings:
             live = self._live.pop(ending.trajectory)
-            ended.append(EndedTrajectory(ending=ending, v_traj=live.v_traj, epoch=live.epoch, running_on=live.instance))
+            ended.append(
+                EndedTrajectory(
+                    ending=ending,
+                    v_traj=live.v_traj,
+                    epoch=live.epoch,
+                    running_on=live.instance,
+                    acts=live.turns > 0 and live.phase is not Phase.DONE,
+                )
+            )
             phase = next_phase(live.phase, Transition.GIVEN_UP)
             if live.phase is Phase.QUEUED:
                 self._queue.remove(live, live.level)

@@ -29,7 +29,13 @@ class LiveTrajectory:
     safe_tokens: int = 0
     """Of these, the ones the trajectory server is known to hold: they survive the loss of the instance."""
     attempts: int = 0
-    """Engine failures and lost instances so far."""
+    """Engine failures, lost instances and failures of its environment so far."""
+    turns: int = 0
+    """Turns that its environment was asked to answer, since its episode began."""
+    home: InstanceId | None = None
+    """Where its latest turn was sampled: what it has so far may still be cached there."""
+    home_version: PolicyVersion = PolicyVersion(-1)
+    """The version that `home` served then; under another, nothing is cached."""
     reward: float | None = None
     """None until it is scored, and for good if it could not be."""
     since: float = 0.0

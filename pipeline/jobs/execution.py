@@ -96,9 +96,9 @@ async def _execute(
     try:
         if cluster.dashboard:
             announce(f"Dask dashboard: {cluster.dashboard}")
-        await board.ask(
-            cluster.client, "submit", id=reporter.id, name=config.name, run_dir=str(run_dir), steps=config.steps
-        )
+        own = str(cluster.client.id)
+        about = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
+        await board.ask(cluster.client, "submit", **about, by=own)
         stopped = await cluster.settle(config, announce, "" if slot is None else slot.address)
         if stopped:
             ended = "stopped", stopped

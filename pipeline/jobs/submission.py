@@ -11,8 +11,6 @@ import secrets
 from dataclasses import asdict
 from typing import Any
 
-from distributed import fire_and_forget
-
 from pipeline.config import fields, user_files
 from pipeline.config.schema import RunConfig
 from pipeline.config.user_files import with_code
@@ -33,14 +31,23 @@ async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> di
     user_files.check(config)
     config, code = with_code(config)
     submission = Submission(id=id, job=fields.to_toml(config), code=code, resume=resume)
-    needs = Needs(instances=config.rollout.instances, rewards=config.reward.workers, driver=True)
+    needs = Needs(instances=config.rollout.instances, rewards=len(config.judges), driver=True)
     async with where.connected() as client:
-        await board.ask(client, "submit", id=id, name=config.name, run_dir=str(config.run_dir), steps=config.steps)
+        # The board has the job wait for workers as soon as it has its task, so that nothing is left to do then.
+        await board.ask(
+            client,
+            "submit",
+            id=id,
+            name=config.name,
+            run_dir=str(config.run_dir),
+            steps=config.steps,
+            by=str(client.id),
+            needs=asdict(needs),
+            wait_s=config.deadlines.wait_s,
+        )
         # On no worker until the board gives the job some.
         future = client.submit(drive, submission, key=board.KEY + id, pure=False, workers=[board.NOWHERE])
-        fire_and_forget(future)
-        limits = {"needs": asdict(needs), "wait_s": config.deadlines.wait_s}
-        while not (job := await board.ask(client, "queue", id=id, **limits))["queued"]:
+        while not (job := await board.ask(client, "arrived", id=id))["arrived"]:
             if future.status in ("error", "lost", "cancelled"):
                 raise ConfigError(f"the scheduler at {client.scheduler.address} refuses the job: {await _why(future)}")
             await asyncio.sleep(ARRIVED_POLL_S)

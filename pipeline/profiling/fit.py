@@ -30,6 +30,10 @@ FEWEST = 8
 """Least number of points: about as many to validate the coefficients as there are of these."""
 
 
+LEAST_PROMISE = 1e-10
+"""Share of the times' norm that another coefficient must explain to be let in: less is rounding."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPoint:
     """A measured decode step: running trajectories, the KV tokens they held, and seconds. prefilled: tokens that were
@@ -137,25 +141,31 @@ def _robust(design: Array, seconds: Array) -> list[float]:
 
 
 def _non_negative(design: Array, target: Array) -> Array:
-    """Least squares with coefficients >= 0; they are four to six, so every subset of nonzero ones is tried."""
-    count = design.shape[1]
-    best, best_loss = np.zeros(count), float(target @ target)
-    for size in range(1, count + 1):
-        for chosen in itertools.combinations(range(count), size):
-            part = design[:, chosen]
-            # Columns differ by orders of magnitude: KV tokens next to ones.
-            scale = np.linalg.norm(part, axis=0)
-            if not scale.all():
-                continue
-            solved, *_ = np.linalg.lstsq(part / scale, target, rcond=None)
-            if (solved < 0).any():
-                continue
-            loss = float(np.square(part / scale @ solved - target).sum())
-            if loss < best_loss:
-                best_loss = loss
-                best = np.zeros(count)
-                best[list(chosen)] = solved / scale
-    return best
+    """Least squares with coefficients >= 0 (Lawson and Hanson, Solving Least Squares Problems, chapter 23): the
+    coefficient that promises most is let in, and those that this makes negative are taken out again."""
+    # Columns differ by orders of magnitude: KV tokens next to ones.
+    norms = np.linalg.norm(design, axis=0)
+    unit = design / np.where(norms, norms, 1.0)
+    solution = np.zeros(len(norms))
+    chosen: list[int] = []
+    while True:
+        promise = unit.T @ (target - unit @ solution)
+        promise[chosen] = 0.0
+        if len(chosen) == len(norms) or promise.max() <= LEAST_PROMISE * float(np.linalg.norm(target)):
+            return solution / np.where(norms, norms, 1.0)
+        chosen.append(int(promise.argmax()))
+        while True:
+            solved = np.zeros(len(norms))
+            solved[chosen], *_ = np.linalg.lstsq(unit[:, chosen], target, rcond=None)
+            negative = [i for i in chosen if solved[i] <= 0]
+            if not negative:
+                break
+            if negative == chosen[-1:]:  # rounding alone promised something
+                return solution / np.where(norms, norms, 1.0)
+            share = min(solution[i] / (solution[i] - solved[i]) for i in negative if i != chosen[-1])
+            solution = solution + share * (solved - solution)
+            chosen = [i for i in chosen if solution[i] > 0]
+        solution = solved
 
 
 def _huber_loss(residual: Array) -> Array:

@@ -16,7 +16,7 @@ from pipeline.offline.differences import difference
 from pipeline.offline.views import facts, trajectory_view
 from pipeline.run_page import listing
 from pipeline.run_page.reading import RunReader, Stored
-from pipeline.run_page.series import CHARTS, in_words, series
+from pipeline.run_page.series import charts, in_words, series
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.resumption import parts
 from stores.errors import ConfigError
@@ -68,7 +68,7 @@ class Answers:
                 for e in evaluations
             ],
             "notes": [*(told(self._reader.summary()) if state != "running" else []), *not_comparable(evaluations)],
-            "charts": [chart.plain() for chart in CHARTS],
+            "charts": [chart.plain() for chart in charts(stored.records if stored else ())],
         }
 
     def steps(self, branch: str, first: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ from stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError,
 from stores.parameters import FOLDER_PREFIX
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import call
+from tasks.actors.environment_host import EnvironmentHost
 from tasks.actors.parameter_server import ParameterServer
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import RolloutInstance
@@ -118,7 +120,7 @@ class Actors:
         """Indices of the instances that were retired, each time."""
         self._earlier_starts = 0
         self._trainer_host = ""
-        self._placing_parameters = asyncio.Lock()
+        self._placing_parameters: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._unanswering: set[str] = set()
         """Addresses of processes whose parameter server did not answer: no further one is placed there."""
         self._published: dict[PolicyVersion, StepResult] = {}
@@ -192,11 +194,11 @@ class Actors:
         await side_by_side(
             self.place_server(begin_s, resumed=stored),
             self.place_trainer(),
-            *(self.place_reward(f"reward-{i}") for i in range(config.reward.workers)),
+            *(self.place_environment(name) if config.acts else self.place_reward(name) for name in config.judges),
             *(self.place_instance(i) for i in range(config.rollout.instances)),
         )
-        for placed in (workers.placed["trainer"], *(i.placed for i in self.instances.values())):
-            await self._place_parameters(placed)
+        heavy = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
+        await side_by_side(*(self._place_parameters(placed) for placed in heavy))
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
@@ -207,7 +209,7 @@ class Actors:
     @property
     def starting(self) -> str:
         """How far `place_all` is, for people: which actors it waits for."""
-        names = ["server", "trainer", *(f"reward-{i}" for i in range(self._config.reward.workers))]
+        names = ["server", "trainer", *self._config.judges]
         names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
         missing = [name for name in names if name not in self._workers.placed]
         if not missing:
@@ -222,6 +224,12 @@ class Actors:
         """Place a reward worker and have it load its reward function. Raises ConfigError if that cannot be done."""
         settings, call_s = actor_settings.scoring_settings(self._config), self._config.deadlines.call_s
         await self._workers.place(name, "reward", RewardWorker, settings, call_s)
+        await self.ask(name, "check", deadline="start_s")
+
+    async def place_environment(self, name: str) -> None:
+        """Place an environment host and have it try its environment. Raises ConfigError if that cannot be done."""
+        settings, call_s = actor_settings.environment_settings(self._config), self._config.deadlines.call_s
+        await self._workers.place(name, "reward", EnvironmentHost, settings, call_s)
         await self.ask(name, "check", deadline="start_s")
 
     async def place_trainer(self) -> Placed:
@@ -264,6 +272,7 @@ class Actors:
             InstanceId(name),
             config.cluster.threads,
             config.rollout.max_new_tokens,
+            config.rollout.turn_tokens or config.rollout.max_new_tokens,
             config.deadlines.call_s,
             config.rollout.spool_s,
         )
@@ -278,7 +287,7 @@ class Actors:
         """Place a parameter server on the neighbour's host if it has none: beside the trajectory server, if that is
         there and answers, else beside the neighbour. Its calls are short and asynchronous."""
         name = f"parameters-{neighbour.host}"
-        async with self._placing_parameters:
+        async with self._placing_parameters[neighbour.host]:
             if name in self._workers.placed:
                 return
             server = self._workers.placed.get("server")
@@ -343,6 +352,16 @@ class Actors:
             )
         self._trained[version] = initial.fingerprint
         self.publish(initial)
+
+    @property
+    def num_arrived(self) -> int:
+        """Bytes of weights that have arrived on hosts so far."""
+        return self._transfers.num_arrived
+
+    @property
+    def loading(self) -> bool:
+        """Whether an engine loads weights, which has a deadline."""
+        return any(instance.loading for instance in self.instances.values())
 
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         """Load a version on an instance, or the newest if nobody has that one any more, and check that it then holds

@@ -17,11 +17,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from stores.errors import ConfigError
+from stores.errors import ConfigError, StaleflowError
 
 
 class NoFreeWorker(ConfigError):
     """No worker for a role has become free within deadlines.start_s."""
+
+
+class ClusterLost(StaleflowError, ConnectionError):
+    """The cluster's scheduler is gone or was started anew, and with it whatever the run had on the workers: only a
+    resume goes on. No actor is placed any more."""
 
 
 @dataclass(slots=True)
@@ -48,7 +53,7 @@ class Workers(Protocol):
 
     async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
         """Create the actor `cls(*args)` on a worker for `role`; waits for one to become free, up to deadlines.start_s.
-        Raises NoFreeWorker if there is none by then, ActorLost if the actor does not come up."""
+        Raises NoFreeWorker if there is none by then, ActorLost if the actor does not come up, ClusterLost."""
         ...
 
     async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:

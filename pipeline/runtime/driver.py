@@ -26,7 +26,19 @@ from typing import Any
 
 from pipeline.config import deciding
 from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.commands import (
+    Abort,
+    Act,
+    Command,
+    Dismiss,
+    Draw,
+    Interrupt,
+    Pull,
+    Retire,
+    Route,
+    Score,
+    Train,
+)
 from pipeline.coordination.coordinator import Coordinator
 from pipeline.coordination.events import (
     Event,
@@ -41,6 +53,7 @@ from pipeline.coordination.events import (
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.coordination.taking_up import plan_resume
 from pipeline.profiling.fit import CostWatch
+from pipeline.runtime.acting import Acting
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.background import Background
 from pipeline.runtime.clock import now_s
@@ -106,6 +119,7 @@ class Driver:
         self._background = Background(self._inbox.put_nowait)
         self._commits = Commits(actors, config.deadlines, self._stored, self._say)
         self._scoring = Scoring(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
+        self._acting = Acting(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
         self._num_drawn = 0
         """Groups that the server has drawn: the next one's number."""
         self._drawing = asyncio.Lock()
@@ -126,6 +140,7 @@ class Driver:
         self._drift_said = False
         self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
         """Each instance's latest report: tokens of the responses it samples."""
+        self._num_arrived = 0
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = Outcomes(losses=actors.losses, alarms=actors.alarms)  # their lists: shown while the run lasts
 
@@ -155,6 +170,8 @@ class Driver:
         self._background.spawn(self._membership.grow(), "growth")
         for work in self._scoring.work():
             self._background.spawn(work, "scoring")
+        for work in self._acting.work():
+            self._background.spawn(work, "acting")
         self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
         self._membership.join_all()
         self.training = True
@@ -255,7 +272,7 @@ class Driver:
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
                     await self._give_up_rest()
-            if self._is_progress(item) or self._commits.full or self._actors.restoring.busy:  # these have deadlines
+            if self._is_progress(item) or self._waits_for_calls():
                 last_progress = now_s()
             self._handle(item)
             if self._stop_requested and not self._coordinator.training:
@@ -264,6 +281,13 @@ class Driver:
         await self._give_up_rest()
         step = self._coordinator.ledger.next_step
         self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+
+    def _waits_for_calls(self) -> bool:
+        """Whether there is work that has deadlines of its own, or weights have arrived somewhere since this was asked
+        last: whoever hands on none is left for another."""
+        arrived, self._num_arrived = self._num_arrived, self._actors.num_arrived
+        busy = self._commits.full or self._actors.restoring.busy or self._actors.loading
+        return busy or self._num_arrived > arrived
 
     def _is_progress(self, event: Event) -> bool:
         """Whether an event shows that work goes on. A report does if some response has grown since the last one."""
@@ -314,6 +338,8 @@ class Driver:
                 self._background.spawn(self._draw(command), "draw")
             case Score():
                 self._scoring.put(command.trajectory)
+            case Act() | Dismiss():
+                self._acting.put(command)
             case Retire():
                 self._commits.put(command)
             case Train():
@@ -407,7 +433,14 @@ class Driver:
             return
         self._say(f"evaluating version {version}")
         evaluation = await evaluate(
-            self._actors, self._membership, self._scoring, self._config, version, self._prints, self._changed
+            self._actors,
+            self._membership,
+            self._scoring,
+            self._acting,
+            self._config,
+            version,
+            self._prints,
+            self._changed,
         )
         asked = self._config.task
         self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.eval_source or asked.source))

@@ -32,10 +32,11 @@ ACTORS = (
     "tasks.actors.trajectory_server",
     "tasks.actors.rollout_instance",
     "tasks.actors.trainer",
-    "safetensors.torch",
+    "tasks.engines.emulated",
+    "tasks.training.emulated",
 )
 """Modules that a run's actors need besides."""
-MODELS = ("tasks.engines.transformers", "tasks.training.policy_trainer")
+MODELS = ("tasks.engines.transformers", "tasks.training.policy_trainer", "safetensors.torch")
 """Modules that workers need besides if there is a model."""
 METHOD = "distributed.worker.multiprocessing-method"
 

@@ -24,7 +24,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.events import Event, InstanceJoined, InstanceLeaving, InstanceLost
 from pipeline.profiling.fit import CostWatch
 from pipeline.runtime.actors import SERVER, Actors, InstanceHandle
-from pipeline.runtime.background import Background
+from pipeline.runtime.background import Background, side_by_side
 from pipeline.runtime.base import NoFreeWorker
 from pipeline.runtime.instance_link import InstanceLink
 from stores import errors
@@ -162,14 +162,14 @@ class Membership:
                     self._actors.lose(instance.placed.name, lost, self._elapsed_s())
 
     async def pull_all(self, version: PolicyVersion) -> None:
-        """Load a version, while the links rest, on every instance that serves another."""
+        """Load a version, while the links rest, on every instance that serves another, on all at once."""
 
         async def pull(instance: InstanceHandle) -> None:
             if instance.version != version:
                 await self._actors.pull(instance, version)
 
-        for instance in list(self._actors.instances.values()):
-            await self.while_resting(instance.index, pull)
+        instances = list(self._actors.instances.values())
+        await side_by_side(*(self.while_resting(instance.index, pull) for instance in instances))
 
     async def save_all(self) -> None:
         """Have the trajectory server given the tokens of all that is running. What an instance does not deliver in time

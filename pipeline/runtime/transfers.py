@@ -91,6 +91,10 @@ class Transfers:
         self._call_s = call_s
         self._trees: dict[PolicyVersion, Tree] = {}
         self._num_bytes: dict[PolicyVersion, int] = {}
+        self.num_arrived = 0
+        """Bytes that have arrived on hosts so far, none counted twice: as long as it grows, work goes on."""
+        self._arrived: dict[tuple[PolicyVersion, str], int] = {}
+        """Most bytes of a version that a host is known to have had, while it fetches."""
 
     def publish(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
         """Note that a version is on a host, to be fetched from there; maybe on another as well, if it was published
@@ -106,6 +110,7 @@ class Transfers:
         """Forget where versions are, except these and the newest."""
         for version in set(self._trees) - {*used, max(self._trees, default=None)}:
             del self._trees[version], self._num_bytes[version]
+        self._arrived = {key: count for key, count in self._arrived.items() if key[0] in self._trees}
 
     async def fetch(self, version: PolicyVersion, host: str) -> str:
         """The path of a version on a host, to which it is brought if it is not there. May take as long as bytes arrive:
@@ -117,6 +122,7 @@ class Transfers:
         slow_s = self.within_s(version)
         try:
             while not (fetched := await self._ensure(name, version, num_bytes, sources)).path:
+                self._count(version, host, fetched.num_bytes)
                 took_s = now_s() - begin
                 if took_s > slow_s:
                     logger.warning(
@@ -132,6 +138,11 @@ class Transfers:
         level = logging.INFO if took_s > SLOW_S else logging.DEBUG
         logger.log(level, "%s has version %d, %d bytes, after %.1f s", name, version, num_bytes, took_s)
         return fetched.path
+
+    def _count(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
+        before = self._arrived.get((version, host), 0)
+        self._arrived[version, host] = max(before, num_bytes)
+        self.num_arrived += max(0, num_bytes - before)
 
     async def _ensure(self, name: str, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]) -> Fetched:
         fetched: Fetched = await self._caller.ask(name, "ensure", version, num_bytes, sources)

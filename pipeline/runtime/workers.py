@@ -21,7 +21,7 @@ from distributed import Client
 
 from pipeline.config.schema import RunConfig
 from pipeline.runtime import local_cluster
-from pipeline.runtime.base import NoFreeWorker, Placed
+from pipeline.runtime.base import ClusterLost, NoFreeWorker, Placed
 from pipeline.runtime.clock import now_s
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import CONNECT_S, Where
@@ -36,6 +36,7 @@ RETIRE_TRIES = 5
 which it may for a moment after that was released."""
 ADMITTED_POLL_S = 0.5
 """Seconds between two questions of a run that waits whether it has its workers."""
+RESUME = "what is stored is whole, `staleflow resume` goes on with it"
 FILE_S = 10.0
 """Seconds a scheduler file may take to appear: a run may be started together with its cluster."""
 
@@ -69,6 +70,8 @@ class DaskWorkers:
     choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
     shared: bool = False
     """Whether other runs may use the cluster, so that workers have to be claimed."""
+    scheduler_id: str = ""
+    """Dask's id of the scheduler, another one for each process; empty until it was asked."""
     waiting: dict[str, str] = field(default_factory=dict)
     """Actors that have no worker yet, by name, and what each needs: shown to whoever watches the run."""
 
@@ -172,8 +175,13 @@ class DaskWorkers:
         """Give up an actor that has closed, and let its process leave the cluster for good. Never raises."""
         leaving = self.placed[name]
         self.lost.add(leaving.address)
-        for other in [p.name for p in self.placed.values() if p.address == leaving.address]:
-            self.forget(other)
+        leave = [p for p in self.placed.values() if p.address == leaving.address]
+        for other in leave:
+            self.forget(other.name)
+        # The scheduler keeps a worker as long as anybody wants an actor there: so does each handle of it, also those
+        # that others were given, until they are collected.
+        with contextlib.suppress(Exception):
+            await self.client.cancel([p.future for p in leave], force=True)
         for _ in range(RETIRE_TRIES):
             with contextlib.suppress(Exception):
                 if await self.client.retire_workers([leaving.address]):
@@ -250,7 +258,7 @@ class DaskWorkers:
             return ""
         self.own_worker = own_worker
         if not own_worker:
-            needs = Needs(instances=config.rollout.instances, rewards=config.reward.workers, driver=False)
+            needs = Needs(instances=config.rollout.instances, rewards=len(config.judges), driver=False)
             await board.ask(
                 self.client,
                 "queue",
@@ -260,7 +268,9 @@ class DaskWorkers:
                 driver=str(self.client.id),
             )
         told = ""
-        while not (job := await board.ask(self.client, "admitted", id=self.job))["admitted"]:
+        while (
+            await self._identity(0) and not (job := await board.ask(self.client, "admitted", id=self.job))["admitted"]
+        ):
             if job["state"] in board.ENDED:
                 raise ConfigError(f"cluster: {job['why']}")
             if job["stop"]:
@@ -275,8 +285,20 @@ class DaskWorkers:
             self.slots[str((await self._workers())[own_worker]["name"])] = ["driver"]
         return ""
 
+    async def _identity(self, n_workers: int) -> dict[str, Any]:
+        """What the scheduler says of itself and of so many workers, -1 for all. Raises ClusterLost if it is not the one
+        that the run began with: Dask's client connects to whatever answers at its address."""
+        try:
+            info: dict[str, Any] = await self.client.scheduler.identity(n_workers=n_workers)
+        except OSError as error:
+            raise ClusterLost(f"cluster: the scheduler does not answer any more ({error}); {RESUME}") from error
+        self.scheduler_id = self.scheduler_id or str(info["id"])
+        if info["id"] != self.scheduler_id:
+            raise ClusterLost(f"cluster: the scheduler was started anew, without what ran on its workers; {RESUME}")
+        return info
+
     async def _workers(self) -> dict[str, Any]:
-        info = await self.client.scheduler.identity(n_workers=-1)
+        info = await self._identity(-1)
         others = await board.ask(self.client, "taken", owner=self.job) if self.shared else []
         return {a: w for a, w in info["workers"].items() if a not in self.lost and a not in others}
 
@@ -304,7 +326,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
     local: Any = None
     if cluster.kind == "local":
         local = await local_cluster.start(
-            2 + config.reward.workers + config.rollout.instances,
+            2 + len(config.judges) + config.rollout.instances,
             cluster.threads,
             local_cluster.modules(emulated=config.emulated),
             dashboard=cluster.dashboard,

@@ -35,6 +35,10 @@ LINES_KEPT = 10_000
 ENDED = ("done", "stopped", "failed")
 NOWHERE = "tcp://0.0.0.0:1"
 """The address that the driver of a waiting job is restricted to: no worker has it."""
+FIRE_AND_FORGET = "fire-and-forget"
+"""The client in whose name Dask keeps tasks that no client waits for."""
+GONE = "the process that ran it is gone"
+UNSENT = "the process that submitted it was gone before it had sent it"
 SERVE_S = 1.0
 """Seconds between two looks whether a waiting job can start, beside those at whatever may allow it."""
 
@@ -63,7 +67,11 @@ class Job:
     """Metrics of each training step."""
     reported_at: float = 0.0
     client: str = ""
-    """Dask's id of the client whose end is the end of the job's driver; empty while it has none."""
+    """Dask's id of the client whose end is the end of the job's driver, or of whoever submits the job; empty while
+    there is none."""
+    needs: Needs | None = None
+    """What a submitted job needs. It waits in the queue from the moment its task is there."""
+    wait_s: float = 0.0
     place: str = ""
     """The worker that the driver of a submitted job is to run on; empty while it waits."""
     num_lines: int = 0
@@ -103,7 +111,8 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def asked(self, verb: str, **arguments: Any) -> Any:
         """Dispatch a client's call. Raises ValueError for an unknown verb, which only a newer client sends."""
         verbs: dict[str, Callable[..., Any]] = {
-            "submit": self.submit, "queue": self.queue, "begin": self.begin, "admitted": self.admitted, "end": self.end,
+            "submit": self.submit, "arrived": self.arrived, "queue": self.queue, "begin": self.begin,
+            "admitted": self.admitted, "end": self.end,
             "claim": self.claim, "held": self.held, "taken": self.taken,
             "report": self.report, "stop": self.ask_to_stop, "jobs": self.all_jobs, "lines": self.lines,
             "retire": self.ask_to_retire, "leaving": self.leaving,
@@ -145,6 +154,9 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         for job in [job for job in self.jobs.values() if job.client == client and client]:
             job.client = ""
             if job.id not in self.job_queue.entries:
+                self._enter(job)
+                if job.state not in ENDED and job.id not in self.job_queue.entries:
+                    self._end(job, "failed", GONE if job.needs is None else UNSENT)
                 continue
             left = self.job_queue.abandon(job.id, time.monotonic())
             if left:
@@ -154,7 +166,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             if job.state in ENDED:
                 self.job_queue.leave(job.id)
             elif self._task(job) is None:
-                self._end(job, "failed", "the process that ran it is gone")
+                self._end(job, "failed", GONE)
             else:
                 self._wait_again(job)
         self._serve()
@@ -169,25 +181,53 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     # -- waiting and starting ------------------------------------------------------------------------------------
 
-    def submit(self, id: str, name: str, run_dir: str, steps: int) -> None:
-        """Add a job. Idempotent; replaces an ended job with the same id."""
+    def submit(
+        self,
+        id: str,
+        name: str,
+        run_dir: str,
+        steps: int,
+        by: str = "",
+        needs: Mapping[str, Any] | None = None,
+        wait_s: float = 0.0,
+    ) -> None:
+        """Add a job. Idempotent; replaces an ended job with the same id. by: Dask's id of the client that asks: should
+        it end before the job has a task or a place in the queue, so does the job. needs: arguments of `Needs`, of a job
+        that a task will drive; it waits for workers once that has arrived. wait_s: seconds it may wait; 0: no limit."""
         if id not in self.jobs or self.jobs[id].state in ENDED:
             self.jobs.pop(id, None)
-            self.jobs[id] = Job(id, name, run_dir, steps, time.time(), why="no worker has taken its driver yet")
+            self.jobs[id] = Job(
+                id, name, run_dir, steps, time.time(), why="no worker has taken its driver yet", client=by,
+                needs=Needs(**needs) if needs is not None else None, wait_s=wait_s,
+            )  # fmt: skip
             ended = [one.id for one in self.jobs.values() if one.state in ENDED]
             for old in ended[: max(0, len(self.jobs) - JOBS_KEPT)]:
                 del self.jobs[old]
 
-    def queue(self, id: str, needs: Mapping[str, Any], wait_s: float, driver: str = "") -> Plain:
-        """Let a job wait for workers of this cluster, behind those that wait already. Idempotent. needs: arguments of
-        `Needs`. wait_s: seconds it may wait; 0: no limit. driver: Dask's id of the client that drives it; a job without
-        is driven by its task, and waits once that has arrived."""
+    def arrived(self, id: str) -> Plain:
+        """A submitted job, and whether its task is there, with which it is in the queue."""
         job = self.jobs[id]
-        if driver or self._task(job) is not None:
-            job.client = driver or job.client
-            self.job_queue.enter(id, job.run_dir, Needs(**needs), wait_s, time.monotonic())
-            self._serve()
-        return job.plain() | {"queued": id in self.job_queue.entries}
+        self._enter(job)
+        return job.plain() | {"arrived": job.state in ENDED or id in self.job_queue.entries}
+
+    def _enter(self, job: Job) -> None:
+        """Let a submitted job wait for workers, behind those that wait already, if its task is there. Idempotent. From
+        now on it needs nobody: the task is kept although its submitter may end."""
+        if job.needs is None or job.state in ENDED or job.id in self.job_queue.entries or self._task(job) is None:
+            return
+        self._scheduler.client_desires_keys(keys=[KEY + job.id], client=FIRE_AND_FORGET)
+        job.client = ""
+        self.job_queue.enter(job.id, job.run_dir, job.needs, job.wait_s, time.monotonic())
+        self._serve()
+
+    def queue(self, id: str, needs: Mapping[str, Any], wait_s: float, driver: str) -> None:
+        """Let a run that has its driver wait for workers of this cluster, behind those that wait already. Idempotent.
+        needs: arguments of `Needs`. wait_s: seconds it may wait; 0: no limit. driver: Dask's id of the client that
+        drives it."""
+        job = self.jobs[id]
+        job.client = driver
+        self.job_queue.enter(id, job.run_dir, Needs(**needs), wait_s, time.monotonic())
+        self._serve()
 
     def begin(self, id: str, address: str, driver: str) -> bool:
         """Whether a job's driver may run on this worker. If not, it goes to the right one, or waits, when it is
@@ -258,8 +298,12 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self.job_queue.leave(job.id)
         if self._task(job) is not None:
             self._scheduler.client_releases_keys(
-                keys=[KEY + job.id], client="fire-and-forget", stimulus_id="staleflow-ended"
+                keys=[KEY + job.id], client=FIRE_AND_FORGET, stimulus_id="staleflow-ended"
             )
+
+    def _task_came(self, id: str) -> None:
+        if id in self.jobs:
+            self._enter(self.jobs[id])
 
     def _task(self, job: Job) -> Any:
         """The Dask task that drives a job; None if there is none."""
@@ -274,7 +318,10 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 self._scheduler.transitions({task.key: "processing"}, stimulus_id="staleflow-admitted")
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
-        """Mark a job as failed if its task failed in Dask: its workers died too often, or it could not be loaded."""
+        """A submitted job waits for workers once its task is there. Mark it as failed if its task failed in Dask: its
+        workers died too often, or it could not be loaded."""
+        if finish == "no-worker" and isinstance(key, str) and key.startswith(KEY):
+            asyncio.get_running_loop().call_soon(self._task_came, key.removeprefix(KEY))  # none within another
         if finish == "erred" and isinstance(key, str) and key.startswith(KEY):
             job, task = self.jobs.get(key.removeprefix(KEY)), self._scheduler.tasks.get(key)
             if job is not None and job.state not in ENDED:
@@ -313,8 +360,10 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """Ask a job to stop at its next step; returns its present state. One that waits ends at once."""
         job = self.jobs[id]
         state, job.stop = job.state, job.stop or why
-        queued = self.job_queue.waits(id) or self._task(job) is not None  # else it is a run on its own local cluster
-        if queued and not job.client and not job.place and state not in ENDED:
+        # Else it is a run on its own local cluster.
+        queued = self.job_queue.waits(id) or self._task(job) is not None or job.needs is not None
+        driven = job.client and (job.needs is None or id in self.job_queue.entries)
+        if queued and not driven and not job.place and state not in ENDED:
             self._end(job, "stopped", why)
             self._serve()
         return state

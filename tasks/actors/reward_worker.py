@@ -24,6 +24,10 @@ class RewardWorker:
         """Raise ConfigError if the reward function cannot be loaded."""
         await asyncio.get_running_loop().run_in_executor(self._executor, self._scorer.check)
 
+    async def answers(self) -> bool:
+        """Show that this process is there, also while it scores."""
+        return True
+
     async def score(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, float, str]]:
         """Score the trajectories that are still live; the server gets the scores and their parts. Returns (trajectory,
         reward, error) for each."""

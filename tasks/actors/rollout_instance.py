@@ -60,12 +60,15 @@ class RolloutInstance:
         instance: InstanceId,
         threads: int,
         max_new_tokens: int,
+        turn_tokens: int,
         call_s: float,
         spool_s: float,
     ):
-        """spool_s: seconds between two deliveries of running responses' tokens; 0 for none."""
+        """max_new_tokens, turn_tokens: most tokens of a response, and of one of its turns. spool_s: seconds between two
+        deliveries of running responses' tokens; 0 for none."""
         self._instance = instance
         self._max_new_tokens = max_new_tokens
+        self._turn_tokens = turn_tokens
         self._call_s = call_s
         self._engine: Engine = engine_settings.build(instance, threads)
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
@@ -99,7 +102,7 @@ class RolloutInstance:
                         f"{self._instance} serves version {self._engine.version}, trajectory {item.trajectory} "
                         f"needs {item.version}"
                     )
-                prompt, sampled, finish = payloads[item.trajectory]
+                prompt, sampled, finish, in_turn = payloads[item.trajectory]
                 if finish is not FinishReason.UNFINISHED:
                     ended = Sampled(
                         trajectory=item.trajectory, epoch=item.epoch, first=len(sampled), segments=(), finish=finish
@@ -111,7 +114,7 @@ class RolloutInstance:
                         trajectory=item.trajectory,
                         epoch=item.epoch,
                         tokens=(*prompt, *sampled),
-                        max_new_tokens=self._max_new_tokens - len(sampled),
+                        max_new_tokens=min(self._max_new_tokens - len(sampled), self._turn_tokens - in_turn),
                         num_prior=len(sampled),
                     )
                 )
@@ -168,13 +171,16 @@ class RolloutInstance:
         safe, self._unreported = tuple(self._unreported.items()), {}
         return dataclasses.replace(load, safe=safe)
 
-    async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
-        """Sample one response to each prompt with the current weights. Only while the instance is otherwise idle."""
+    async def evaluate(
+        self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float, after: list[int] | None = None
+    ) -> list[Evaluated]:
+        """Sample one turn after each prompt with the current weights. Only while the instance is otherwise idle. after:
+        how many of each one's last tokens belong to the response already."""
+        earlier = after or [0] * len(prompts)
 
         def run() -> list[Evaluated]:
-            found = answers(
-                self._engine, prompts, max_new_tokens=self._max_new_tokens, greedy=greedy, deadline_s=deadline_s
-            )
+            most = [min(self._max_new_tokens - count, self._turn_tokens) for count in earlier]
+            found = answers(self._engine, prompts, max_new_tokens=most, greedy=greedy, deadline_s=deadline_s)
             return [Evaluated(tokens=tokens) for tokens in found]
 
         result: list[Evaluated] = await asyncio.get_running_loop().run_in_executor(self._waiting, run)

@@ -43,11 +43,8 @@ class Trainer:
         self, settings: PolicySettings, folder: str, threads: int, call_s: float, points: str, point_every: int
     ) -> None:
         """points: folder of the run's resume points, one every `point_every` steps, 0 for none."""
-        import torch
-
-        torch.set_num_threads(threads)
         self._call_s = call_s
-        self._policy: Policy = settings.build()
+        self._policy: Policy = settings.build(threads)
         parameters.sweep(Path(folder).parent)
         self._folder = ParameterFolder(Path(folder))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,10 @@ from stores.in_flight import GroupInFlight, InFlight
 from stores.resume_points import ResumePoints
 from stores.spool import Spool
 from stores.spool_entries import (
+    AnswerGiven,
     BatchTaken,
     Entry,
+    EpisodeRestarted,
     FlightResumed,
     GroupDrawn,
     RewardDelivered,
@@ -46,6 +48,7 @@ from stores.trajectory import (
     FinishReason,
     GroupId,
     PolicyVersion,
+    Segment,
     Trajectory,
     TrajectoryId,
     ended_as,
@@ -55,7 +58,7 @@ from tasks.actors.calls import answers_calls
 from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
-from tasks.task_source import Record, Task
+from tasks.task_source import Message, Record, Task
 from tasks.training.batches import batch_metrics, check_batch, consumed_rows
 from tasks.training.packing import BatchPart, PackedRows, part_end
 
@@ -90,7 +93,37 @@ class Payload(NamedTuple):
     prompt: tuple[int, ...]
     sampled: tuple[int, ...]
     finish: FinishReason
-    """UNFINISHED if sampling goes on after `sampled`; else it has ended by itself."""
+    """UNFINISHED if sampling goes on after `sampled`; else the turn has ended by itself."""
+    in_turn: int
+    """How many of the last tokens belong to the present turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeState:
+    """What an environment host needs of a trajectory whose turn has ended. task, member, attempt: which episode it is.
+    turns: their texts, the newest last. tokens: of the response so far."""
+
+    task: GroupId
+    member: int
+    attempt: int
+    record: Record
+    turns: tuple[str, ...]
+    tokens: int
+    full: bool
+    """No further turn fits: the episode ends with this one."""
+    answered: bool
+    """The server has the answer to the newest turn already."""
+    restarted: bool
+    """The trajectory begins again since then."""
+    score: ScoredResponse | None
+    """The reward, if the episode has ended already."""
+
+
+class Bridged(NamedTuple):
+    """What has become of an environment's answer. tokens: of the response with it. problem: why it was not taken."""
+
+    tokens: int
+    problem: Literal["", "full", "differs"] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +307,13 @@ class TrajectoryServer:
         """One line on training prompts found to be held out so far; empty if there were none."""
         return self._prompts.held_out_notice
 
+    async def bridge(
+        self, turns: list[tuple[Sequence[int], Sequence[int], tuple[Message, ...], int]]
+    ) -> list[list[int]]:
+        """The token ids that are given after turns which are no trajectory's; the arguments of `Prompts.given` for
+        each."""
+        return await asyncio.to_thread(lambda: [self._prompts.given(*turn) for turn in turns])
+
     async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
         """Decode token ids to texts."""
         return await asyncio.to_thread(self._texts, responses)
@@ -289,7 +329,8 @@ class TrajectoryServer:
         found = {}
         for member, _ in alive:
             t = self._flight.live[member]
-            found[member] = Payload(tuple(t.prompt_tokens.tolist()), tuple(t.response_tokens.tolist()), t.finish)
+            response, in_turn = tuple(t.response_tokens.tolist()), t.num_in_turn
+            found[member] = Payload(tuple(t.prompt_tokens.tolist()), response, t.finish, in_turn)
         await self._write([entry] if changed else [])
         return found
 
@@ -315,6 +356,65 @@ class TrajectoryServer:
                 totals[item.trajectory] = self._flight.live[item.trajectory].num_tokens
         await self._write(taken)
         return totals
+
+    async def episode(self, trajectory: TrajectoryId, epoch: int) -> EpisodeState | None:
+        """The state of a trajectory whose turn has ended in routing `epoch`; None if it is no longer live."""
+        t = self._flight.live.get(trajectory)
+        if t is None:
+            return None
+        scored = trajectory in self._flight.scored
+        routing = self._flight.routings.get(trajectory)
+        texts = await asyncio.to_thread(self._texts, (turn.tolist() for turn in t.turns))
+        return EpisodeState(
+            task=t.group,
+            member=trajectory % self._settings.members_started,
+            attempt=self._flight.restarts.get(trajectory, 0),
+            record=self._record(t.group),
+            turns=tuple(texts),
+            tokens=t.num_tokens,
+            full=t.num_tokens >= self._settings.prompts.max_new_tokens,
+            answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
+            restarted=routing is not None and routing.epoch > epoch,
+            score=ScoredResponse(reward=t.reward, parts=t.reward_parts, error=t.error) if scored else None,
+        )
+
+    async def give(
+        self,
+        trajectory: TrajectoryId,
+        tokens: int,
+        messages: tuple[Message, ...],
+        seconds: float,
+        replayed: tuple[tuple[Message, ...], ...],
+    ) -> Bridged:
+        """Add an environment's answer to the turn that ends a response of so many `tokens`. It is not taken if nothing
+        could be sampled after it. replayed: what the environment said to the first turns when it took them again; an
+        answer from an environment that then spoke otherwise than before is not taken either."""
+        t = self._flight.live.get(trajectory)
+        if t is None or t.num_tokens != tokens or (t.spans and not isinstance(t.spans[-1], Segment)):
+            return Bridged(tokens if t is None else t.num_tokens)
+        if replayed and not await asyncio.to_thread(self._spoke_alike, t, replayed):
+            return Bridged(tokens, "differs")
+        given = await asyncio.to_thread(self._given, t, messages)
+        if tokens + len(given) >= self._settings.prompts.max_new_tokens:
+            return Bridged(tokens, "full")
+        entry = AnswerGiven(
+            trajectory=trajectory,
+            first=tokens,
+            role=messages[-1].role if messages else "",
+            tokens=np.asarray(given, np.int32),
+            seconds=seconds,
+            at_s=self._now(),
+        )
+        if self._flight.apply(entry):
+            await self._write([entry])
+        return Bridged(tokens + len(given))
+
+    async def restart(self, trajectory: TrajectoryId, tokens: int, epoch: int) -> None:
+        """Drop all of a trajectory but its prompt: its environment has failed. tokens: of its response. epoch: of its
+        last routing."""
+        entry = EpisodeRestarted(trajectory=trajectory, tokens=tokens, epoch=epoch)
+        if self._flight.apply(entry):
+            await self._write([entry])
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, str, Record]]:
         """(id, response text, record) of each trajectory that is still live."""
@@ -461,6 +561,20 @@ class TrajectoryServer:
         last = part_end(consumed, first)
         packed = await asyncio.to_thread(PackedRows.of, consumed[first:last])
         return BatchPart(packed=packed, rest=len(consumed) - last)
+
+    def _given(self, t: Trajectory, messages: tuple[Message, ...]) -> list[int]:
+        """Token ids that a trajectory is given after its newest turn."""
+        whole = [*t.prompt_tokens.tolist(), *t.response_tokens.tolist()]
+        middle = len(whole) - t.num_in_turn
+        return self._prompts.given(whole[:middle], whole[middle:], messages, len(t.turns))
+
+    def _spoke_alike(self, t: Trajectory, replayed: tuple[tuple[Message, ...], ...]) -> bool:
+        """Whether these are the answers that the first turns of a trajectory were given."""
+        places = [i for i, span in enumerate(t.spans) if not isinstance(span, Segment)]
+        for place, messages in zip(places, replayed, strict=False):
+            if self._given(replace(t, spans=t.spans[:place]), messages) != t.spans[place].tokens.tolist():
+                return False
+        return len(replayed) <= len(places)
 
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
         """Decode responses; takes up to a microsecond a token, so not on the event loop."""

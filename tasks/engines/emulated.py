@@ -1,6 +1,6 @@
 """An engine without a model: continuous batching under a cost model, in wall-clock time.
 
-It keeps the contract of every engine with synthetic results: a response is as long as the workload says, its tokens and
+It keeps the contract of every engine with synthetic results: a turn is as long as the workload says, its tokens and
 logprobs are functions of trajectory and position, and decode steps take the time the cost model gives them,
 `time_scale` times faster. Everything around it is real: actors, transfers, weights files, commits. It serves for the
 dry run of a job and for measuring the system's own overhead.
@@ -10,27 +10,23 @@ The first token of a response encodes its reward: REWARD_TOKEN + 0 or 1.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stores import weight_hash
+from stores import parameters, weight_hash
 from stores.errors import ActorLost
 from stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, PolicyVersion, Segment, TrajectoryId
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.decoding import DecodingInstance, Finished
 from tasks.engines.settings import EmulatedSettings
+from tasks.episodes.emulated import left_to_sample
 from tasks.names import REWARD_TOKEN
 from tasks.workload import Turn
-
-if TYPE_CHECKING:
-    import torch
 
 EOS = 1
 FIRST_WORD, NUM_WORDS = 4, 90
@@ -46,11 +42,9 @@ def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Eng
     return EmulatedEngine(settings, instance)
 
 
-def weights(version: int) -> dict[str, torch.Tensor]:
-    """The weights that an emulated trainer publishes as `version`."""
-    import torch
-
-    return {WEIGHTS: torch.tensor([float(version)])}
+def weights(version: int) -> dict[str, weight_hash.Array]:
+    """The weights that an emulated trainer publishes as `version`. No torch: importing it takes a process seconds."""
+    return {WEIGHTS: np.asarray([version], np.float32)}
 
 
 def words(key: int, first: int, count: int) -> IntArray:
@@ -71,7 +65,7 @@ class _Running:
 
     request: Request
     length: int
-    """Tokens of its complete response, including earlier ones."""
+    """Tokens of its response at the end of this turn, including earlier ones."""
     stops: bool
     """Whether it ends with EOS, not by its token limit."""
     key: int
@@ -95,10 +89,6 @@ class EmulatedEngine:
     """An engine whose thread sleeps until the next request ends."""
 
     def __init__(self, settings: EmulatedSettings, instance: InstanceId, clock: Clock | None = None) -> None:
-        from stores import parameters
-
-        importlib.import_module("safetensors.torch")  # torch takes seconds to import: now, not in the first pull
-        self._parameters = parameters
         self._settings = settings
         self._instance = instance
         self._version = PolicyVersion(0)
@@ -161,8 +151,8 @@ class EmulatedEngine:
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = self._clock.now()
-        loaded = self._parameters.read(weights)
-        self._parameters.check_shapes(self._parameters.shapes(_held()), self._parameters.shapes(loaded), weights)
+        loaded = parameters.read_arrays(weights)
+        parameters.check_shapes(parameters.shapes(_held()), parameters.shapes(loaded), weights)
         settings = self._settings
         with self._changed:
             done_s = self._batch.load(self._begin_call(), settings.pull_s, keep=settings.keep)
@@ -254,9 +244,11 @@ class EmulatedEngine:
         workload, members = self._settings.workload, self._settings.members
         key = sum(request.tokens[: len(request.tokens) - request.num_prior]) if request.greedy else request.trajectory
         group, member = divmod(abs(int(key)), members)
-        length = sum(t.tokens for t in workload.turns(group, member))
-        if length <= request.num_prior:  # already longer than planned: it continues for as long again
-            length += request.num_prior
+        turns = workload.turns(group, member)
+        planned = sum(turn.tokens + turn.tool_tokens for turn in turns)
+        length = request.num_prior + left_to_sample(turns, request.num_prior)
+        if planned <= request.num_prior:  # already longer than planned: it continues for as long again
+            length = planned + request.num_prior
         allowed = request.num_prior + request.max_new_tokens
         return _Running(
             request=request,
@@ -289,5 +281,5 @@ class EmulatedEngine:
         )
 
 
-def _held() -> dict[str, torch.Tensor]:
+def _held() -> dict[str, weight_hash.Array]:
     return weights(0)

@@ -18,7 +18,7 @@ LONGEST_TEXT = 1_000_000
 """Characters of one message of an observation: more than any model's context holds."""
 
 
-class EnvironmentFailed(RuntimeError):
+class EpisodeFailed(RuntimeError):
     """An environment raised, hung, died or returned a bad value. The message is one line that says so."""
 
 
@@ -44,7 +44,7 @@ class Said:
 
 
 class Episode(Protocol):
-    """One episode. Its methods raise EnvironmentFailed; whoever calls them keeps the time."""
+    """One episode. Its methods raise EpisodeFailed; whoever calls them keeps the time."""
 
     async def begin(self) -> Prompt:
         """Create and reset the environment; returns its first observation."""
@@ -73,14 +73,14 @@ class Environment(Protocol):
 
 def observed(value: object, what: str) -> Prompt:
     """An observation as a text or messages, of plain texts: a class of numpy or of the user's own could not be loaded
-    by the process that receives it. what: it is, for the message. Raises EnvironmentFailed."""
+    by the process that receives it. what: it is, for the message. Raises EpisodeFailed."""
     try:
         found = prompt_of(value)
         if isinstance(found, str):
             return _plain(found)
         return tuple(Message(_plain(message.role), _plain(message.content)) for message in found)
     except ValueError as error:
-        raise EnvironmentFailed(f"{what} {error}") from error
+        raise EpisodeFailed(f"{what} {error}") from error
 
 
 def _plain(text: str) -> str:
@@ -94,17 +94,17 @@ def _plain(text: str) -> str:
 
 
 def given(value: object, what: str) -> tuple[Message, ...]:
-    """An observation as messages to be given to the model. Raises EnvironmentFailed."""
+    """An observation as messages to be given to the model. Raises EpisodeFailed."""
     found = observed(value, what)
     return (Message(OBSERVED, found),) if isinstance(found, str) else found
 
 
 def ended(reward: object, parts: object = None, *, what: str = "the reward") -> Said:
-    """The end of an episode with this reward, and its parts by name. Raises EnvironmentFailed if it is no number."""
+    """The end of an episode with this reward, and its parts by name. Raises EpisodeFailed if it is no number."""
     try:
         number, named = numbers_of(reward if parts is None else (reward, parts))
     except NoNumber as refused:
-        raise EnvironmentFailed(str(refused).replace("the reward", what, 1)) from refused
+        raise EpisodeFailed(str(refused).replace("the reward", what, 1)) from refused
     return Said(ended=True, reward=number, parts=named)
 
 

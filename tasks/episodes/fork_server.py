@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from stores.errors import ConfigError
-from tasks.episodes.episode import Environment, EnvironmentFailed, Episode, told
+from tasks.episodes.episode import Environment, Episode, EpisodeFailed, told
 from tasks.episodes.loading import open_environment
 
 HEADER = struct.Struct("<I")
@@ -230,7 +230,7 @@ async def _serve(connection: socket.socket, environment: Environment) -> None:
                 result = await episode.step(text, cut=cut, last=last)
             elif episode is not None and what == CLOSE:
                 await episode.close()
-        except EnvironmentFailed as failed:
+        except EpisodeFailed as failed:
             problem = str(failed)
         except MemoryError as error:
             problem = told(error)

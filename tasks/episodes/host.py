@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from stores.errors import ConfigError
 from tasks.environments import SourceSettings
 from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.episode import OBSERVED, EnvironmentFailed, Episode, EpisodeStart, Said, start_of, told
+from tasks.episodes.episode import OBSERVED, Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
 from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.episodes.loading import open_environment, traits_of
@@ -48,6 +48,9 @@ class EpisodeSettings:
     def roles(self) -> tuple[str, ...]:
         """Roles of what is said to the model after its turns, as far as that is known beforehand."""
         return (OBSERVED,) if self.scoring is None else (GIVEN_BACK,)
+
+    def build(self) -> Episodes:
+        return Episodes(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,7 @@ class Episodes:
                 try:
                     begun.append(await self._within(episode.begin(), self._limits.step_s, "reset", "step_s"))
                     await self._within(episode.close(), self._limits.step_s, "close", "step_s")
-                except EnvironmentFailed as error:
+                except EpisodeFailed as error:
                     raise ConfigError(f"{where}: {error}") from error
                 finally:
                     episode.abandon()
@@ -154,6 +157,27 @@ class Episodes:
                 return _failed("the episode was cancelled")
             raise
 
+    async def end(self, key: EpisodeKey, record: Record) -> Answer:
+        """End an episode whose environment has answered, but whose model has no room for another turn: with the reward
+        so far."""
+        held = self._held.get(key)
+        if held is None:
+            return self._ended[key][1] if key in self._ended else _failed("the episode was cancelled")
+        held.answer = asyncio.ensure_future(self._stop(key, record, held, held.answer))
+        return await asyncio.shield(held.answer)
+
+    async def _stop(self, key: EpisodeKey, record: Record, held: _Held, before: asyncio.Task[Answer]) -> Answer:
+        await asyncio.wait({before})
+        spent_s = held.spent_s
+        try:
+            async with self._places:
+                answer = await self._step(key, record, held, held.turns[-1], held.num_taken, cut=True)
+        except EpisodeFailed as error:
+            answer = _failed(str(error))
+        answer = replace(answer, seconds=held.spent_s - spent_s)
+        self._end(key, held, held.turns, answer)
+        return answer
+
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:
         """Forget episodes. Steps that run are cancelled, environments that block are abandoned; nothing is awaited."""
         for key in keys:
@@ -197,12 +221,12 @@ class Episodes:
                 answer = Answer()
                 for number, text in enumerate(turns[first:], first + 1):
                     if answer.ended:
-                        raise EnvironmentFailed(f"it ended with turn {number - 1}; it cannot take another one")
+                        raise EpisodeFailed(f"it ended with turn {number - 1}; it cannot take another one")
                     newest = number == len(turns)
                     answer = await self._step(key, record, held, text, number, cut=cut and newest)
                     if not newest:
                         held.said.append(answer.messages)
-        except EnvironmentFailed as error:
+        except EpisodeFailed as error:
             answer = _failed(str(error))
         answer = replace(answer, seconds=held.spent_s - spent_s, replayed=tuple(held.said))
         held.said = []
@@ -215,10 +239,10 @@ class Episodes:
             kind = await asyncio.to_thread(self._kind, key.held_out)
             held.episode = kind.make(record)
         except (ConfigError, KeyError) as error:
-            raise EnvironmentFailed(f"the environment cannot be made: {told(error)}") from error
+            raise EpisodeFailed(f"the environment cannot be made: {told(error)}") from error
         prompt = await self._timed(held, held.episode.begin(), "reset")
         if prompt != prompt_of(record["prompt"]):
-            raise EnvironmentFailed(_UNLIKE)
+            raise EpisodeFailed(_UNLIKE)
 
     async def _step(self, key: EpisodeKey, record: Record, held: _Held, text: str, number: int, *, cut: bool) -> Answer:
         assert held.episode is not None
@@ -236,11 +260,11 @@ class Episodes:
         try:
             scored = await asyncio.get_running_loop().run_in_executor(self._scoring, score, answer, record)
         except RuntimeError as error:  # it is closed
-            raise EnvironmentFailed(told(error)) from error
+            raise EpisodeFailed(told(error)) from error
         return Answer(ended=True, reward=scored.reward, parts=scored.parts, error=scored.error)
 
     async def _timed(self, held: _Held, request: Coroutine[Any, Any, T], what: str) -> T:
-        """The result of a request, within the limits of a step and of the episode. Raises EnvironmentFailed."""
+        """The result of a request, within the limits of a step and of the episode. Raises EpisodeFailed."""
         left_s = self._limits.episode_s - held.spent_s
         knob = "step_s" if self._limits.step_s <= left_s else "episode_s"
         begin = time.monotonic()
@@ -251,7 +275,7 @@ class Episodes:
 
     async def _within(self, request: Coroutine[Any, Any, T], limit_s: float, what: str, knob: str) -> T:
         """The result of a request. It is cancelled after `limit_s`, but not waited for: it may ignore that. Raises
-        EnvironmentFailed."""
+        EpisodeFailed."""
         task = asyncio.ensure_future(request)
         try:
             await asyncio.wait({task}, timeout=max(0.0, limit_s))
@@ -261,15 +285,15 @@ class Episodes:
             task.add_done_callback(_heard)
         if not task.done():
             limit = getattr(self._limits, knob)
-            raise EnvironmentFailed(f"{what} took longer than environment.{knob} = {limit:g} s")
+            raise EpisodeFailed(f"{what} took longer than environment.{knob} = {limit:g} s")
         if task.cancelled():
-            raise EnvironmentFailed(f"{what} was cancelled from within")
+            raise EpisodeFailed(f"{what} was cancelled from within")
         try:
             return task.result()
-        except EnvironmentFailed:
+        except EpisodeFailed:
             raise
         except Exception as error:
-            raise EnvironmentFailed(f"{what} raised: {told(error)}") from error
+            raise EpisodeFailed(f"{what} raised: {told(error)}") from error
 
     def _end(self, key: EpisodeKey, held: _Held, turns: tuple[str, ...], answer: Answer) -> None:
         """Keep an episode's last answer, and release its environment in the background."""
@@ -285,7 +309,7 @@ class Episodes:
     async def _release(self, episode: Episode, *, gently: bool) -> None:
         try:
             if gently:
-                with contextlib.suppress(EnvironmentFailed):
+                with contextlib.suppress(EpisodeFailed):
                     await self._within(episode.close(), self._limits.step_s, "close", "step_s")
         finally:
             episode.abandon()

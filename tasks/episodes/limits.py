@@ -14,6 +14,7 @@ TOOL_NAMES = ("calculator", "python")
 class EnvironmentConfig:
     """Environments of many turns; docs/tasks.md says how to write one."""
 
+    hosts: int = knob(1, "environment hosts: processes that hold episodes", low=1, high=1024)
     max_turns: int = knob(16, "most turns of an episode; the last one ends it", low=1, high=10_000)
     tools: list[str] = knob(
         [],

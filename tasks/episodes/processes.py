@@ -16,7 +16,7 @@ import weakref
 from typing import Any
 
 from stores.errors import ConfigError
-from tasks.episodes.episode import EnvironmentFailed, EpisodeStart, Said
+from tasks.episodes.episode import EpisodeFailed, EpisodeStart, Said
 from tasks.episodes.fork_server import (
     BEGIN,
     CLOSE,
@@ -175,7 +175,7 @@ class ForkedEpisode:
             await asyncio.to_thread(self._server.start)
             self._number, self._connection = self._server.fork()
         except (ConfigError, OSError) as error:
-            raise EnvironmentFailed(f"no process can be started for it: {error}") from error
+            raise EpisodeFailed(f"no process can be started for it: {error}") from error
         self._connection.setblocking(False)
         prompt: Prompt = await self._asked(BEGIN, self._start)
         return prompt
@@ -204,9 +204,9 @@ class ForkedEpisode:
             await asyncio.get_running_loop().sock_sendall(connection, packed(request))
             result, problem = await receive(connection)
         except (EOFError, OSError) as error:
-            raise EnvironmentFailed(f"its process {await self._death()}") from error
+            raise EpisodeFailed(f"its process {await self._death()}") from error
         if problem:
-            raise EnvironmentFailed(_with_limit(problem, self._server.settings.memory_mib))
+            raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
         return result
 
     async def _death(self) -> str:
@@ -229,7 +229,7 @@ class Resetter:
         self._stop: Any = None
 
     def first_observation(self, start: EpisodeStart) -> Prompt:
-        """The first observation of an episode. Raises EnvironmentFailed, and ConfigError if it cannot be loaded."""
+        """The first observation of an episode. Raises EpisodeFailed, and ConfigError if it cannot be loaded."""
         with self._lock:
             if self._connection is None:
                 self._number, self._connection = self._server.fork()
@@ -240,15 +240,15 @@ class Resetter:
                 prompt, problem = read_value(self._connection)
             except TimeoutError as error:
                 self._kill()
-                raise EnvironmentFailed(f"reset took longer than environment.step_s = {self._within_s:g} s") from error
+                raise EpisodeFailed(f"reset took longer than environment.step_s = {self._within_s:g} s") from error
             except (EOFError, OSError) as error:
                 deadline = time.monotonic() + REPORT_S
                 while (status := self._server.how_ended(self._number)) is None and time.monotonic() < deadline:
                     time.sleep(POLL_S)
                 self._kill()
-                raise EnvironmentFailed(f"reset: its process {death(status)}") from error
+                raise EpisodeFailed(f"reset: its process {death(status)}") from error
             if problem:
-                raise EnvironmentFailed(_with_limit(problem, self._server.settings.memory_mib))
+                raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
             found: Prompt = prompt
             return found
 

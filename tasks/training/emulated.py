@@ -6,16 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stores import resume_points
+from stores.weight_hash import Array
 from tasks.engines.emulated import weights, word_logprobs
 from tasks.training.packing import Row
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +24,7 @@ class EmulatedTraining:
     s_per_token: float
     time_scale: float
 
-    def build(self) -> EmulatedPolicy:
+    def build(self, threads: int) -> EmulatedPolicy:
         return EmulatedPolicy(self)
 
 
@@ -45,10 +42,10 @@ class EmulatedPolicy:
         time.sleep((settings.train_s + settings.s_per_token * tokens) / settings.time_scale)
         self._version = step + 1
         names = ("loss", "grad_norm", "clip_share", "learning_rate", "mismatch_mean", "mismatch_max", "kl_rollout")
-        trained = float(sum(len(r.response) for r in rows if r.has_gradient))
+        trained = float(sum(r.num_sampled for r in rows if r.has_gradient))
         return {**dict.fromkeys(names, 0.0), "ratio_mean": 1.0, "tokens_trained": trained}
 
-    def published(self) -> dict[str, torch.Tensor]:
+    def published(self) -> dict[str, Array]:
         return weights(self._version)
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -58,14 +55,16 @@ class EmulatedPolicy:
         """Do nothing: there are no weights to save."""
 
     def save_state(self, path: Path) -> None:
-        """Write the version in the format of every trainer's resume points, by which a torn one is told."""
-        import torch
-
-        torch.save({"version": self._version}, path)
+        """Write the version as a zip archive, as every trainer's resume points are, by which a torn one is told."""
+        with path.open("wb") as file:
+            np.savez(file, version=self._version)
 
     def load_state(self, path: Path) -> None:
-        """Restore what `save_state` wrote. Raises StoreError."""
-        import torch
+        """Restore what `save_state` wrote, also that of earlier versions, which torch did. Raises StoreError."""
+        with resume_points.loading(path), path.open("rb") as file, np.load(file) as state:
+            if "version" in state:
+                self._version = int(state["version"])
+            else:
+                import torch
 
-        with resume_points.loading(path):
-            self._version = int(torch.load(path, weights_only=True)["version"])
+                self._version = int(torch.load(path, weights_only=True)["version"])

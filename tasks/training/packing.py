@@ -27,6 +27,7 @@ class Row:
     prompt: npt.NDArray[np.int32]  # [P] token ids
     response: npt.NDArray[np.int32]  # [T] token ids
     behaviour: npt.NDArray[np.float32]  # [T] logprobs under the sampling policy, nats
+    sampled: npt.NDArray[np.bool_]  # [T] False: the token was given between two turns; no gradient
     advantage: float
     staleness: int
     trained: bool = True
@@ -39,10 +40,16 @@ class Row:
             prompt=row.trajectory.prompt_tokens,
             response=row.trajectory.response_tokens,
             behaviour=row.trajectory.logprobs,
+            sampled=row.trajectory.sampled,
             advantage=row.advantage,
             staleness=row.staleness,
             trained=row.loss_mask,
         )
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that carry gradient, if the row does."""
+        return int(np.count_nonzero(self.sampled))
 
     @property
     def has_gradient(self) -> bool:
@@ -52,11 +59,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Rows packed for transfer: seven arrays instead of three per row, because each array of a message has a cost."""
+    """Rows packed for transfer: eight arrays instead of four per row, because each array of a message has a cost."""
 
     prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
     response_tokens: npt.NDArray[np.int32]  # [sum of T]
     behaviour: npt.NDArray[np.float32]  # [sum of T]
+    sampled: npt.NDArray[np.bool_]  # [sum of T]
     lengths: npt.NDArray[np.int64]  # [N, 2] prompt and response length of each row
     advantages: npt.NDArray[np.float32]  # [N]
     staleness: npt.NDArray[np.int64]  # [N]
@@ -68,8 +76,9 @@ class PackedRows:
         trajectories = [e.trajectory for e in consumed]
         return cls(
             prompt_tokens=np.concatenate([t.prompt_tokens for t in trajectories]),
-            response_tokens=np.concatenate([s.tokens for t in trajectories for s in t.segments]),
-            behaviour=np.concatenate([s.logprobs for t in trajectories for s in t.segments]),
+            response_tokens=np.concatenate([t.response_tokens for t in trajectories]),
+            behaviour=np.concatenate([t.logprobs for t in trajectories]),
+            sampled=np.concatenate([t.sampled for t in trajectories]),
             lengths=np.asarray([(len(t.prompt_tokens), t.num_tokens) for t in trajectories], np.int64),
             advantages=np.asarray([e.advantage for e in consumed], np.float32),
             staleness=np.asarray([e.staleness for e in consumed], np.int64),
@@ -85,6 +94,7 @@ class PackedRows:
                 prompt=self.prompt_tokens[begins[i, 0] : ends[i, 0]],
                 response=self.response_tokens[begins[i, 1] : ends[i, 1]],
                 behaviour=self.behaviour[begins[i, 1] : ends[i, 1]],
+                sampled=self.sampled[begins[i, 1] : ends[i, 1]],
                 advantage=float(self.advantages[i]),
                 staleness=int(self.staleness[i]),
                 trained=bool(self.trained[i]),
@@ -106,8 +116,8 @@ def part_end(consumed: Sequence[Ended], first: int, most_bytes: int = MESSAGE_BY
     num_bytes, last = 0, first
     while last < len(consumed):
         trajectory = consumed[last].trajectory
-        # As in PackedRows: a prompt's token takes 4 bytes, a response's 8 with its logprob, a row 29 besides.
-        num_bytes += 4 * len(trajectory.prompt_tokens) + 8 * trajectory.num_tokens + 29
+        # As in PackedRows: a prompt's token takes 4 bytes, a response's 9 with its logprob, a row 29 besides.
+        num_bytes += 4 * len(trajectory.prompt_tokens) + 9 * trajectory.num_tokens + 29
         if num_bytes > most_bytes and last > first:
             break
         last += 1
@@ -123,7 +133,7 @@ class MicroBatch:
     attention_mask: npt.NDArray[np.int64]  # [N, L]
     start: int  # index of the first position whose prediction is used: min prompt length - 1
     targets: npt.NDArray[np.int64]  # [N, L - 1 - start], the token after each position
-    mask: npt.NDArray[np.float32]  # same shape, 1 where the target is a response token
+    mask: npt.NDArray[np.float32]  # same shape, 1 where the target is a sampled token
     behaviour: npt.NDArray[np.float32]  # same shape
     weight: npt.NDArray[np.float32]  # [N, 1] weight of each of the row's tokens in the minibatch loss
     advantage: npt.NDArray[np.float32]  # [N, 1]
@@ -185,7 +195,7 @@ def _pad(rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.flo
         prompt, end = len(row.prompt), len(row.prompt) + len(row.response)
         ids[k, :prompt], ids[k, prompt:end] = row.prompt, row.response
         attention[k, :end] = 1
-        mask[k, prompt:end] = 1.0
+        mask[k, prompt:end] = row.sampled
         behaviour[k, prompt:end] = row.behaviour
     return MicroBatch(
         rows=tuple(chosen[i] for i in part),

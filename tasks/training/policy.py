@@ -13,7 +13,7 @@ from tasks.training.packing import Row
 from tasks.training.settings import TrainingConfig
 
 if TYPE_CHECKING:
-    import torch
+    from stores.weight_hash import Tensors
 
 
 class Policy(Protocol):
@@ -21,7 +21,7 @@ class Policy(Protocol):
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
 
-    def published(self) -> dict[str, torch.Tensor]: ...
+    def published(self) -> Tensors: ...
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]: ...
 
@@ -35,7 +35,9 @@ class Policy(Protocol):
 class PolicySettings(Protocol):
     """Settings from which a worker builds its policy. Picklable."""
 
-    def build(self) -> Policy: ...
+    def build(self, threads: int) -> Policy:
+        """threads: of this process, for what computes on processors."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,9 @@ class TrainerSettings:
     max_length: int
     seed: int
 
-    def build(self) -> Policy:
+    def build(self, threads: int) -> Policy:
+        import torch
+
+        torch.set_num_threads(threads)
         policy: Policy = importlib.import_module("tasks.training.policy_trainer").PolicyTrainer(self)
         return policy

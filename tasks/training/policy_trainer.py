@@ -94,9 +94,7 @@ class PolicyTrainer:
         proximal, mismatch = self._before(rows)
         sums = _Sums()
         for chosen in minibatches(len(rows), s.minibatches, self._rng):
-            weights = token_weights(
-                s.loss.aggregation, [len(rows[i].response) for i in chosen], self.settings.max_length
-            )
+            weights = token_weights(s.loss.aggregation, [rows[i].num_sampled for i in chosen], self.settings.max_length)
             self.optimizer.zero_grad(set_to_none=True)
             trained = [k for k, i in enumerate(chosen) if rows[i].has_gradient]
             picked = [int(chosen[k]) for k in trained]
@@ -162,10 +160,10 @@ class PolicyTrainer:
         proximal: list[np.ndarray[Any, Any]] = [r.behaviour for r in rows]
         for i, logprobs in self.logprob_model.rows(rows, chosen).items():
             proximal[i] = logprobs
-        fresh = [i for i in chosen if rows[i].staleness == 0 and len(rows[i].response)]
+        fresh = [i for i in chosen if rows[i].staleness == 0 and rows[i].num_sampled]
         if not fresh:
             return proximal, Mismatch(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
-        difference = np.concatenate([proximal[i] - rows[i].behaviour for i in fresh])
+        difference = np.concatenate([(proximal[i] - rows[i].behaviour)[rows[i].sampled] for i in fresh])
         return proximal, Mismatch(
             mean=float(np.abs(difference).mean()),
             max=float(np.abs(difference).max()),
@@ -176,21 +174,22 @@ class PolicyTrainer:
     def _accumulate(
         self, batch: MicroBatch, rows: Sequence[Row], proximal: list[np.ndarray[Any, Any]], sums: _Sums
     ) -> None:
-        """Forward and backward of one micro-batch; gradients add up in the model."""
+        """Forward and backward of one micro-batch; gradients add up in the model. At padding and given tokens the loss
+        sees zeros, and what it returns there is cut off: an infinite ratio times a mask of 0 would be no number."""
         device = self.device
         old = np.zeros_like(batch.behaviour)
         for k, i in enumerate(batch.rows):
             begin = len(rows[i].prompt) - 1 - batch.start
             old[k, begin : begin + len(rows[i].response)] = proximal[i]
-        mask = torch.from_numpy(np.ascontiguousarray(batch.mask)).to(device)
-        behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device)
-        old_t = torch.from_numpy(old).to(device)
-        logprobs = self.logprob_model.batch(batch)
-        result = self.loss.token_loss(logprobs, old_t, behaviour, torch.from_numpy(batch.advantage).to(device))
-        loss = (result.loss * mask * torch.from_numpy(batch.weight).to(device)).sum()
+        others = torch.from_numpy(batch.mask == 0).to(device)
+        behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device).masked_fill(others, 0)
+        proximal_t = torch.from_numpy(old).to(device).masked_fill(others, 0)
+        logprobs = self.logprob_model.batch(batch).masked_fill(others, 0)
+        result = self.loss.token_loss(logprobs, proximal_t, behaviour, torch.from_numpy(batch.advantage).to(device))
+        loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(batch.weight).to(device)).sum()
         loss.backward()
         with torch.no_grad():
-            sums.tokens += float(mask.sum())
+            sums.tokens += float(batch.mask.sum())
             sums.loss += float(loss)
-            sums.clipped += float((result.clipped * mask).sum())
-            sums.ratio += float((torch.exp(logprobs - behaviour) * mask).sum())
+            sums.clipped += float(result.clipped.masked_fill(others, 0).sum())
+            sums.ratio += float(torch.exp(logprobs - behaviour).masked_fill(others, 0).sum())

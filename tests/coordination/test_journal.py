@@ -13,9 +13,23 @@ from hypothesis import strategies as st
 from pipeline.config import loading
 from pipeline.config.deciding import make_coordinator
 from pipeline.coordination import journal
-from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.commands import (
+    Abort,
+    Act,
+    Command,
+    Dismiss,
+    Draw,
+    Interrupt,
+    Pull,
+    Retire,
+    Route,
+    Score,
+    Train,
+)
 from pipeline.coordination.coordinator import Coordinator
 from pipeline.coordination.events import (
+    EnvironmentAnswered,
+    EnvironmentFailed,
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -45,6 +59,8 @@ SHAPES = {
     "credits": ("staleness.admission=credits", "staleness.alpha=1.5", "rollout.routing=round_robin"),
     "deadline": ("rollout.routing=deadline", "rollout.synchronization=hypothesis", "rollout.migration=largest_gain"),
     "retry": ("batch.stragglers=retry", "batch.straggler_patience=0.1", "batch.straggler_share=1"),
+    "agents": ("task.environment=yes", "batch.extra_members=1", "rollout.routing=throughput_optimal"),
+    "agents_cut": ("task.environment=yes", "batch.stragglers=truncate", "batch.straggler_patience=0.1"),
     "truncate": ("batch.stragglers=truncate", "batch.straggler_patience=0.1", "batch.straggler_share=1"),
 }
 
@@ -65,6 +81,10 @@ class TinyBody:
         self.now = 0.0
         self.ended: dict[int, Fate] = {}
         self.losses = 0
+        self.tokens: dict[int, int] = {}
+        """Of the trajectories that environments play with."""
+        self.playing: set[int] = set()
+        """Those whose environment is open."""
 
     def tell(self, event: Event) -> None:
         self.now += self.rng.random()
@@ -73,7 +93,7 @@ class TinyBody:
         for command in commands:
             self.carry_out(command)
 
-    def carry_out(self, command: Command) -> None:
+    def carry_out(self, command: Command) -> None:  # noqa: PLR0912  one case per command
         match command:
             case Draw():
                 groups = range(self.next_group, self.next_group + command.num_groups)
@@ -82,13 +102,19 @@ class TinyBody:
                 self.pending.append(GroupsArrived(groups=new))
             case Route():
                 t, e = command.trajectory, command.epoch
-                answer: Event = TrajectorySampled(trajectory=t, epoch=e, tokens=self.rng.randint(1, 9))
+                self.tokens[t] = self.tokens.get(t, 0) + self.rng.randint(1, 9)
+                answer: Event = TrajectorySampled(trajectory=t, epoch=e, tokens=self.tokens[t])
                 if self.rng.random() < 0.05:
                     answer = TrajectoryFailed(trajectory=t, epoch=e, error="x")
                 self.pending.append(answer)
             case Score():
                 reward = float(self.rng.random() < 0.5)
                 self.pending.append(TrajectoryScored(trajectory=command.trajectory, reward=reward))
+            case Act():
+                self.act(command)
+            case Dismiss():
+                assert command.trajectory in self.playing
+                self.playing.remove(command.trajectory)
             case Pull():
                 self.pending.append(PullFinished(instance=command.instance, version=command.version))
             case Train():
@@ -102,9 +128,21 @@ class TinyBody:
                     self.ended[ending.trajectory] = ending.fate
             case Interrupt():
                 t, e = command.trajectory, command.epoch
-                self.pending.append(TrajectoryInterrupted(trajectory=t, epoch=e, tokens=self.rng.randint(1, 9)))
+                self.pending.append(TrajectoryInterrupted(trajectory=t, epoch=e, tokens=self.tokens[t]))
             case Abort():
                 pass
+
+    def act(self, command: Act) -> None:
+        t, e = command.trajectory, command.epoch
+        self.playing.add(t)
+        chance = self.rng.random()
+        if chance < 0.1 and not command.cut:
+            self.pending.append(EnvironmentFailed(trajectory=t, epoch=e, error="x"))
+        elif chance < 0.6 and not command.cut:
+            self.tokens[t] += 2
+            self.pending.append(EnvironmentAnswered(trajectory=t, epoch=e, tokens=self.tokens[t]))
+        else:
+            self.pending.append(TrajectoryScored(trajectory=t, reward=float(self.rng.random() < 0.5)))
 
     def run(self) -> None:
         for name in ("a", "b"):
@@ -112,6 +150,10 @@ class TinyBody:
         while not self.brain.finished:
             assert self.pending, self.brain.waiting_for()
             event = self.pending.pop(self.rng.randrange(len(self.pending)))
+            if isinstance(event, EnvironmentFailed):
+                self.tokens[event.trajectory] = 0
+            if isinstance(event, EnvironmentFailed | TrajectoryScored):
+                self.playing.discard(event.trajectory)
             self.tell(event)
             if self.rng.random() < 0.02 and self.losses < 3:
                 self.losses += 1
@@ -141,6 +183,7 @@ def test_an_eventful_run_keeps_every_promise_and_replays_to_the_same_commands(
     body = TinyBody(coordinator(tmp_path, shape), tmp_path / "events.jsonl", seed)
     body.run()
     assert len(body.ended) == body.brain.ledger.num_started
+    assert not body.playing, "every environment was closed"
     assert sum(f is Fate.CONSUMED for f in body.ended.values()) == 6 * 3 * 2
     replayed = journal.replay(coordinator(tmp_path, shape), journal.read(tmp_path / "events.jsonl"))
     assert replayed.difference == ""
@@ -195,6 +238,10 @@ ADDED = (
     '{"type":"MemberInFlight","trajectory":9}]}]},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"safe":[[5,2]]},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceLeaving","instance":"b"},"commands":[]}',
+    '{"now":1.5,"event":{"type":"EnvironmentAnswered","trajectory":7,"epoch":1,"tokens":9},'
+    '"commands":[{"type":"Act","trajectory":7,"epoch":1,"cause":"TrajectorySampled#7"},'
+    '{"type":"Dismiss","trajectory":8,"cause":"TrajectoryScored#9"}]}',
+    '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"epoch":1,"error":"x"},"commands":[]}',
 )
 """Lines with what later versions have added."""
 

@@ -18,7 +18,7 @@ from tests.coordination.pictures import picture
 
 A, B = InstanceId("a"), InstanceId("b")
 PAIRS = tuple(itertools.product(Phase, Transition))
-LAWFUL = 12
+LAWFUL = 17
 """Pairs of the table; a new one is added here too, on purpose."""
 
 VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = {
@@ -28,9 +28,21 @@ VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = 
     Transition.INTERRUPTED: lambda state, live: state.interrupt(live, 7),
     Transition.FAILED: lambda state, live: state.fail(live, Transition.FAILED),
     Transition.INSTANCE_LOST: lambda state, live: state.fail(live, Transition.INSTANCE_LOST),
+    Transition.TURN_SAMPLED: lambda state, live: state.finish_turn(live, 7),
+    Transition.ANSWERED: lambda state, live: state.answer(live, 9),
+    Transition.RESTARTED: lambda state, live: state.restart(live),
     Transition.SCORED: lambda state, live: state.score(live, 1.0),
 }
 """The verbs that move one trajectory. CONSUMED and GIVEN_UP follow from what the ledger says of its group."""
+
+
+WAYS = {
+    Phase.RUNNING: (Transition.ROUTED,),
+    Phase.ACTING: (Transition.ROUTED, Transition.TURN_SAMPLED),
+    Phase.SCORING: (Transition.ROUTED, Transition.SAMPLED),
+    Phase.DONE: (Transition.ROUTED, Transition.SAMPLED, Transition.SCORED),
+}
+"""How a trajectory comes into each phase that it does not begin in, but for ENDED."""
 
 
 def state_with(phase: Phase) -> tuple[CoordinatorState, LiveTrajectory]:
@@ -41,10 +53,9 @@ def state_with(phase: Phase) -> tuple[CoordinatorState, LiveTrajectory]:
         state.join(name, PolicyVersion(0), 1000, 8)
     state.add_groups([NewGroup(group=GroupId(g), prompt_tokens=10) for g in (0, 1)])
     live = state.live[TrajectoryId(0)]
-    for at, transition in enumerate((Transition.ROUTED, Transition.SAMPLED, Transition.SCORED)):
-        if phase in tuple(Phase)[at + 1 : 4]:
-            state.start_event(2.0 + at)
-            VERBS[transition](state, live)
+    for at, transition in enumerate(WAYS.get(phase, ())):
+        state.start_event(2.0 + at)
+        VERBS[transition](state, live)
     if phase is Phase.ENDED:
         state.abort(live.group, AbortReason.ENGINE_FAILED, live.id)
     assert live.phase is phase

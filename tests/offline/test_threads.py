@@ -301,7 +301,7 @@ def many(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             id=TrajectoryId(i),
             group=GroupId(i // 4),
             prompt_tokens=rng.integers(2, 14, 6).astype(np.int32),
-            segments=(segment,),
+            spans=(segment,),
         )
         rows.append(
             Ended(trajectory=trajectory, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=0, loss_mask=False)

@@ -19,8 +19,9 @@ from pipeline.runtime.resumption import Resumption
 from pipeline.runtime.scoring import SCORE_BATCH
 from stores.errors import ActorLost, ConfigError, RunStuck, StoreError
 from stores.trajectory import AbortReason, Fate, PolicyVersion, Trajectory
+from tasks.actors.parameter_server import Fetched
 from tests.support.bodies import Body, Run
-from tests.support.in_process import Fault
+from tests.support.in_process import CREATE_S, Fault
 from tests.support.scripted import World
 
 # Some responses are long. With RETRY they are interrupted and go on elsewhere, with REDUNDANT they are aborted.
@@ -281,6 +282,28 @@ def test_a_reward_worker_that_never_answers_is_replaced(body: Body) -> None:
     assert f"reward-0 did not answer within {2 * 3 + 2 * len(held)} s (deadlines.call_s)" in run.outcomes.losses[0]
 
 
+def test_a_reward_worker_whose_process_stands_still_is_noticed_long_before_its_scores_are_due(body: Body) -> None:
+    """A reward may take minutes; a process that is stopped does not answer a short call either."""
+
+    async def stop(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("reward-0").count("score") == 2)
+        run.workers.stop("reward-0")
+
+    run = body.run("reward.timeout_s=600", "deadlines.stuck_s=100", world=World(reward_s=1.0), meanwhile=stop)
+    run.check()
+    (loss,) = run.outcomes.losses
+    assert "reward-0 did not answer within 3 s (deadlines.call_s)" in loss
+    called_s = [c.at_s for c in run.workers.calls if (c.actor, c.method) == ("reward-0", "score")][1]
+    placed_s = [c.at_s for c in run.workers.calls if (c.actor, c.method) == ("reward-0", "check")][1]
+    assert placed_s - called_s < 2 * 3 + CREATE_S + 0.1
+
+
+def test_a_reward_that_takes_long_is_waited_for(body: Body) -> None:
+    run = body.run("reward.timeout_s=600", "deadlines.stuck_s=100", world=World(reward_s=9.0))
+    run.check()
+    assert run.outcomes.losses == []
+
+
 def test_a_reward_worker_that_is_lost_again_and_again_ends_the_run(body: Body) -> None:
     run = body.run(faults=[Fault(actor="reward-0", method="score", nth=0, dies="before")])
     assert str(run.raised()).startswith("reward-0 was lost 4 times within an hour, last: reward-0 is gone")
@@ -490,6 +513,32 @@ def test_responses_that_grow_are_progress_however_long_they_take(body: Body) -> 
     assert all(len(t.response_tokens) / 2.0 > run.config.deadlines.stuck_s for t in consumed(run))
 
 
+@pytest.mark.parametrize("arrives", [True, False])
+def test_weights_that_arrive_slowly_are_progress(body: Body, arrives: bool) -> None:
+    """No instance has version 1 before it has arrived, which takes longer than stuck_s."""
+    slow = [
+        Fault(actor="parameters-two", method="ensure", nth=n, late_s=2.0,
+              change=lambda _, n=n: Fetched(path="", num_bytes=n * 1000 if arrives else 1000))
+        for n in range(1, 61)
+    ]  # fmt: skip
+    hosts = ("one", "one", "one", "two", "two")
+    run = body.run("staleness.eta=0", hosts=hosts, faults=slow, world=World(num_bytes=10**6))
+    if arrives:
+        run.check()
+        assert run.outcomes.losses == []
+    else:
+        assert str(run.raised()).startswith("no progress for 30 s (deadlines.stuck_s)")
+        run.check_kept()
+
+
+def test_weights_that_take_long_to_load_are_no_stuck_run(body: Body) -> None:
+    """The deadline of a load goes by its bytes."""
+    slow = [Fault(actor=f"rollout-{i}", method="pull", late_s=45.0) for i in range(2)]
+    run = body.run("staleness.eta=0", faults=slow, world=World(num_bytes=10**9 + 10**8))
+    run.check()
+    assert run.outcomes.losses == []
+
+
 def test_a_long_training_step_is_no_stuck_run(body: Body) -> None:
     """Longer than stuck_s, shorter than train_s."""
     run = body.run("staleness.eta=0", world=World(train_s=38.0))
@@ -601,6 +650,15 @@ def test_a_run_is_evaluated_before_and_after_and_nothing_else_runs_meanwhile(bod
     assert set(last[evaluated:]) == {"evaluate", "close"}, "links are at rest while it is evaluated"
     served = {e.instance: e.version for _, e in run.events("PullFinished")}
     assert all(run.workers.actor(name).engine.version == 3 for name in served)
+
+
+def test_instances_pull_the_last_version_side_by_side(body: Body) -> None:
+    late = [Fault(actor=f"rollout-{i}", method="pull", nth=0, late_s=2.0) for i in range(3)]
+    run = body.run(*EVALUATED, "rollout.instances=3", "staleness.eta=2", faults=late)
+    run.check()
+    pulled = [c.at_s for c in run.workers.calls if c.method == "pull" and c.args[0] == run.config.steps]
+    assert len(pulled) == 3
+    assert max(pulled) - min(pulled) < 1.0
 
 
 def test_the_first_evaluation_is_not_part_of_the_runs_time(body: Body) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.runtime.base import NoFreeWorker
+from pipeline.runtime.base import ClusterLost, NoFreeWorker
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World
@@ -86,6 +86,21 @@ def test_an_instance_that_does_not_come_up_is_placed_elsewhere(body: Body) -> No
     run.check()
     assert "rollout-0.2" in instances(run)
     assert len(run.outcomes.losses) == 2
+
+
+@pytest.mark.parametrize(
+    ("actor", "method"), [("rollout-0", "report"), ("trainer", "train"), ("server", "commit"), ("reward-0", "score")]
+)
+def test_a_run_whose_cluster_is_lost_ends_as_soon_as_it_places_anything(body: Body, actor: str, method: str) -> None:
+    dies = Fault(actor=actor, method=method, nth=2, dies="before")
+    gone = Fault(actor=actor, method="__init__", nth=2, error=ClusterLost("cluster: the scheduler was started anew"))
+    run = body.run(*LONG, "rollout.min_instances=1", faults=[dies, gone])
+    assert str(run.raised()) == "cluster: the scheduler was started anew"
+    assert isinstance(run.raised(), ClusterLost)
+    run.check_kept()
+    lost_s = float(run.outcomes.losses[0].partition(" ")[0])
+    last_s = max(c.at_s for c in run.workers.calls if c.method not in ("close", "save")) - run.workers.calls[0].at_s
+    assert last_s < lost_s + 5.0
 
 
 def test_a_run_says_what_it_misses(body: Body) -> None:

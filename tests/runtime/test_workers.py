@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.runtime.base import ClusterLost
 from pipeline.runtime.workers import DaskWorkers
 from stores.errors import ActorLost, ConfigError
 from tests.support import virtual_time
@@ -42,16 +43,23 @@ class PlayedClient:
         self.error: Exception | None = None
         self.submitted: list[dict[str, Any]] = []
         self.restarted: list[str] = []
+        self.cancelled: list[Any] = []
+        """Actors that nobody may want any more, whoever still has a handle of one."""
         self.retiring: list[str] = []
-        """Each time a worker was asked to leave; the scheduler lets it go at the second time."""
+        """Each time a worker was asked to leave; the scheduler lets it go at the second time, if its actors were
+        cancelled."""
         self.scheduler = self
+        self.id = "Scheduler-1"
 
     async def identity(self, n_workers: int) -> dict[str, Any]:
+        if not self.id:
+            raise OSError("Timed out trying to connect to tcp://head:8786 after 30 s")
         return {
+            "id": self.id,
             "workers": {
                 f"tcp://{name}": {"name": name, "host": "host", "resources": resources}
                 for name, resources in self.workers.items()
-            }
+            },
         }
 
     def submit(self, cls: type[Any], *args: Any, **options: Any) -> PlayedFuture:
@@ -60,7 +68,11 @@ class PlayedClient:
 
     async def retire_workers(self, addresses: list[str]) -> dict[str, Any]:
         self.retiring += addresses
-        return dict.fromkeys(addresses) if len(self.retiring) > 1 else {}
+        return dict.fromkeys(addresses) if len(self.retiring) > 1 and self.cancelled else {}
+
+    async def cancel(self, futures: list[Any], force: bool) -> None:
+        assert force, "others have handles, too"
+        self.cancelled += futures
 
     async def restart_workers(self, addresses: list[str], timeout: float, raise_for_error: bool) -> None:
         self.restarted += addresses
@@ -128,6 +140,26 @@ def test_a_role_no_worker_can_hold_is_named_after_start_s() -> None:
         ):
             await waits
         assert asyncio.get_running_loop().time() - begin == pytest.approx(50.0, abs=0.3)
+        assert placing.waiting == {}
+
+    on(script, ["a"], num_heavy=2)
+
+
+@pytest.mark.parametrize(
+    ("id", "why"), [("Scheduler-2", "was started anew"), ("", r"does not answer any more \(Timed out.* 30 s\)")]
+)
+def test_nothing_is_placed_once_the_scheduler_is_lost(id: str, why: str) -> None:
+    """Another one knows neither the run nor its claims: it would never give it a worker."""
+
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        await place(placing, "rollout")
+        begin = asyncio.get_running_loop().time()
+        waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
+        await asyncio.sleep(5.0)
+        client.id = id
+        with pytest.raises(ClusterLost, match=rf"^cluster: the scheduler {why}.*`staleflow resume` goes on with it$"):
+            await waits
+        assert asyncio.get_running_loop().time() - begin < 6.0
         assert placing.waiting == {}
 
     on(script, ["a"], num_heavy=2)
@@ -220,6 +252,7 @@ def test_a_retired_worker_leaves_the_cluster_once_the_scheduler_counts_no_actor_
         assert (placing.placed, client.restarted) == ({}, [])
         assert leaving.future.released
         assert beside.future.released
+        assert client.cancelled == [leaving.future, beside.future]
         assert client.retiring == ["tcp://a", "tcp://a"]
         assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b", "not there again, should it stay"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client, LocalCluster, Reschedule, fire_and_forget, get_worker
+from distributed import Client, LocalCluster, Reschedule, get_worker
 
 from pipeline.scheduler import board
 from pipeline.scheduler.board import Board
@@ -71,11 +71,10 @@ class Jobs:
         self.cluster, self.client = cluster, client
 
     async def submit(self, id: str, seconds: float, **limits: Any) -> dict[str, Any]:
-        await board.ask(self.client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=1)
-        future = self.client.submit(drive, id, seconds, key=board.KEY + id, pure=False, workers=[board.NOWHERE])
-        fire_and_forget(future)
-        limits = {"needs": NEEDS, "wait_s": 0.0, **limits}
-        while not (job := await board.ask(self.client, "queue", id=id, **limits))["queued"]:
+        limits = {"needs": NEEDS, "wait_s": 0.0, "by": self.client.id, **limits}
+        await board.ask(self.client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=1, **limits)
+        self.client.submit(drive, id, seconds, key=board.KEY + id, pure=False, workers=[board.NOWHERE])
+        while not (job := await board.ask(self.client, "arrived", id=id))["arrived"]:
             await asyncio.sleep(0.02)
         return dict(job)
 
@@ -192,7 +191,8 @@ def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
                 await board.ask(theirs, "queue", id=id, needs=NEEDS, wait_s=0.0, driver=theirs.id)
             assert (await board.ask(theirs, "admitted", id="run"))["admitted"]
             assert not (await board.ask(theirs, "admitted", id="waits"))["admitted"]
-        for id in ("run", "waits"):
+            await board.ask(theirs, "submit", id="told", name="told", **runs, by=theirs.id)  # and nothing more
+        for id in ("run", "waits", "told"):
             assert (await jobs.until(id, "failed"))["why"] == "the process that ran it is gone"
         async with asyncio.timeout(60):
             while await board.ask(jobs.client, "taken", owner=""):

@@ -331,6 +331,7 @@ def jobs(draw: st.DrawFn) -> RunConfig:
         workload__tool_tokens=10,
         simulation__report_s=0.25,
         rollout__max_attempts=1000,
+        task__environment=draw(st.sampled_from(["auto", "yes"])),
         workload__kind=draw(st.sampled_from(["lognormal", "bimodal", "power_law", "agentic"])),
         workload__signal_share=draw(st.sampled_from([0.5, 1.0])),
         workload__group_correlation=draw(st.sampled_from([0.0, 0.7])),

@@ -105,9 +105,18 @@ def test_steps_record_exactly_the_metrics_that_are_listed(tmp_path: Path) -> Non
 def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:
     rows = [Row.of(ended(np.random.default_rng(0), 1, 1))]
     row = replace(rows[0], prompt=np.asarray([3, 4], np.int32), response=np.asarray([5, 6], np.int32))
-    row = replace(row, behaviour=np.asarray([-1.0, -1.0], np.float32))
-    emulated = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0).build()
+    row = replace(row, behaviour=np.asarray([-1.0, -1.0], np.float32), sampled=np.ones(2, bool))
+    emulated = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0).build(1)
     assert emulated.step(0, [row]).keys() == trainer(tiny_model).step(0, [row]).keys()
+
+
+def test_turns_and_tools_are_of_the_batch_and_lengths_of_what_was_sampled() -> None:
+    rows = [ended(np.random.default_rng(0), i, 1) for i in range(4)]  # 1 has three turns, with 1.5 and .25 s between
+    found = batch_metrics(rows, 2)
+    assert (found["turns_mean"], found["turns_max"], found["tool_s"]) == (1.5, 3.0, 1.75 / 4)
+    lengths = [sum(len(s.tokens) for s in r.trajectory.segments) for r in rows]
+    assert found["response_tokens"] == sum(lengths)
+    assert found["given_tokens"] == sum(len(r.trajectory.response_tokens) for r in rows) - sum(lengths) > 0
 
 
 def test_the_parts_of_a_reward_are_metrics_by_name() -> None:

@@ -2,8 +2,8 @@
 
 `InProcessWorkers` keeps the contract of pipeline/runtime/base.py as a Dask cluster does: an actor is called through a
 proxy; a call takes a moment to arrive and its result a moment to come back; a caller that stops waiting does not stop
-the method; a call to a process that died fails with OSError in flight and with RuntimeError later, or hangs for ever if
-an actor made it. Arguments and results are copied, so that nothing is shared by accident.
+the method; a call to a process that died fails with OSError in flight and with RuntimeError later, or with OSError
+again if an actor made it. Arguments and results are copied, so that nothing is shared by accident.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Process:
     running: dict[asyncio.Task[None], None] = field(default_factory=dict)
     """Running methods, in the order in which they were called, so that a run is reproducible."""
     waiting: dict[asyncio.Future[Any], None] = field(default_factory=dict)
-    """Results that the driver waits for."""
+    """Results that somebody waits for."""
 
     def die(self) -> None:
         """End it as `kill -9` does."""
@@ -217,12 +217,13 @@ class InProcessWorkers:
         answer: asyncio.Future[Any] = loop.create_future()
         self.calls.append(Call(at_s=loop.time(), actor=name, method=method, args=args))
         if process.dead:
-            if not _inside.get():
-                answer.set_exception(RuntimeError("the worker holding this actor was lost"))
+            inside = _inside.get()
+            answer.set_exception(
+                OSError("refused") if inside else RuntimeError("the worker holding this actor was lost")
+            )
             return answer
-        if not _inside.get():
-            process.waiting[answer] = None
-            answer.add_done_callback(lambda done: process.waiting.pop(done, None))
+        process.waiting[answer] = None
+        answer.add_done_callback(lambda done: process.waiting.pop(done, None))
         serving = self._serve(process, actor, method, copy.deepcopy(args), self._fault(name, method), answer)
         task = loop.create_task(serving, name=f"{name}.{method}")
         process.running[task] = None

@@ -43,7 +43,8 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
         made = Trajectory(
             id=trajectory, group=group, prompt_tokens=np.full(workload.prompt_tokens(group), 3, np.int32),
             v_traj=PolicyVersion(version), finish=FinishReason.STOP, reward=rewards.get(trajectory, 0.0),
-        ).with_segment(sampled)  # fmt: skip
+            spans=(sampled,) if count else (),
+        )  # fmt: skip
         return Ended(trajectory=made, **more)
 
     def commit(record: StepRecord) -> None:

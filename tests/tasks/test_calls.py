@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from typing import Any
 
 import pytest
 from distributed import Client, LocalCluster
@@ -111,5 +114,46 @@ def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None
             assert await call(actor, "take", within_s=30.0, who="it") == ()
             with pytest.raises(ActorFailed, match=r"^it failed: RuntimeError: no memory$"):
                 await call(actor, "fail", within_s=30.0, who="it")
+
+    asyncio.run(whole())
+
+
+@answers_calls
+class Relaying:
+    """An actor that calls another, or waits to be called."""
+
+    async def process(self) -> int:
+        return os.getpid()
+
+    async def wait(self) -> None:
+        await asyncio.sleep(60.0)
+
+    async def relay(self, other: Any, method: str) -> Any:
+        return await call(other, method, within_s=60.0, who="other")
+
+
+def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> None:
+    """By itself Dask would have it wait until the lost one's key is back, or try for 30 s to connect."""
+
+    async def whole() -> None:
+        async with (
+            LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+            Client(cluster, asynchronous=True, direct_to_workers=True) as client,
+        ):
+            here, there = (w.worker_address for w in cluster.workers.values())
+            one = await client.submit(Relaying, actor=True, workers=[here], key="one")
+            held = client.submit(Relaying, actor=True, workers=[there], key="other")
+            other = await held
+            process = await call(one, "relay", other, "process", within_s=30.0, who="one")
+            calls = [asyncio.ensure_future(call(one, "relay", other, "wait", within_s=30.0, who="one"))]
+            await asyncio.sleep(0.5)
+            os.kill(process, signal.SIGKILL)
+            for pause_s in (0.0, 3.0, 0.0):  # while it was called; once everybody knows of its end; again
+                await asyncio.sleep(pause_s)
+                async with asyncio.timeout(10.0):
+                    with pytest.raises(ActorLost, match=r"^other is gone"):
+                        await calls.pop()
+                calls.append(asyncio.ensure_future(call(one, "relay", other, "wait", within_s=30.0, who="one")))
+            calls.pop().cancel()
 
     asyncio.run(whole())

@@ -141,6 +141,24 @@ def test_responses_are_as_long_and_as_good_as_the_workload_says() -> None:
         engine.close()
 
 
+def test_a_request_ends_with_its_turn_and_the_next_one_goes_on_from_what_was_given() -> None:
+    acting = workload(kind="agentic")
+    engine = EmulatedEngine(settings(time_scale=50.0, workload=acting), InstanceId("i"))
+    try:
+        for trajectory in range(6):
+            tokens = 0
+            for turn in acting.turns(*divmod(trajectory, 4)):
+                engine.submit(
+                    [request(trajectory, (3, 10, 14, 7) + (5,) * tokens, num_prior=tokens, max_new_tokens=100)]
+                )
+                (sampled,) = collect(engine, 1).values()
+                assert (sampled.first, len(tokens_of(sampled))) == (tokens, turn.tokens)
+                assert sampled.finish is FinishReason.STOP
+                tokens += turn.tokens + turn.tool_tokens
+    finally:
+        engine.close()
+
+
 def test_time_passes_as_the_cost_model_says() -> None:
     """One request alone: its tokens times the step time, and not sooner. (That it is not much later is measured, in
     benchmarks/reality.py overhead.)"""
@@ -155,12 +173,15 @@ def test_time_passes_as_the_cost_model_says() -> None:
         engine.close()
 
 
-def test_what_a_pull_needs_is_imported_before_the_engine_is_ready() -> None:
-    """torch takes seconds on a busy machine: an instance may take them to start, not to answer its first pull."""
+def test_what_a_pull_needs_is_imported_before_the_engine_is_ready(tmp_path: Path) -> None:
+    """Imports take seconds on a busy machine: an instance may take them to start, not to answer its first pull."""
+    folder = ParameterFolder(tmp_path / "weights")
+    folder.publish(PolicyVersion(0), weights(0))
     script = (
-        "import pickle, sys; from stores.trajectory import InstanceId; from tasks.engines import emulated; "
-        "settings = pickle.loads(bytes.fromhex(sys.argv[1])); assert 'torch' not in sys.modules; "
-        "emulated.build(settings, InstanceId('i'), 1).close(); print('safetensors.torch' in sys.modules)"
+        "import pickle, sys; from pathlib import Path; from stores.trajectory import InstanceId; "
+        "from tasks.engines import emulated; settings = pickle.loads(bytes.fromhex(sys.argv[1])); "
+        "engine = emulated.build(settings, InstanceId('i'), 1); before = set(sys.modules); "
+        "engine.load(0, Path(sys.argv[2])); engine.close(); print(sorted(set(sys.modules) - before))"
     )
-    command = [sys.executable, "-c", script, pickle.dumps(settings()).hex()]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+    command = [sys.executable, "-c", script, pickle.dumps(settings()).hex(), str(folder.path(PolicyVersion(0)))]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"

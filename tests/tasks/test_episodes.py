@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import actor_settings, loading
+from pipeline.config import actor_settings, loading, user_files
 from pipeline.config.checks import check_job
 from stores.errors import ConfigError
 from tasks.episodes.answers import EpisodeKey
@@ -200,9 +200,10 @@ def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_p
     job.write_text(f'[model]\npath = "x"\n[task]\nsource = "{games}:Guess"\n[environment]\nmax_turns = 5\n')
     config = loading.load(job)
     made = actor_settings.episode_settings(config)
-    assert made is not None and made.limits.max_turns == 5
+    assert made.limits.max_turns == 5
     assert made.source.build().task(0).prompt == "Guess a number from 1 to 8."
-    assert actor_settings.episode_settings(loading.load(job, ["task.source=reasoning_gym:chain_sum"])) is None
+    assert user_files.located(config).acts
+    assert not user_files.located(loading.load(job, ["task.source=reasoning_gym:chain_sum"])).acts
     with pytest.raises(ConfigError, match=r"reward\.function = 'math_verify': task\.source = .* rewards its episodes"):
         actor_settings.episode_settings(loading.load(job, ["reward.function=math_verify"]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,7 @@ def rows(count: int) -> list[Row]:
             prompt=RNG.integers(3, 20, int(RNG.integers(2, 9))).astype(np.int32),
             response=RNG.integers(3, 20, length).astype(np.int32),
             behaviour=RNG.normal(-1, 0.3, length).astype(np.float32),
+            sampled=np.ones(length, bool),
             advantage=float(RNG.normal()),
             staleness=i % 2,
         )
@@ -197,7 +199,7 @@ def test_a_trainer_goes_on_from_its_resume_point_as_if_it_had_never_stopped(tiny
 
 def test_rows_without_gradient_still_count_in_the_denominator(tiny_model: Any) -> None:
     data = rows(6)
-    muted = [Row(prompt=r.prompt, response=r.response, behaviour=r.behaviour, advantage=0.0, staleness=0) for r in data]
+    muted = [replace(r, advantage=0.0, staleness=0) for r in data]
     alone = trainer(tiny_model).step(0, data[:3])
     together = trainer(tiny_model).step(0, data[:3] + muted[3:])
     share = sum(len(r.response) for r in data[:3]) / sum(len(r.response) for r in data)
@@ -239,9 +241,7 @@ def test_learning_rate_schedule(tiny_model: Any) -> None:
 
 def test_a_non_finite_gradient_changes_no_weights(tiny_model: Any) -> None:
     data = rows(2)
-    poison = Row(
-        prompt=data[0].prompt, response=data[0].response, behaviour=data[0].behaviour, advantage=math.inf, staleness=0
-    )
+    poison = replace(data[0], advantage=math.inf, staleness=0)
     one = trainer(tiny_model)
     before = torch.cat([p.detach().flatten().clone() for p in one.model.parameters()])
     one.step(0, [poison, data[1]])

@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores.trajectory import Ended, Fate, GroupId, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
+from stores.trajectory import (
+    Ended,
+    Fate,
+    Given,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Span,
+    Trajectory,
+    TrajectoryId,
+)
 from tasks.actors import trajectory_server
 from tasks.actors.trainer import Trainer
 from tasks.training.packing import BatchPart, PackedRows, Row, part_end
@@ -29,20 +40,22 @@ def consumed(lengths: list[tuple[int, list[int]]]) -> list[Ended]:
     rng = np.random.default_rng(0)
 
     def one(i: int, prompt: int, parts: list[int]) -> Ended:
-        segments = tuple(
-            Segment(
+        spans: list[Span] = []
+        for n in parts:
+            if spans and i % 2:
+                spans.append(Given(role="tool", tokens=rng.integers(0, 99, 3).astype(np.int32)))
+            segment = Segment(
                 version=PolicyVersion(2),
                 instance=InstanceId("rollout-0"),
                 tokens=rng.integers(0, 99, n).astype(np.int32),
                 logprobs=rng.normal(size=n).astype(np.float32),
             )
-            for n in parts
-        )
+            spans.append(segment)
         trajectory = Trajectory(
             id=TrajectoryId(i),
             group=GroupId(i),
             prompt_tokens=rng.integers(0, 99, prompt).astype(np.int32),
-            segments=segments,
+            spans=tuple(spans),
             v_traj=PolicyVersion(i % 3),
         )
         return Ended(trajectory=trajectory, fate=Fate.CONSUMED, step=2, advantage=i - 0.5, loss_mask=i % 4 != 3)
@@ -51,7 +64,9 @@ def consumed(lengths: list[tuple[int, list[int]]]) -> list[Ended]:
 
 
 def same(one: Row, other: Row) -> bool:
-    arrays = all(getattr(one, n).tolist() == getattr(other, n).tolist() for n in ("prompt", "response", "behaviour"))
+    arrays = all(
+        getattr(one, n).tolist() == getattr(other, n).tolist() for n in ("prompt", "response", "behaviour", "sampled")
+    )
     return arrays and all(getattr(one, n) == getattr(other, n) for n in ("advantage", "staleness", "trained"))
 
 
@@ -87,11 +102,11 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
     class Server:
         async def batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchPart:
             asked.append(first)
-            last = part_end(data, first, 200)
+            last = part_end(data, first, 220)
             return BatchPart(packed=PackedRows.of(data[first:last]), rest=len(data) - last)
 
     class Keeps(Weights):
-        def build(self) -> Keeps:
+        def build(self, threads: int) -> Keeps:
             return self
 
         def step(self, step: int, rows: Any) -> dict[str, float]:

@@ -47,7 +47,7 @@ def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp
         config = loading.load(job, ("rollout.max_new_tokens=100",))
         server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         one, two = (
-            RolloutInstance(actor_settings.engine_settings(config, i, ()), InstanceId(name), 1, 100, 30.0, 0.0)
+            RolloutInstance(actor_settings.engine_settings(config, i, ()), InstanceId(name), 1, 100, 100, 30.0, 0.0)
             for i, name in enumerate("ab")
         )
         try:
@@ -87,7 +87,7 @@ def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Pat
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         one, two = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 30.0, 0.0)
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 100, 30.0, 0.0)
             for name in ("one", "two")
         )
         await server.draw(0, 1)
@@ -112,7 +112,7 @@ def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> N
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         old, new = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 30.0, 0.0)
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 100, 30.0, 0.0)
             for name in ("old", "new")
         )
         await server.draw(0, 1)
@@ -135,7 +135,7 @@ def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(t
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         lost, other = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 30.0, spool_s)
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 100, 30.0, spool_s)
             for name, spool_s in (("lost", 1.0), ("other", 0.0))
         )
         await server.draw(0, 1)
@@ -168,7 +168,7 @@ def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path:
         world = World(length=lambda _: 90)
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 30.0, 0.0)
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 100, 30.0, 0.0)
 
         class Away:
             async def deliver(self, *_: object) -> None:
@@ -194,7 +194,7 @@ def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> Non
         config = Body(tmp_path).config()
         settings = actor_settings.server_settings(config, tmp_path / "store", 128)
         first = server_class(world)(settings, 0.0)
-        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 30.0, 1.0)
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 100, 30.0, 1.0)
         await first.draw(0, 4)
         await one.route(first, tuple(item(i, 1) for i in range(6)))
         assert len(await one.next_events(first, 5.0)) == 5
@@ -271,7 +271,7 @@ def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
             return Busy()
 
     async def scenario() -> None:
-        one = RolloutInstance(Settings(), InstanceId("one"), 1, 100, 30.0, 0.0)
+        one = RolloutInstance(Settings(), InstanceId("one"), 1, 100, 100, 30.0, 0.0)
         report, _ = await asyncio.gather(one.report(), gate.open())
         assert report == load
         await one.close()

@@ -193,9 +193,7 @@ def tooled(tmp_path: Path) -> Path:
 
 
 def settings(job: Path, *overrides: str) -> EpisodeSettings:
-    found = actor_settings.episode_settings(loading.load(job, overrides))
-    assert found is not None
-    return found
+    return actor_settings.episode_settings(loading.load(job, overrides))
 
 
 async def answers(episodes: Episodes, turns: Sequence[str], made: EpisodeSettings, **key: Any) -> list[Answer]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ NO_ROWS = PackedRows(
     prompt_tokens=np.empty(0, np.int32),
     response_tokens=np.empty(0, np.int32),
     behaviour=np.empty(0, np.float32),
+    sampled=np.empty(0, np.bool_),
     lengths=np.empty((0, 2), np.int64),
     advantages=np.empty(0, np.float32),
     staleness=np.empty(0, np.int64),
@@ -43,7 +46,7 @@ class Weights:
     def __init__(self, full: bool = False, error: Exception | None = None) -> None:
         self.full, self.error = full, error
 
-    def build(self) -> Weights:
+    def build(self, threads: int) -> Weights:
         return self
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
@@ -126,6 +129,50 @@ def test_an_emulated_trainer_goes_on_from_its_resume_points(tmp_path: Path) -> N
         await second.close()
 
     asyncio.run(whole())
+
+
+WITHOUT_TORCH = """
+import asyncio, sys
+from pathlib import Path
+from stores.parameters import ParameterFolder
+from stores.trajectory import InstanceId, PolicyVersion
+from tasks.actors.trainer import Trainer
+from tasks.actors import parameter_server, reward_worker, rollout_instance, trajectory_server
+from tasks.training.emulated import EmulatedTraining
+from tests.tasks.test_engine_emulated import EmulatedEngine, settings
+
+async def whole(folder):
+    training = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
+    trainer = Trainer(training, f"{folder}/memory", 1, 60.0, f"{folder}/resume", 1)
+    initial = await trainer.publish_initial((), PolicyVersion(0), "")
+    engine = EmulatedEngine(settings(), InstanceId("i"))
+    loaded = engine.load(PolicyVersion(0), Path(initial.path))
+    assert loaded.fingerprint == initial.fingerprint
+    await trainer.save_checkpoint(f"{folder}/checkpoint")
+    engine.close()
+    await trainer.close()
+    print(initial.fingerprint)
+
+before = "torch" in sys.modules
+asyncio.run(whole(sys.argv[1]))
+sys.exit("torch was loaded" if "torch" in sys.modules and not before else "by the tests themselves" if before else 0)
+"""
+
+
+def test_an_emulated_run_loads_no_torch_and_its_weights_have_the_fingerprint_they_always_had(tmp_path: Path) -> None:
+    """Importing it takes each of a run's processes 1.5 CPU-seconds, at each start and each recovery."""
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == fingerprint({"emulated": torch.tensor([0.0])})
+
+
+def test_a_resume_point_of_an_earlier_version_of_emulated_training_is_gone_on_from(tmp_path: Path) -> None:
+    policy = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0).build(1)
+    torch.save({"version": 7}, tmp_path / "v00000007.pt")
+    policy.load_state(tmp_path / "v00000007.pt")
+    assert fingerprint(policy.published()) == fingerprint({"emulated": torch.tensor([7.0])})
 
 
 def test_a_resumed_version_is_compared_by_the_scheme_its_fingerprint_was_recorded_by(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""Submitting a job: whoever submits may be killed at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client
+
+from pipeline.config import loading
+from pipeline.jobs import submission
+from pipeline.scheduler import board
+from pipeline.scheduler.connection import Where
+from tests.runtime.test_run_folder import JOB
+from tests.scheduler.test_board import Jobs, on
+
+
+class KilledError(BaseException):
+    """The submitter is gone; its connection closes."""
+
+
+async def submit(jobs: Jobs, job: Path) -> dict[str, Any]:
+    where = Where(address=jobs.cluster.scheduler_address)
+    return await submission.submit(loading.load(job), where)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "light.toml"
+    path.write_text(JOB.format(runs=tmp_path / "runs"))
+    return path
+
+
+async def only(jobs: Jobs) -> list[dict[str, Any]]:
+    """The jobs of the board, once none is on its way any more."""
+    async with asyncio.timeout(20.0):
+        while True:
+            found: list[dict[str, Any]] = await board.ask(jobs.client, "jobs")
+            if all(job["state"] == "failed" or "the cluster has 0" in job["why"] for job in found):
+                return found
+            await asyncio.sleep(0.05)
+
+
+def test_a_submitted_job_has_its_place_in_the_queue(job: Path) -> None:
+    async def script(jobs: Jobs) -> None:
+        told = await submit(jobs, job)
+        assert told["why"].startswith("needs 3 worker processes")
+        assert [one["id"] for one in await only(jobs)] == [told["id"]]
+        assert await jobs.runs(told["id"]) == "no-worker"
+
+    on(0, script)
+
+
+def test_a_submitter_that_is_killed_before_it_has_sent_the_driver_leaves_no_job_that_waits(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KilledError
+
+    monkeypatch.setattr(Client, "submit", killed)
+
+    async def script(jobs: Jobs) -> None:
+        with pytest.raises(KilledError):
+            await submit(jobs, job)
+        (left,) = await only(jobs)
+        assert (left["state"], left["why"]) == (
+            "failed",
+            "the process that submitted it was gone before it had sent it",
+        )
+
+    on(0, script)
+
+
+def test_a_job_whose_submitter_is_killed_once_it_has_sent_the_driver_waits_in_the_queue(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Client.submit
+
+    def killed(*args: Any, **options: Any) -> None:
+        send(*args, **options)
+        raise KilledError
+
+    monkeypatch.setattr(Client, "submit", killed)
+
+    async def script(jobs: Jobs) -> None:
+        with pytest.raises(KilledError):
+            await submit(jobs, job)
+        for left in await only(jobs):
+            assert left["state"] == "failed" or await jobs.runs(left["id"]) == "no-worker"
+
+    on(0, script)
+
+
+def test_a_job_that_is_cancelled_before_its_driver_has_arrived_is_stopped(job: Path) -> None:
+    async def script(jobs: Jobs) -> None:
+        needs = {"instances": 1, "rewards": 1, "driver": True}
+        told = {"name": "half", "run_dir": "/runs/half", "steps": 1, "by": jobs.client.id}
+        await board.ask(jobs.client, "submit", id="half", **told, needs=needs, wait_s=0.0)
+        assert await board.ask(jobs.client, "stop", id="half", why="cancelled") == "waiting"
+        assert (await jobs.of("half"))["state"] == "stopped"
+
+    on(0, script)
