@@ -237,3 +237,33 @@ def test_a_job_whose_environment_cannot_be_used_is_one_line(
     assert "\n" not in str(caught.value)
     if name == "Guess":
         assert check_job(loading.load(job)) == []
+
+
+SLOW = """
+import time
+
+class Slow:
+    def reset(self, seed):
+        time.sleep(0.5)
+        with open({told!r}, "a") as told:
+            told.write("reset\\n")
+        return f"{{seed}}", {{}}
+
+    def step(self, action):
+        return "", 0.0, True, False, {{}}
+"""
+
+
+def test_a_check_does_not_reset_a_slow_environment_once_for_each_held_out_task(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    (tmp_path / "slow.py").write_text(SLOW.format(told=str(told)))
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'runs_dir = "{tmp_path}"\n[model]\npath = "{tiny_model}"\n[task]\nsource = "{tmp_path}/slow.py:Slow"\n'
+        "eval_prompts = 200\n[rollout]\nmax_new_tokens = 24\n"
+        '[cluster]\nkind = "file"\nscheduler_file = "x"\n'
+    )
+    assert check_job(loading.load(job)) == []
+    assert len(told.read_text().splitlines()) < 20
