@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,41 @@ def test_a_job_whose_environment_cannot_be_used_is_one_line(
     assert "\n" not in str(caught.value)
     if name == "Guess":
         assert check_job(loading.load(job)) == []
+
+
+def test_a_coroutine_may_return_a_reward_when_its_episode_is_cut(games: Path) -> None:
+    made = settings(f"{games}:graceful", max_turns=2)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        assert said(await played(episodes, task, ["a", "b"]))[-1] == ((), True, 0.5, {"cut": 1.0}, "")
+        assert said([await acted(episodes, task, "a", cut=True, member=1)]) == [((), True, 0.5, {"cut": 1.0}, "")]
+        await acted(episodes, task, "a", member=2)
+        key = EpisodeKey(task=0, member=2)
+        assert [await episodes.end(key, task.record) for _ in range(2)][1].reward == 0.5
+        await episodes.close()
+
+    running(work())
+
+
+def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None:
+    made = settings(f"{games}:Guess")
+    source = replace(made.source, evaluation=f"{games}:AsyncMoody")
+    made = replace(made, source=source)
+    built = source.build()
+    train, held_out = built.task(0), built.task(0, held_out=True)
+    assert (train.prompt, held_out.prompt) == ("Guess a number from 1 to 8.", "what now?")
+    assert held_out.identity == ("what now?", held_out.record["seed"])
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        await episodes.check()
+        assert said([await acted(episodes, train, "8")]) == higher("lower")
+        assert said([await acted(episodes, held_out, "8", held_out=True)]) == higher("1")
+        await episodes.close()
+
+    running(work())
 
 
 SLOW = """
