@@ -26,6 +26,7 @@ from stores.memory import MemoryStore
 from stores.resume_points import ResumePoints
 from stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from tasks.actors.calls import call
+from tasks.actors.environment_host import EnvironmentHost
 from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import Evaluated, RolloutInstance
@@ -93,6 +94,7 @@ class World:
             TrajectoryServer: lambda host, *args: server_class(self)(*args),
             RolloutInstance: lambda host, settings, *args: VirtualRolloutInstance(VirtualSettings(self), *args),
             RewardWorker: lambda host, *args: VirtualRewardWorker(self, *args),
+            EnvironmentHost: lambda host, *args: EnvironmentHost(*args),
             Trainer: lambda host, *args: PlayedTrainer(self, host, *args),
             ParameterServer: lambda host, *args: PlayedParameterServer(self, host, *args),
         }
