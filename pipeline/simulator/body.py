@@ -216,6 +216,7 @@ class SimulatedRun:
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
                     self.trace.wasted_tokens += self._tokens.pop(ending.trajectory, 0)
                     self._given.pop(ending.trajectory, None)
+                    self._environments.ended(ending.trajectory)
 
     def _on_instance(self, command: Route | Abort | Interrupt | Pull) -> None:
         one = self._instances.get(command.instance)
@@ -255,6 +256,7 @@ class SimulatedRun:
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
         if self._config.acts:
+            self._environments.begun(command.trajectory)
             turns = (Turn(tokens + self._environments.left_to_sample(command.trajectory, tokens)),)
         one.engine.submit(
             self._now,

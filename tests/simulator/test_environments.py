@@ -223,3 +223,21 @@ def test_turns_that_go_back_where_their_context_is_prefill_less() -> None:
     assert shares[False] < shares[True] - 0.2
     assert "were still cached" in "\n".join(explanation(config, measured[True]))
     assert 0 < measured[True].most_kept_tokens <= 20_000
+
+
+def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_environment() -> None:
+    calls = {"workload__tool_latency": "normal", "workload__tool_s": 10.0, "workload__tool_spread": 10.0,
+             "workload__fixed_turns": True, "workload__turns": 5.0, "workload__sigma": 0.0,
+             "environment__step_s": 1e9, "environment__episode_s": 1e9, "environment__concurrency": 1000}  # fmt: skip
+    batch = {"steps": 1, "staleness__eta": 0, "batch__groups_per_step": 16, "batch__group_size": 8,
+             "rollout__engine__max_running": 128, "rollout__engine__kv_tokens": 100_000}  # fmt: skip
+    config = agents(**calls, **batch)
+    free, locked = (
+        run(dataclasses.replace(config, simulation=dataclasses.replace(config.simulation, lock_step=locked)))
+        for locked in (False, True)
+    )
+    workload = actor_settings.make_workload(config)
+    seconds = np.array([[t.tool_s for t in workload.turns(g, m)[:-1]] for g in range(16) for m in range(8)])
+    assert free.steps[0].ready_s == pytest.approx(seconds.sum(1).max(), abs=5)
+    assert locked.steps[0].ready_s == pytest.approx(seconds.max(0).sum(), abs=5)
+    assert free.steps[0].tokens == locked.steps[0].tokens
