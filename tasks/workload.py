@@ -58,6 +58,10 @@ class WorkloadSettings:
     members: int
     max_tokens: int
     seed: int
+    fixed_turns: bool = False
+    tool_latency: str = "lognormal"
+    tool_spread: float = 1.0
+    reset_s: float = 0.0
 
 
 class DrawnWorkload:
@@ -116,15 +120,30 @@ class DrawnWorkload:
         """Split `total` sampled tokens into turns, with a tool call after each but the last."""
         s = self._settings
         rng = np.random.default_rng(int(seed))
-        count = min(1 + int(rng.poisson(s.turns - 1)), int(MOST_TURNS * s.turns), total)
+        wanted = round(s.turns) if s.fixed_turns else 1 + int(rng.poisson(s.turns - 1))
+        count = min(wanted, int(MOST_TURNS * s.turns), total)
         ends = np.sort(rng.choice(total - 1, count - 1, replace=False)) + 1 if count > 1 else np.zeros(0, np.int64)
         parts = np.diff(np.concatenate([[0], ends, [total]]))
-        tools = s.tool_s * np.exp(rng.standard_normal(count))
+        tools = self._latencies(rng.standard_normal(count))
+        tools[0] += s.reset_s
         last = count - 1
         return tuple(
             Turn(int(n), 0.0 if i == last else float(t), 0 if i == last else s.tool_tokens)
             for i, (n, t) in enumerate(zip(parts, tools, strict=True))
         )
+
+    def _latencies(self, z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds of tool calls, from standard normal numbers."""
+        s = self._settings
+        match s.tool_latency:
+            case "lognormal":
+                return s.tool_s * np.exp(s.tool_spread * z)
+            case "normal":
+                return np.maximum(0.0, s.tool_s + s.tool_spread * z)
+            case "constant":
+                return np.full(len(z), s.tool_s)
+            case _:
+                raise ValueError(f"unknown latency {s.tool_latency!r}")
 
 
 class RecordedWorkload:

@@ -63,6 +63,11 @@ def environment_settings(config: RunConfig) -> EpisodeSettings:
     """Settings of the environment hosts of a job that acts."""
     from tasks.episodes.host import EpisodeSettings
 
+    if config.reward.parts or config.reward.function != "task":
+        raise ConfigError(
+            f"{config.reward.named}: task.source = {config.task.source!r} rewards its episodes itself; set "
+            'reward.function = "task", and return the reward from the environment'
+        )
     return EpisodeSettings(source=source_settings(config), limits=config.environment)
 
 
@@ -91,6 +96,7 @@ def prompt_settings(
         template=config.task.template,
         chat=config.task.chat,
         system=config.task.system,
+        observation=config.environment.template,
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,

@@ -52,7 +52,6 @@ from pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
 from stores.errors import RunStuck
 from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, ended_as
 from tasks.engines.decoding import DecodingInstance
-from tasks.episodes.emulated import EmulatedEpisodes
 from tasks.seeds import Stream, generator
 from tasks.workload import Turn, Workload
 
@@ -114,10 +113,9 @@ class SimulatedRun:
         self._delivered_s = 0.0
         self._next_group = 0
         self._quiet_ticks = 0
-        self._episodes = EmulatedEpisodes(workload, self._members)
         self._environments = SimulatedEnvironments(
-            self._episodes,
-            reward_s=self._simulation.reward_s,
+            config,
+            workload,
             after=lambda seconds, action: self._at(self._now + seconds, action),
             tell=self._environment_told,
         )
@@ -254,7 +252,7 @@ class SimulatedRun:
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
         if self._config.acts:
-            turns = (Turn(tokens + self._episodes.left_to_sample(command.trajectory, tokens)),)
+            turns = (Turn(tokens + self._environments.left_to_sample(command.trajectory, tokens)),)
         prompt_tokens = self._workload.prompt_tokens(group)
         one.engine.submit(self._now, command.trajectory, command.epoch, prompt_tokens, tokens, turns)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from stores.errors import ConfigError
 from tasks.environments import SourceSettings
 from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.episode import Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
+from tasks.episodes.episode import OBSERVED, Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
 from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.episodes.loading import open_environment
@@ -37,6 +37,11 @@ class EpisodeSettings:
 
     source: SourceSettings
     limits: EnvironmentConfig
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of what is said to the model after its turns, as far as that is known beforehand."""
+        return (OBSERVED,)
 
     def build(self) -> Episodes:
         return Episodes(self)

@@ -15,6 +15,10 @@ class EnvironmentConfig:
 
     hosts: int = knob(1, "environment hosts: processes that hold episodes", low=1, high=1024)
     max_turns: int = knob(16, "most turns of an episode; the last one ends it", low=1, high=10_000)
+    template: str = knob(
+        "{observation}",
+        "without task.chat: text around what an environment says after the first time; must contain {observation}",
+    )
     isolation: str = knob(
         "auto",
         "where environments run: auto: coroutines on their host's event loop, all else in a process each; process: all "

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.config import actor_settings, deciding
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Act, Command, Route
-from pipeline.coordination.events import EnvironmentAnswered, Event
+from pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.trace import Trace
-from tasks.episodes.emulated import EmulatedEpisodes, left_to_sample
+from tasks.episodes.emulated import EmulatedEpisodes, StepFaults, left_to_sample
 from tasks.workload import Turn
 from tests.simulator.test_simulator import job, run
 
@@ -21,6 +24,9 @@ AGENTS: dict[str, Any] = {
     "task__environment": "yes", "workload__kind": "agentic", "workload__turns": 4.0, "workload__tool_s": 0.5,
     "workload__tool_tokens": 7,
 }  # fmt: skip
+
+
+PLAIN = actor_settings.make_workload(job(workload__kind="agentic", batch__group_size=2))
 
 
 def agents(**changes: Any) -> RunConfig:
@@ -76,14 +82,13 @@ def test_each_turn_of_every_episode_is_answered_once() -> None:
 def test_environments_answer_what_the_workload_says() -> None:
     config = agents()
     workload = actor_settings.make_workload(config)
-    episodes = EmulatedEpisodes(workload, config.members_started)
+    episodes = EmulatedEpisodes(workload)
     turns = workload.turns(2, 1)
-    trajectory = 2 * config.members_started + 1
-    answers = [episodes.answer(trajectory, number) for number in range(len(turns))]
+    answers = [episodes.answer(2, 1, number) for number in range(len(turns))]
     assert [a.ended for a in answers] == [False] * (len(turns) - 1) + [True]
     assert [(a.seconds, a.tokens) for a in answers] == [(t.tool_s, t.tool_tokens) for t in turns]
     assert answers[-1].reward == workload.reward(2, 1)
-    assert episodes.answer(trajectory, 0, cut=True).ended
+    assert episodes.answer(2, 1, 0, cut=True).ended
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
@@ -91,3 +96,83 @@ def test_the_same_seed_gives_the_same_trace() -> None:
         return run(agents(batch__extra_members=1, simulation__lost_every_s=3.0, simulation__replace_s=1.0))
 
     assert traced() == traced()
+
+
+def test_a_failing_or_hung_environment_is_begun_again_and_only_it() -> None:
+    for faults in ({"simulation__failed_step_share": 0.1}, {"simulation__hung_step_share": 0.1}):
+        config = agents(
+            **faults, environment__step_s=2.0, rollout__max_attempts=1000, workload__tool_latency="constant"
+        )
+        failed: Counter[int] = Counter()
+        waits: list[float] = []
+        asked: dict[int, float] = {}
+
+        def observe(
+            now: float,
+            event: Event,
+            commands: list[Command],
+            failed: Counter[int] = failed,
+            waits: list[float] = waits,
+            asked: dict[int, float] = asked,
+        ) -> None:
+            if isinstance(event, EnvironmentFailed):
+                failed[event.trajectory] += 1
+                waits.append(now - asked[event.trajectory])
+            asked.update({c.trajectory: now for c in commands if isinstance(c, Act)})
+
+        workload = actor_settings.make_workload(config)
+        trace = SimulatedRun(config, workload, observe=observe).run()
+        assert failed.total() > 20
+        assert trace.ended["consumed"] == config.steps * config.trajectories_per_step
+        assert set(trace.ended) <= {"consumed", "aborted:run_ended", "aborted:surplus_group"}
+        assert trace.wasted_tokens > 0
+        if "simulation__hung_step_share" in faults:
+            assert waits == pytest.approx([2.0] * len(waits))
+
+
+def test_what_fails_depends_on_the_attempt_and_on_nothing_that_was_decided() -> None:
+    answers = [EmulatedEpisodes(PLAIN, StepFaults(failed=0.5, seed=3)).answer(g, 0, 0) for g in range(400)]
+    assert sum(bool(a.error) for a in answers) == pytest.approx(200, abs=40)
+    again = EmulatedEpisodes(PLAIN, StepFaults(failed=0.5, seed=3))
+    assert [again.answer(g, 0, 0) for g in range(400)] == answers
+    assert [again.answer(g, 0, 0, attempt=1) for g in range(400)] != answers
+    assert EmulatedEpisodes(PLAIN, StepFaults(hung=1.0)).answer(0, 0, 0).seconds == math.inf
+
+
+@pytest.mark.parametrize(("latency", "mean_s", "deviation_s"), [
+    ("constant", 10.0, 0.0), ("normal", 10.0, 5.0), ("lognormal", 10 * math.exp(0.125), 5.85),
+])  # fmt: skip
+def test_tools_take_as_long_as_their_distribution_says(latency: str, mean_s: float, deviation_s: float) -> None:
+    spread = {"constant": 9.0, "normal": 5.0, "lognormal": 0.5}[latency]
+    config = agents(
+        workload__tool_s=10.0,
+        workload__tool_latency=latency,
+        workload__tool_spread=spread,
+        workload__fixed_turns=True,
+        workload__sigma=0.1,
+    )
+    workload = actor_settings.make_workload(config)
+    turns = [workload.turns(group, 0) for group in range(700)]
+    calls = np.array([turn.tool_s for response in turns for turn in response[:-1]])
+    assert {len(response) for response in turns} == {4}
+    assert calls.min() >= 0
+    assert calls.mean() == pytest.approx(mean_s, rel=0.05)
+    assert calls.std() == pytest.approx(deviation_s, rel=0.1)
+    later = actor_settings.make_workload(dataclasses.replace(config, workload=dataclasses.replace(
+        config.workload, reset_s=100.0)))  # fmt: skip
+    first = [later.turns(g, 0)[0].tool_s - turns[g][0].tool_s for g in range(50)]
+    assert first == pytest.approx([100.0] * 50)
+
+
+def test_what_answers_make_of_a_response_counts_towards_its_limit() -> None:
+    config = agents(rollout__max_new_tokens=60, workload__turns=9.0)
+    trace = run(config, validate_each=True)
+    assert max(step.longest_tokens for step in trace.steps) <= 60
+    capped = run(agents(environment__max_turns=2), validate_each=True)
+    assert capped.commands["Act"] <= 2 * capped.commands["Train"] * config.trajectories_per_step + 200
+
+
+def test_steps_wait_for_a_place_when_as_many_are_under_way_as_hosts_take() -> None:
+    plenty, few = agents(), agents(environment__concurrency=2)
+    assert plenty.environment.concurrency > plenty.max_trajectories_in_flight
+    assert run(few).finished_s > 2 * run(plenty).finished_s

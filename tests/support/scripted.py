@@ -297,7 +297,9 @@ class VirtualRolloutInstance(RolloutInstance):
         assert isinstance(engine, VirtualEngine)
         return engine
 
-    async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
+    async def evaluate(
+        self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float, after: list[int] | None = None
+    ) -> list[Evaluated]:
         """Return a response with as many tokens as its prompt, three seconds later."""
 
         async def wait() -> None:

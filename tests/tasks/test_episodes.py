@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import time
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 
 from pipeline.config import actor_settings, loading, user_files
+from pipeline.config.checks import check_job
 from stores.errors import ConfigError
 from tasks.environments import SourceSettings
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.episodes.host import Episodes, EpisodeSettings
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.task_source import Message, Task, TaskSource, distinct_held_out
+from tests.tasks.chat_models import MODELS
 
 GAMES = '''
 import asyncio, os, random, sys, time
@@ -566,3 +569,36 @@ def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_p
     assert made.source.build().task(0).prompt == "Guess a number from 1 to 8."
     assert user_files.located(config).acts
     assert not user_files.located(loading.load(job, ["task.source=reasoning_gym:chain_sum"])).acts
+    with pytest.raises(ConfigError, match=r"reward\.function = 'math_verify': task\.source = .* rewards its episodes"):
+        actor_settings.environment_settings(loading.load(job, ["reward.function=math_verify"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("Unseeded", [], "reset with the same seed gives another first observation"),
+        ("Unresettable", [], "reset raised: ValueError: no board"),
+        ("Guess", ["task.chat=true"], "drops the <think> parts of earlier turns when a message of role user"),
+        (
+            "Guess",
+            ["environment.template=no place"],
+            r"environment\.template must contain \{observation\}, it is 'no pla",
+        ),
+        ("Guess", ["environment.isolation=cell"], "environment.isolation must be one of auto, process, thread"),
+    ],
+)
+def test_a_job_whose_environment_cannot_be_used_is_one_line(
+    games: Path, tiny_model: Path, tmp_path: Path, name: str, overrides: list[str], message: str
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text(MODELS["qwen3"][0])
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'runs_dir = "{tmp_path}"\n[model]\npath = "{model}"\n[task]\nsource = "{games}:{name}"\neval_prompts = 4\n'
+        '[cluster]\nkind = "file"\nscheduler_file = "x"\n[rollout]\nmax_new_tokens = 24\n'
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_job(loading.load(job, overrides))
+    assert "\n" not in str(caught.value)
+    if name == "Guess":
+        assert check_job(loading.load(job)) == []
