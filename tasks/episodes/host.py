@@ -171,7 +171,7 @@ class Episodes:
         spent_s = held.spent_s
         try:
             async with self._places:
-                answer = await self._step(key, record, held, "", held.num_taken, cut=True)
+                answer = await self._step(key, record, held, held.turns[-1], held.num_taken, cut=True)
         except EpisodeFailed as error:
             answer = _failed(str(error))
         answer = replace(answer, seconds=held.spent_s - spent_s)
