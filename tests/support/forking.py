@@ -25,6 +25,8 @@ from pipeline.runtime.local_cluster import worker_environment
 
 ADDRESS = "STALEFLOW_TESTS_FORK_SERVER"
 """The environment variable that has the server's address; processes that it forks share it."""
+ENTER = ("nsenter", "--mount", "--net", "--target")
+"""How a command begins that is given the network and mounts of a process, whose number is next."""
 _execute = inspect.signature(subprocess.Popen._execute_child)
 
 
@@ -35,6 +37,8 @@ class Program:
     module: str
     arguments: tuple[str, ...]
     safe_path: bool
+    beside: int
+    """A process whose network and mounts it has."""
 
 
 def program(command: Any) -> Program | None:
@@ -42,11 +46,14 @@ def program(command: Any) -> Program | None:
     if isinstance(command, str | bytes | os.PathLike):
         return None
     words = [os.fspath(word) for word in command]
+    beside = os.getpid()
+    if tuple(words[: len(ENTER)]) == ENTER:
+        beside, words = int(words[len(ENTER)]), words[len(ENTER) + 1 :]
     safe_path = words[1:2] == ["-P"]
     python, *rest = [words[0], *words[1 + safe_path :]]
     if python != sys.executable or rest[:1] != ["-m"]:
         return None
-    return Program(rest[1], tuple(rest[2:]), safe_path)
+    return Program(rest[1], tuple(rest[2:]), safe_path, beside)
 
 
 class Popen(subprocess.Popen):
@@ -71,7 +78,7 @@ class Popen(subprocess.Popen):
             "environment": environment,
             "folder": os.fspath(call["cwd"] or Path.cwd()),
             "new_session": call["start_new_session"],
-            "asker": os.getpid(),
+            "beside": forked.beside,
         }
         wanted = [call[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         files = [number if fd == -1 else fd for number, fd in enumerate(wanted)]
