@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stores import reading
+from stores import branches, reading
 from stores.audit import audit
 from stores.errors import ConfigError
 from stores.layout import INT_COLUMNS
@@ -129,6 +129,20 @@ def test_spans_that_do_not_agree_with_the_arrays_are_found(tmp_path: Path, fault
     found = audit(store).findings
     assert [f.what for f in found if f.check == "arrays" and what in f.what], found
     assert plain_audit(store).findings == found
+
+
+def test_a_branch_with_other_rewards_masks_the_tokens_that_it_would_train_on(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "s")
+    trained = np.arange(18) % 2 == 1
+    zeros = np.zeros(18, np.float32)
+    new = branches.Rewards(rewards=zeros, advantages=zeros, loss_mask=trained, errors={})
+    branches.derive(store, tmp_path / "s", "other", new, {})
+    branch = VersionedStore.open(tmp_path / "s", branch="other")
+    assert [f for f in audit(branch).findings if f.check == "arrays"] == []
+    assert int(branch.to_xarray().mask.sum()) == sum(
+        r.trajectory.num_sampled for r in store.ended() if r.trajectory.id % 2
+    )
+    assert audit(store).clean
 
 
 def test_another_role_is_harmless(tmp_path: Path) -> None:
