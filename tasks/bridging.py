@@ -146,7 +146,10 @@ class RendererBridge:
     def _bridged(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
         """The tokens after the turn; None if the package declines, or would change what was sampled."""
         named = [{"role": "user" if m.role in OBSERVED else m.role, "content": m.content} for m in messages]
-        found = self._renderer.bridge_to_next_turn(list(before), list(turn), named)
+        try:
+            found = self._renderer.bridge_to_next_turn(list(before), list(turn), named)
+        except Exception:  # noqa: BLE001  the package raises many kinds for messages that a family has no place for
+            return None
         past = [*before, *turn]
         if found is None or list(found.token_ids[: len(past)]) != past:
             return None

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import fields
-from pipeline.config.deciding import instance_cost
+from pipeline.config.deciding import instance_cost, make_episodes
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stores.versioned import VersionedStore
     from tasks.actors.trajectory_server import ServerSettings
     from tasks.environments import SourceSettings
+    from tasks.episodes.emulated_host import EmulatedHostSettings
     from tasks.episodes.host import EpisodeSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
@@ -62,10 +63,46 @@ def source_settings(config: RunConfig) -> SourceSettings:
     )
 
 
-def environment_settings(config: RunConfig) -> EpisodeSettings:
-    """Settings of the environment hosts of a job that acts."""
-    from tasks.episodes.host import EpisodeSettings
+def environment_settings(config: RunConfig) -> EpisodeSettings | EmulatedHostSettings:
+    """Settings of the environment hosts of a job that acts: those of an emulated run's unless it has texts. Loads a
+    user's file that the job names as its source. Raises ConfigError."""
+    if not config.has_texts:
+        from tasks.episodes.emulated_host import EmulatedHostSettings
 
+        return EmulatedHostSettings(
+            episodes=make_episodes(config, make_workload(config)),
+            limits=config.environment,
+            time_scale=config.time_scale,
+        )
+    return episode_settings(config)
+
+
+def episode_settings(config: RunConfig) -> EpisodeSettings:
+    """Settings of the environment hosts of a job whose task source is an environment, or that has tools. Raises
+    ConfigError."""
+    from tasks.episodes.host import EpisodeSettings
+    from tasks.episodes.loading import is_environment
+
+    plays = is_environment(config.task.source, "task.source")
+    if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != plays:
+        raise ConfigError(
+            f"task.eval_source = {config.task.eval_source!r}: either both it and task.source = {config.task.source!r} "
+            "are environments of many turns, or neither is"
+        )
+    if config.environment.tools:
+        if plays:
+            raise ConfigError(
+                f"environment.tools: task.source = {config.task.source!r} is an environment of many turns, which "
+                "brings its own tools; remove environment.tools"
+            )
+        return EpisodeSettings(
+            source=source_settings(config), limits=config.environment, scoring=scoring_settings(config)
+        )
+    if not plays:
+        raise ConfigError(
+            f"task.environment = 'yes': task.source = {config.task.source!r} is no environment of many turns, and "
+            "environment.tools names no tool; remove it"
+        )
     if config.reward.parts or config.reward.function != "task":
         raise ConfigError(
             f"{config.reward.named}: task.source = {config.task.source!r} rewards its episodes itself; set "

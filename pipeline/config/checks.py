@@ -78,10 +78,12 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     if not here and _elsewhere(config, unchecked):
         return unchecked
     task, prompts = _first_prompt(config, folder)
-    if user_files.settled(config).acts:
-        _try_environment(actor_settings.environment_settings(config), prompts)
-    else:
+    acts = user_files.settled(config).acts
+    environments = actor_settings.episode_settings(config) if acts else None
+    if environments is None or environments.scoring is not None:
         _try_reward(config, task)
+    if environments is not None:
+        _try_environment(environments, prompts)
     return unchecked
 
 

@@ -89,6 +89,11 @@ def _check_texts(config: RunConfig, where: str) -> None:
         raise ConfigError(
             f"{where}: environment.template must contain {{observation}}, it is {shown(config.environment.template)}"
         )
+    if config.environment.tools and config.environment.tool_s >= config.environment.step_s:
+        raise ConfigError(
+            f"{where}: environment.tool_s = {config.environment.tool_s:g} must be less than environment.step_s = "
+            f"{config.environment.step_s:g}, which ends the episode"
+        )
     doubled = "{prompt}".join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{prompt}"))
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # else whoever only reads evaluations would load torch
     from pipeline.runtime.acting import Acting
     from pipeline.runtime.actors import Actors, InstanceHandle
     from pipeline.runtime.membership import Membership
+    from tasks.actors.environment_host import PlayItem
     from tasks.actors.rollout_instance import Evaluated
     from tasks.episodes.answers import Answer, EpisodeKey
     from tasks.prompts import HeldOut
@@ -36,6 +37,12 @@ class _Played:
     def num_tokens(self) -> int:
         """Tokens of the response so far."""
         return len(self.context) - len(self.prompt.tokens)
+
+    def item(self, *, cut: bool) -> PlayItem:
+        """What an environment host is asked to play."""
+        from tasks.actors.environment_host import PlayItem
+
+        return PlayItem(key=self.key, record=self.prompt.record, turns=self.turns, cut=cut)
 
     def end(self, answer: Answer) -> None:
         self.score = ScoredResponse(
@@ -89,15 +96,13 @@ class EpisodePlayer:
 
     async def _act(self, going: list[_Played]) -> None:
         """Have the environments answer, and give what they say to the model."""
-        from tasks.actors.environment_host import PlayItem
-
         limit_s, room = self.config.deadlines.train_s, self.config.rollout.max_new_tokens
         texts = await self.actors.ask("server", "decode", [e.turn for e in going], within_s=limit_s)
         items = []
         for episode, text in zip(going, texts, strict=True):
             episode.turns += (text,)
             full = episode.num_tokens + len(episode.turn) >= room
-            items.append(PlayItem(key=episode.key, record=episode.prompt.record, turns=episode.turns, cut=full))
+            items.append(episode.item(cut=full))
         answers = await self.acting.play(items, limit_s)
         told = []
         for episode, answer in zip(going, answers, strict=True):
@@ -106,10 +111,11 @@ class EpisodePlayer:
             else:
                 told.append((episode, (episode.context, episode.turn, answer.messages, len(episode.turns))))
         given = await self.actors.ask("server", "bridge", [turn for _, turn in told], within_s=limit_s)
-        full_ones = []
+        ends = []
         for (episode, _), ids in zip(told, given, strict=True):
             episode.context += (*episode.turn, *ids)
             if episode.num_tokens >= room:
-                full_ones.append(episode)
-        for episode, answer in zip(full_ones, await self.acting.end([e.key for e in full_ones], limit_s), strict=True):
+                ends.append((episode, episode.item(cut=True)))
+        ended = await self.acting.end([item for _, item in ends], limit_s)
+        for (episode, _), answer in zip(ends, ended, strict=True):
             episode.end(answer)

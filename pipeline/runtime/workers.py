@@ -175,8 +175,13 @@ class DaskWorkers:
         """Give up an actor that has closed, and let its process leave the cluster for good. Never raises."""
         leaving = self.placed[name]
         self.lost.add(leaving.address)
-        for other in [p.name for p in self.placed.values() if p.address == leaving.address]:
-            self.forget(other)
+        leave = [p for p in self.placed.values() if p.address == leaving.address]
+        for other in leave:
+            self.forget(other.name)
+        # The scheduler keeps a worker as long as anybody wants an actor there: so does each handle of it, also those
+        # that others were given, until they are collected.
+        with contextlib.suppress(Exception):
+            await self.client.cancel([p.future for p in leave], force=True)
         for _ in range(RETIRE_TRIES):
             with contextlib.suppress(Exception):
                 if await self.client.retire_workers([leaving.address]):

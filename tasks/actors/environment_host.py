@@ -71,7 +71,7 @@ class Environments(Protocol):
 
     async def act(self, key: EpisodeKey, record: Record, turns: tuple[str, ...], *, cut: bool) -> Answer: ...
 
-    async def end(self, key: EpisodeKey) -> Answer: ...
+    async def end(self, key: EpisodeKey, record: Record) -> Answer: ...
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None: ...
 
@@ -134,9 +134,9 @@ class EnvironmentHost:
         acts = (self._environments.act(one.key, one.record, one.turns, cut=one.cut) for one in items)
         return list(await asyncio.gather(*acts))
 
-    async def end(self, keys: list[EpisodeKey]) -> list[Answer]:
+    async def end(self, items: list[PlayItem]) -> list[Answer]:
         """End such episodes, for whose next turn there is no room, with their rewards so far."""
-        return list(await asyncio.gather(*map(self._environments.end, keys)))
+        return list(await asyncio.gather(*(self._environments.end(one.key, one.record) for one in items)))
 
     async def close(self) -> None:
         for task in self._acts.values():
@@ -185,7 +185,7 @@ class EnvironmentHost:
             if not taken.problem:
                 return Acted(trajectory=trajectory, epoch=epoch, tokens=taken.tokens)
             if taken.problem == "full":
-                answer = await self._environments.end(key)
+                answer = await self._environments.end(key, state.record)
             else:
                 self._environments.cancel([key])
                 answer = Answer(ended=True, error=DIFFERS)

@@ -43,8 +43,11 @@ class PlayedClient:
         self.error: Exception | None = None
         self.submitted: list[dict[str, Any]] = []
         self.restarted: list[str] = []
+        self.cancelled: list[Any] = []
+        """Actors that nobody may want any more, whoever still has a handle of one."""
         self.retiring: list[str] = []
-        """Each time a worker was asked to leave; the scheduler lets it go at the second time."""
+        """Each time a worker was asked to leave; the scheduler lets it go at the second time, if its actors were
+        cancelled."""
         self.scheduler = self
         self.id = "Scheduler-1"
 
@@ -65,7 +68,11 @@ class PlayedClient:
 
     async def retire_workers(self, addresses: list[str]) -> dict[str, Any]:
         self.retiring += addresses
-        return dict.fromkeys(addresses) if len(self.retiring) > 1 else {}
+        return dict.fromkeys(addresses) if len(self.retiring) > 1 and self.cancelled else {}
+
+    async def cancel(self, futures: list[Any], force: bool) -> None:
+        assert force, "others have handles, too"
+        self.cancelled += futures
 
     async def restart_workers(self, addresses: list[str], timeout: float, raise_for_error: bool) -> None:
         self.restarted += addresses
@@ -245,6 +252,7 @@ def test_a_retired_worker_leaves_the_cluster_once_the_scheduler_counts_no_actor_
         assert (placing.placed, client.restarted) == ({}, [])
         assert leaving.future.released
         assert beside.future.released
+        assert client.cancelled == [leaving.future, beside.future]
         assert client.retiring == ["tcp://a", "tcp://a"]
         assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b", "not there again, should it stay"
 
