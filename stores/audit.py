@@ -174,7 +174,7 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
         where = "records" if "records" in lengths else "text"
         yield Finding(check="arrays", where=where, what=f"step records cannot be read: {error}")
         return
-    for name in ("rows/int", "rows/float"):
+    for name in (n for n in lengths if n.startswith("rows/")):
         if lengths[name] != num_rows:
             yield Finding(check="arrays", where=name, what=f"{lengths[name]} rows, step records count {num_rows}")
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}

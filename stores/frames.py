@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,16 @@ TOKEN_CHUNKS = 16
 COLUMNS = {
     "trajectory": "int64", "group": "int64", "step": "int64", "fate": "str", "reason": "str", "finish": "str",
     "v_traj": "int64", "staleness": "int64", "reward": "float32", "advantage": "float32", "loss_mask": "bool",
-    "error": "str", "prompt_tokens": "int64", "response_tokens": "int64",
+    "error": "str", "prompt_tokens": "int64", "response_tokens": "int64", "turns": "int64", "given_tokens": "int64",
+    "tool_s": "float64",
 }  # fmt: skip
-"""Scalar columns and their types; counts are in tokens."""
-ARRAYS = {"prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int32"}
-"""Columns with one array per row; logprobs (behaviour, nats) and versions are the response's."""
+"""Scalar columns and their types; counts are in tokens. response_tokens: the sampled ones; given_tokens: those given
+between turns; tool_s: seconds that environments took."""
+ARRAYS = {
+    "prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int32", "sampled": "bool",
+}  # fmt: skip
+"""Columns with one array per row. response_ids are all tokens after the prompt, given ones included, and the others are
+theirs: behaviour logprobs, nats, 0 of given ones; versions, -1 of given ones; whether each was sampled."""
 
 
 def require(module: str) -> Any:
@@ -54,11 +60,15 @@ def record(row: Ended) -> dict[str, Any]:
         "loss_mask": row.loss_mask,
         "error": t.error,
         "prompt_tokens": len(t.prompt_tokens),
-        "response_tokens": t.num_tokens,
+        "response_tokens": t.num_sampled,
+        "turns": len(t.turns),
+        "given_tokens": t.num_given,
+        "tool_s": t.tool_s,
         "prompt_ids": t.prompt_tokens,
         "response_ids": t.response_tokens,
         "logprobs": t.logprobs,
         "versions": t.versions,
+        "sampled": t.sampled,
     }
 
 
@@ -99,7 +109,7 @@ def _partition(first: int, last: int, read: Callable[[int, int], Iterable[Ended]
 
 def to_xarray(table: Mapping[str, Any], offsets: Any, root: Any, attributes: Mapping[str, Any]) -> Any:
     """An xarray.Dataset of a store's columns and, lazily, its flat token arrays. offsets: index in `token` of each
-    trajectory's first token; prompt_tokens + response_tokens of them follow. Raises ConfigError."""
+    trajectory's first token; prompt_tokens + response_tokens + given_tokens of them follow. Raises ConfigError."""
     xarray, array = require("xarray"), require("dask.array")
     variables: dict[str, Any] = {name: ("trajectory", column) for name, column in table.items() if name != "trajectory"}
     variables["offset"] = ("trajectory", offsets)
@@ -111,26 +121,41 @@ def to_xarray(table: Mapping[str, Any], offsets: Any, root: Any, attributes: Map
 
 
 def arrow_schema(texts: dict[str, str]) -> Any:
-    """The pyarrow schema of `arrow_table`. texts: names of the two text columns."""
+    """The pyarrow schema of `arrow_table`. texts: names of the columns of texts and messages."""
     arrow = require("pyarrow")
     fields = [(name, arrow.type_for_alias("string" if dtype == "str" else dtype)) for name, dtype in COLUMNS.items()]
     lists = [(name, arrow.list_(arrow.type_for_alias(dtype))) for name, dtype in ARRAYS.items()]
     # Not a map: the datasets library does not support maps.
     parts = ("reward_parts", arrow.list_(arrow.struct([("name", arrow.string()), ("value", arrow.float64())])))
-    return arrow.schema([*fields, *((name, arrow.string()) for name in texts.values()), *lists, parts])
+    said = [
+        ("role", arrow.string()),
+        ("content", arrow.string()),
+        ("tokens", arrow.int64()),
+        ("seconds", arrow.float64()),
+    ]
+    kinds = {**dict.fromkeys(texts, arrow.string()), "messages": arrow.list_(arrow.struct(said))}
+    return arrow.schema([*fields, *((name, kinds[what]) for what, name in texts.items()), *lists, parts])
 
 
-def arrow_table(rows: list[Ended], texts: dict[str, str], prompts: list[str], responses: list[str]) -> Any:
-    """A pyarrow.Table of rows and their texts. texts: names of the columns for `prompt` and `response`."""
+@dataclass(frozen=True, slots=True)
+class RowTexts:
+    """A row's texts. messages: what was said after the prompt, by the names role, content, tokens, seconds."""
+
+    prompt: str
+    response: str
+    messages: list[dict[str, Any]]
+
+
+def arrow_table(rows: list[Ended], texts: dict[str, str], read: list[RowTexts]) -> Any:
+    """A pyarrow.Table of rows and their texts. texts: names of the columns for `prompt`, `response` and `messages`."""
     arrow = require("pyarrow")
     records = [
         {
             **record(row),
-            texts["prompt"]: p,
-            texts["response"]: r,
+            **{name: getattr(one, what) for what, name in texts.items()},
             "reward_parts": [{"name": n, "value": v} for n, v in row.trajectory.reward_parts.items()],
         }
-        for row, p, r in zip(rows, prompts, responses, strict=True)
+        for row, one in zip(rows, read, strict=True)
     ]
     schema = arrow_schema(texts)
     if len(schema) != len({*COLUMNS, *ARRAYS, *texts.values(), "reward_parts"}):

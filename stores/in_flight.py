@@ -260,13 +260,15 @@ class InFlight:
         t = self.live.get(entry.trajectory)
         if t is None or t.finish is FinishReason.UNFINISHED or t.num_tokens != entry.first or not len(entry.tokens):
             return False
+        if t.id in self.scored:
+            return False
         given = Given(role=entry.role, tokens=entry.tokens, seconds=entry.seconds)
         self.live[t.id] = replace(t, spans=(*t.spans, given), finish=FinishReason.UNFINISHED)
         return True
 
     def _restart(self, entry: EpisodeRestarted) -> bool:
         t = self.live.get(entry.trajectory)
-        if t is None or t.num_tokens != entry.tokens or t.id in self.scored:
+        if t is None or entry.epoch < self.routings.get(t.id, LatestRouting(0, 0)).epoch or t.id in self.scored:
             return False
         self.live[t.id] = replace(t, spans=(), finish=FinishReason.UNFINISHED)
         self.routings[t.id] = LatestRouting(entry.epoch + 1, 0)

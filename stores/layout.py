@@ -41,6 +41,8 @@ COMMIT_COLUMNS = (
 """Of a commit. kind: its index in KINDS; first_id, last_id: the smallest and largest of its trajectories, -1 if it has
 none; record_offset: of its record in `records`."""
 FLOAT_COLUMNS = ("reward", "advantage", "arrived_s", "routed_s", "sampled_s", "rewarded_s")
+TURN_COLUMNS = ("turns", "given_tokens", "tool_s")
+"""Of trajectories of many turns. given_tokens: of the response_tokens; tool_s: seconds that environments took."""
 
 FINISHES, FATES, REASONS = tuple(FinishReason), tuple(Fate), tuple(AbortReason)
 TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
@@ -61,6 +63,7 @@ class Packed:
     tokens: dict[str, npt.NDArray[Any]]
     ints: npt.NDArray[np.int64]  # [R, len(INT_COLUMNS)]
     floats: npt.NDArray[np.float32]  # [R, len(FLOAT_COLUMNS)]
+    turns: npt.NDArray[np.float64]  # [R, len(TURN_COLUMNS)]
     text: bytes
     num_tokens: int
 
@@ -70,6 +73,7 @@ def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
     columns: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
     ints = np.zeros((len(ended), len(INT_COLUMNS)), np.int64)
     floats = np.zeros((len(ended), len(FLOAT_COLUMNS)), np.float32)
+    turns = np.zeros((len(ended), len(TURN_COLUMNS)))
     text = bytearray()
     offset = begin
     for i, row in enumerate(ended):
@@ -89,12 +93,14 @@ def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
         )  # fmt: skip
         timings = (t.timings.arrived_s, t.timings.routed_s, t.timings.sampled_s, t.timings.rewarded_s)
         floats[i] = (t.reward, row.advantage, *timings)
+        turns[i] = (len(t.turns), t.num_given, t.tool_s)
         text += extra
         offset += prompt + len(response)
     return Packed(
         tokens={name: np.concatenate(parts) for name, parts in columns.items()},
         ints=ints,
         floats=floats,
+        turns=turns,
         text=bytes(text),
         num_tokens=offset - begin,
     )
@@ -113,12 +119,9 @@ def unpack(
     row = dict(zip(INT_COLUMNS, ints, strict=True))
     try:
         extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
-        stored = [
-            (str(who), int(version), int(size), sum(map(float, seconds)))
-            for who, version, size, *seconds in extra["segments"]
-        ]
+        stored = [stored_span(*span) for span in extra["segments"]]
         finish, fate, reason = FINISHES[row["finish"]], FATES[row["fate"]], REASONS[row["reason"]]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         # A flipped bit that decompression did not detect.
         raise StoreError(f"trajectory {row['trajectory']}: its record is corrupt: {error!r}") from error
     begin = row["offset"] - first
@@ -157,6 +160,14 @@ def unpack(
         advantage=advantage,
         loss_mask=bool(row["loss_mask"]),
     )
+
+
+def stored_span(who: str, version: int, size: int, *seconds: float) -> tuple[str, int, int, float]:
+    """A span as `_stored` writes it, with the seconds of a sampled one as 0. Raises ValueError or TypeError for what is
+    none: only a given one has seconds."""
+    if len(seconds) != (version == NO_VERSION):
+        raise ValueError(f"a span of version {version} with {len(seconds)} times")
+    return str(who), int(version), int(size), float(seconds[0]) if seconds else 0.0
 
 
 def _extra(trajectory: Trajectory) -> dict[str, Any]:

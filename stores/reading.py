@@ -21,21 +21,35 @@ import zarr
 from stores import frames, layout
 from stores.base import CODEC, RunHeader, StepRecord
 from stores.errors import ConfigError, StoreError
-from stores.layout import AT, COMMIT_AT, FATES, FINISHES, FLOAT_COLUMNS, INT_COLUMNS, KINDS, REASONS, TOKEN_ARRAYS
+from stores.layout import (
+    AT,
+    COMMIT_AT,
+    FATES,
+    FINISHES,
+    FLOAT_COLUMNS,
+    INT_COLUMNS,
+    KINDS,
+    REASONS,
+    TOKEN_ARRAYS,
+    TURN_COLUMNS,
+)
 from stores.repository import MAIN, branch_names, first_line, repository_at
 from stores.trajectory import Ended, Fate, TrajectoryId
 
-FORMATS = (1, 2)
-"""Versions of the layout that are read; the last is written. Raised whenever code for the old layout would misread the
-new one. Format 1 has `steps` (step, offset and length of the record in `text`) in place of `commits` and `records`."""
+FORMATS = (1, 2, 3)
+"""Versions of the layout that are read. Raised whenever code for the old layout would misread the new one. Format 1 has
+`steps` (step, offset and length of the record in `text`) in place of `commits` and `records`. Format 3 has given tokens
+between sampled ones, and TURNS."""
 Extent = tuple[dict[str, npt.NDArray[Any]], int, bytes, int]
 """Tokens by name and where they begin in the store, texts and where they begin."""
 BLOCK_ROWS = 4096
 """Rows read together."""
 ARRAYS = (*(f"tokens/{name}" for name in TOKEN_ARRAYS), "rows/int", "rows/float", "text")
 """The arrays of all stores."""
+TURNS = "rows/turns"
+"""float64 [R, len(TURN_COLUMNS)], in stores of format 3."""
 RESCORED = "tokens/rescored"
-"""float32 [T], on branches with logprobs: of each response token under another model, nats; 0 elsewhere."""
+"""float32 [T], on branches with logprobs: of each sampled token under another model, nats; 0 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +278,9 @@ class StoreReader:
 
     def table(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
         """The scalar columns of the rows at first <= position < last, all by default, by name."""
-        root = self._read_root()
+        return self._table(self._read_root(), first, last)
+
+    def _table(self, root: Any, first: int, last: int | None) -> dict[str, npt.NDArray[Any]]:
         size = root["rows/int"].shape[0]
         first, last = min(first, size), size if last is None else min(last, size)
         ints = self._slice(root, "rows/int", first, last)
@@ -273,8 +289,17 @@ class StoreReader:
         return columns | {name: floats[:, i] for i, name in enumerate(FLOAT_COLUMNS)}
 
     def columns(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
-        """As `table`, for display: fate, reason and finish in words, without the columns of the layout."""
-        table = self.table(first, last)
+        """As `table`, for display: fate, reason and finish in words, TURN_COLUMNS, without the columns of the layout.
+        response_tokens: the sampled ones."""
+        root = self._read_root()
+        table = self._table(root, first, last)
+        count = len(table["trajectory"])
+        if TURNS in root:
+            turns, given, tool_s = self._slice(root, TURNS, first, first + count).T if count else np.zeros((3, 0))
+        else:
+            turns, given, tool_s = table["response_tokens"] > 0, np.zeros(count), np.zeros(count)
+        table["response_tokens"] = table["response_tokens"] - given.astype(np.int64)
+        table |= {"turns": turns.astype(np.int64), "given_tokens": given.astype(np.int64), "tool_s": tool_s}
         for name, members in (("fate", FATES), ("reason", REASONS), ("finish", FINISHES)):
             table[name] = np.asarray([m.value for m in members])[table[name]]
         return {name: column for name, column in table.items() if name not in ("offset", "text_offset", "text_bytes")}
@@ -309,6 +334,11 @@ class StoreReader:
         root = self._read_root()
         return self._slice(root, "rows/int", first, last), self._slice(root, "rows/float", first, last)
 
+    def turns(self, first: int, last: int) -> npt.NDArray[np.float64] | None:
+        """TURN_COLUMNS of the rows at first <= position < last; None if no trajectory stored has several turns."""
+        root = self._read_root()
+        return self._slice(root, TURNS, first, last) if TURNS in root else None
+
     def integers(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """INT_COLUMNS of the rows at first <= position < last."""
         return self._slice(self._read_root(), "rows/int", first, last)
@@ -329,10 +359,9 @@ class StoreReader:
         text_last = int((ints[:, AT["text_offset"]] + ints[:, AT["text_bytes"]]).max())
         return tokens, first, self._slice(root, "text", text_first, text_last).tobytes(), text_first
 
-    def require_masks(self, first: int, last: int) -> None:
-        """Raise StoreError unless the masks of tokens at first <= token < last can be read. Rows have their mask, too,
-        so nothing else reads these."""
-        self._slice(self._read_root(), "tokens/mask", first, last)
+    def masks(self, first: int, last: int) -> npt.NDArray[np.uint8]:
+        """The loss masks of tokens at first <= token < last. Rows have their mask, too: an audit compares them."""
+        return self._slice(self._read_root(), "tokens/mask", first, last)
 
     def unpacked(
         self,
@@ -381,7 +410,14 @@ class StoreReader:
 
 def array_names(root: Any) -> list[str]:
     """The arrays of a store: those of all stores first, then those that only its format or branch has."""
-    return [*ARRAYS, *(name for name in ("steps", "commits", "records", RESCORED) if name in root)]
+    return [*ARRAYS, *(name for name in (TURNS, "steps", "commits", "records", RESCORED) if name in root)]
+
+
+def single_turns(ints: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """TURN_COLUMNS of rows without given tokens. ints: their INT_COLUMNS."""
+    turns = np.zeros((len(ints), len(TURN_COLUMNS)))
+    turns[:, TURN_COLUMNS.index("turns")] = ints[:, AT["response_tokens"]] > 0
+    return turns
 
 
 def stored_chunk(array: Any) -> int:

@@ -7,7 +7,7 @@ rows can be checked apart, by several processes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +18,13 @@ from stores.base import BatchDigest
 from stores.consumption import is_consumed
 from stores.errors import StoreError
 from stores.findings import Finding
-from stores.layout import AT, FATES, FINISHES, FLOAT_AT, REASONS
+from stores.layout import AT, FATES, FINISHES, FLOAT_AT, REASONS, stored_span
 from stores.reading import BLOCK_ROWS, StoreReader
-from stores.trajectory import NO_VERSION
+from stores.trajectory import NO_VERSION, Given, Span
 
 CHECK = "bound"
+CLOSE_S = 1e-6
+"""Seconds that sums of the same times may differ by."""
 Ints = npt.NDArray[np.int64]
 GAP = 65_536
 """Tokens between rows that are not read just because rows on both sides are."""
@@ -61,7 +63,7 @@ def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowsChecked:
     digests: dict[int, BatchDigest] = {}
     try:
         for block in read_blocks(store, rows.first, rows.last, rows.most_tokens):
-            found.findings += _bound(block, eta)
+            found.findings += _wrong_rows(block, eta)
             _hash(block, digests, rows.steps)
     except StoreError as error:
         found.error = str(error)
@@ -79,8 +81,8 @@ def hash_batches(store: StoreReader, rows: RowRange) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """Rows that were read, and found to agree with the segments in their texts. begin: where the tokens begin in the
-    store; segments: [N, 3] row in the block, version and length of each sampled segment that has tokens."""
+    """Rows that were read, and found to agree with the spans in their texts. begin: where the tokens begin in the
+    store; spans: of all rows, in order; turns: TURN_COLUMNS, None if the store has none."""
 
     ints: Ints
     floats: npt.NDArray[np.float32]
@@ -88,7 +90,34 @@ class RowBlock:
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
-    segments: Ints
+    mask: npt.NDArray[np.uint8]
+    turns: npt.NDArray[np.float64] | None
+    spans: Spans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """Spans of rows, [N] each. rows: in the block; versions: NO_VERSION of given ones; seconds: 0 of sampled ones."""
+
+    rows: Ints
+    versions: Ints
+    sizes: Ints
+    seconds: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[int, int, int, float]]) -> Spans:
+        """From (row, version, tokens, seconds). Raises OverflowError for what is no number of 64 bits."""
+        rows, versions, sizes = np.asarray([span[:3] for span in spans], np.int64).reshape(-1, 3).T
+        return cls(rows=rows, versions=versions, sizes=sizes, seconds=np.asarray([s[3] for s in spans], np.float64))
+
+    def turns(self, count: int) -> npt.NDArray[np.float64]:
+        """[count, 3] TURN_COLUMNS of the rows."""
+        given = self.versions == NO_VERSION
+        begins = ~given  # a turn begins where a sampled span comes first in its row, or after a given one
+        begins[1:] &= given[:-1] | (self.rows[1:] != self.rows[:-1])
+        return np.stack(
+            [np.bincount(self.rows, weights, count) for weights in (begins, given * self.sizes, self.seconds)], axis=1
+        )
 
 
 def read_blocks(store: StoreReader, first: int, last: int, most_tokens: int) -> Iterator[RowBlock]:
@@ -96,7 +125,8 @@ def read_blocks(store: StoreReader, first: int, last: int, most_tokens: int) -> 
     for begin in range(first, last, BLOCK_ROWS):
         ints, floats = store.numbers(begin, min(begin + BLOCK_ROWS, last))
         for a, b in _cuts(ints, most_tokens):
-            yield _read(store, ints[a:b], floats[a:b])
+            turns = store.turns(begin + a, begin + b)
+            yield _read(store, ints[a:b], floats[a:b], turns)
 
 
 def _cuts(ints: Ints, most_tokens: int) -> Iterator[tuple[int, int]]:
@@ -113,15 +143,16 @@ def _cuts(ints: Ints, most_tokens: int) -> Iterator[tuple[int, int]]:
         a = b
 
 
-def _read(store: StoreReader, ints: Ints, floats: npt.NDArray[np.float32]) -> RowBlock:
+def _read(
+    store: StoreReader, ints: Ints, floats: npt.NDArray[np.float32], turns: npt.NDArray[np.float64] | None
+) -> RowBlock:
     tokens, begin, text, text_begin = store.extent(ints)
-    store.require_masks(begin, begin + len(tokens["ids"]))
-    segments = _agreeing(ints, tokens["versions"], begin, text, text_begin)
-    if segments is None:
+    mask = store.masks(begin, begin + len(tokens["ids"]))
+    spans = _agreeing(ints, tokens["versions"], begin, text, text_begin)
+    if spans is None:
         # Something contradicts something: the reader of single rows says what, if it is of consequence.
         rows = list(store.unpacked(ints, floats, tokens, begin, text, text_begin))
-        of_rows = [(i, s.version, len(s.tokens)) for i, r in enumerate(rows) for s in r.trajectory.segments]
-        segments = np.asarray(of_rows, np.int64).reshape(-1, 3)
+        spans = Spans.of([(i, *_of_span(s)) for i, r in enumerate(rows) for s in r.trajectory.spans])
     return RowBlock(
         ints=ints,
         floats=floats,
@@ -129,53 +160,77 @@ def _read(store: StoreReader, ints: Ints, floats: npt.NDArray[np.float32]) -> Ro
         ids=tokens["ids"],
         logprobs=tokens["logprobs"],
         versions=tokens["versions"],
-        segments=segments[(segments[:, 2] > 0) & (segments[:, 1] != NO_VERSION)],
+        mask=mask,
+        turns=turns,
+        spans=spans,
     )
 
 
-def _agreeing(ints: Ints, versions: npt.NDArray[np.int32], begin: int, text: bytes, text_begin: int) -> Ints | None:
-    """The segments of rows that lie one after another, if everything about them is in order; None if anything is not,
-    or if they lie otherwise."""
+def _of_span(span: Span) -> tuple[int, int, float]:
+    """(version, tokens, seconds) of a span."""
+    if isinstance(span, Given):
+        return NO_VERSION, len(span.tokens), span.seconds
+    return span.version, len(span.tokens), 0.0
+
+
+def _lie_in_order(ints: Ints) -> bool:
+    """Whether rows lie one after another."""
     offsets, prompts, responses = (ints[:, AT[name]] for name in ("offset", "prompt_tokens", "response_tokens"))
-    in_place = (
+    return (
         bool((offsets[1:] == (offsets + prompts + responses)[:-1]).all()) and min(prompts.min(), responses.min()) >= 0
     )
+
+
+def _agreeing(ints: Ints, versions: npt.NDArray[np.int32], begin: int, text: bytes, text_begin: int) -> Spans | None:
+    """The spans of rows that lie one after another, if everything about them is in order; None if anything is not,
+    or if they lie otherwise."""
+    offsets, prompts, responses = (ints[:, AT[name]] for name in ("offset", "prompt_tokens", "response_tokens"))
+    in_place = _lie_in_order(ints)
     for name, members in (("finish", FINISHES), ("fate", FATES), ("reason", REASONS)):
         in_place &= bool(((ints[:, AT[name]] >= 0) & (ints[:, AT[name]] < len(members))).all())
     places = (ints[:, AT["text_offset"]] - text_begin).tolist()
     sizes = ints[:, AT["text_bytes"]].tolist()
     try:
         extras = json.loads(b"[%s]" % b",".join(text[a : a + size] for a, size in zip(places, sizes, strict=True)))
-        stored = [(i, version, size) for i, extra in enumerate(extras) for _, version, size, *_ in extra["segments"]]
-        segments = np.asarray(stored, np.int64).reshape(-1, 3)
+        spans = Spans.of([(i, *stored_span(*span)[1:]) for i, extra in enumerate(extras) for span in extra["segments"]])
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         return None
-    if not in_place or len(extras) != len(ints) or (segments[:, 2] < 0).any():
+    if not in_place or len(extras) != len(ints) or (spans.sizes < 0).any():
         return None
-    if not np.array_equal(np.bincount(segments[:, 0], segments[:, 2], len(ints)), responses):
+    if not np.array_equal(np.bincount(spans.rows, spans.sizes, len(ints)), responses):
         return None
-    # Prompts, of version -1, and segments in the order in which they are stored.
-    rows = np.concatenate([np.arange(len(ints)), segments[:, 0]])
+    # Prompts, of version -1, and spans in the order in which they are stored.
+    rows = np.concatenate([np.arange(len(ints)), spans.rows])
     order = np.argsort(rows, kind="stable")
     expected = np.repeat(
-        np.concatenate([np.full(len(ints), -1), segments[:, 1]])[order].astype(np.int32),
-        np.concatenate([prompts, segments[:, 2]])[order],
+        np.concatenate([np.full(len(ints), NO_VERSION), spans.versions])[order].astype(np.int32),
+        np.concatenate([prompts, spans.sizes])[order],
     )
     at = int(offsets[0]) - begin
-    return segments if np.array_equal(versions[at : at + len(expected)], expected) else None
+    return spans if np.array_equal(versions[at : at + len(expected)], expected) else None
 
 
-def _bound(block: RowBlock, eta: int) -> Iterator[Finding]:
-    """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step."""
-    ints, segments = block.ints, block.segments
+def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
+    """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step; and
+    that tokens which were not sampled have no version, no logprob and no gradient."""
+    ints, spans = block.ints, block.spans
+    sampled = (spans.sizes > 0) & (spans.versions != NO_VERSION)
+    rows, versions = spans.rows[sampled], spans.versions[sampled]
     v_traj, step, consumed = ints[:, AT["v_traj"]], ints[:, AT["step"]], is_consumed(ints)
     oldest, newest = np.full(len(ints), np.iinfo(np.int64).max), np.full(len(ints), np.iinfo(np.int64).min)
-    np.minimum.at(oldest, segments[:, 0], segments[:, 1])
-    np.maximum.at(newest, segments[:, 0], segments[:, 1])
+    np.minimum.at(oldest, rows, versions)
+    np.maximum.at(newest, rows, versions)
     older = oldest < v_traj
     outside = consumed & ~((v_traj <= step) & (step <= v_traj + eta))
     newer = consumed & (newest > step)
-    for i in np.flatnonzero(older | outside | newer).tolist():
+    not_as_sampled = _not_as_sampled(block)
+    turns = spans.turns(len(ints))
+    other = np.zeros(len(ints), bool)
+    if block.turns is not None:
+        other |= ~(np.abs(block.turns - turns) <= (0, 0, CLOSE_S)).all(axis=1)
+    elif len(spans.rows):
+        np.logical_or.at(other, spans.rows, (spans.versions == NO_VERSION) & (spans.sizes > 0))
+    for i in np.flatnonzero(older | outside | newer | other | np.isin(range(len(ints)), [*not_as_sampled])).tolist():
         where = f"trajectory {ints[i, AT['trajectory']]}"
         if older[i]:
             what = f"a token of version {oldest[i]}, v_traj is {v_traj[i]}"
@@ -186,6 +241,67 @@ def _bound(block: RowBlock, eta: int) -> Iterator[Finding]:
         if newer[i]:
             what = f"a token of version {newest[i]}, consumed by step {step[i]}"
             yield Finding(check=CHECK, where=where, what=what)
+        for what in not_as_sampled.get(i, ()):
+            yield Finding(check="arrays", where=where, what=what)
+        if other[i]:
+            yield Finding(check="arrays", where=where, what=other_turns(turns[i], block.turns, i))
+
+
+def other_turns(spans: Iterable[float], stored: npt.NDArray[np.float64] | None, row: int) -> str:
+    """What is wrong with a row whose spans have other turns than those stored for it, in TURN_COLUMNS."""
+    if stored is None:
+        return "it was given tokens, and the store has no numbers of turns"
+    numbers = [" {:g} turns, {:g} given tokens, {:.6g} s".format(*values) for values in (spans, stored[row])]
+    return f"its spans have{numbers[0]}; stored are{numbers[1]}"
+
+
+def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
+    """By row: which of its tokens' numbers are not those of tokens that were sampled, or given."""
+    if _lie_in_order(block.ints):  # all at once, which is seldom more than a glance
+        offsets, prompts, responses = (
+            block.ints[:, AT[name]] for name in ("offset", "prompt_tokens", "response_tokens")
+        )
+        at = slice(int(offsets[0]) - block.begin, int((offsets + prompts + responses)[-1]) - block.begin)
+        sizes = np.stack([prompts, responses], axis=1).ravel()
+        trained = np.stack([np.zeros(len(prompts), np.uint8), (block.ints[:, AT["loss_mask"]] != 0)], axis=1).ravel()
+        sampled = block.versions[at] != NO_VERSION
+        if (
+            np.array_equal(block.mask[at], np.repeat(trained.astype(np.uint8), sizes) * sampled)
+            and not block.logprobs[at][~sampled].any()
+            and not (sampled & np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)).any()
+        ):
+            return {}
+    found: dict[int, list[str]] = {}
+    names = ("offset", "prompt_tokens", "response_tokens", "loss_mask")
+    for i, (offset, prompt, response, trained) in enumerate(block.ints[:, [AT[n] for n in names]].tolist()):
+        a = offset - block.begin
+        if min(offset, prompt, response) < 0:
+            continue
+        part = slice(a, a + prompt + response)
+        if wrong := list(token_faults(block.versions[part], block.logprobs[part], block.mask[part], prompt, trained)):
+            found[i] = wrong
+    return found
+
+
+def token_faults(
+    versions: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    mask: npt.NDArray[np.uint8],
+    prompt: int,
+    trained: int,
+) -> Iterator[str]:
+    """What is wrong with the arrays of a row. prompt: the number of tokens of its prompt; trained: its loss mask."""
+    sampled = versions != NO_VERSION
+    if count := int(np.count_nonzero(sampled[:prompt])):
+        yield f"{count} tokens of the prompt have a version"
+    if count := int(np.count_nonzero(logprobs[~sampled])):
+        yield f"{count} tokens that were not sampled have a logprob"
+    expected = sampled * np.uint8(trained != 0)
+    expected[:prompt] = 0
+    if count := int(np.count_nonzero(mask > expected)):
+        yield f"{count} tokens have a loss mask, and carry no gradient"
+    if count := int(np.count_nonzero(mask < expected)):
+        yield f"{count} tokens that carry gradient have no loss mask"
 
 
 def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]) -> None:
@@ -199,6 +315,9 @@ def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]
         id, v_traj, step, offset, prompt, response = row
         a = offset - block.begin
         b, c = a + prompt, a + prompt + response
+        versions, logprobs = block.versions[b:c], block.logprobs[b:c]
+        if (given := versions == NO_VERSION).any():  # a row that is read has no logprobs there
+            logprobs = np.where(given, np.float32(0), logprobs)
         digests.setdefault(step, BatchDigest()).add(
-            (id, v_traj), block.ids[a:b], block.ids[b:c], block.versions[b:c], block.logprobs[b:c], (reward, advantage)
+            (id, v_traj), block.ids[a:b], block.ids[b:c], versions, logprobs, (reward, advantage)
         )

@@ -72,7 +72,7 @@ class AnswerGiven:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRestarted:
     """An environment failed, and the trajectory begins again with its prompt. tokens: those it had, which are lost.
-    epoch: what is sampled from now on has a higher one."""
+    epoch: the latest that it was routed under; what is sampled from now on has a higher one."""
 
     trajectory: TrajectoryId
     tokens: int

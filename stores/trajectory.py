@@ -153,6 +153,16 @@ class Trajectory:
         return sum(len(s.tokens) for s in self.segments)
 
     @property
+    def num_given(self) -> int:
+        """The number of given tokens after the prompt."""
+        return self.num_tokens - self.num_sampled
+
+    @property
+    def tool_s(self) -> float:
+        """How long environments took in all, seconds."""
+        return sum(s.seconds for s in self.spans if isinstance(s, Given))
+
+    @property
     def response_tokens(self) -> IntArray:
         """[T] token ids after the prompt."""
         return np.concatenate([s.tokens for s in self.spans]) if self.spans else np.zeros(0, np.int32)

@@ -3,12 +3,13 @@
 Layout (one row per trajectory; its prompt and response are adjacent in the flat token arrays):
 
     tokens/ids        int32   [T]      prompt tokens, then response tokens, row after row
-    tokens/logprobs   float32 [T]      behaviour logprob, nats; 0 at prompt tokens
-    tokens/versions   int32   [T]      policy version that sampled the token; -1 at prompt tokens
+    tokens/logprobs   float32 [T]      behaviour logprob, nats; 0 at prompt tokens and given ones
+    tokens/versions   int32   [T]      policy version that sampled the token; -1 at prompt tokens and given ones
     tokens/mask       uint8   [T]      1 where the loss applies
     rows/int          int64   [R, 16]  INT_COLUMNS
     rows/float        float32 [R, 6]   FLOAT_COLUMNS
-    text              uint8   [B]      JSON: segments, reward parts and errors of rows
+    rows/turns        float64 [R, 3]   TURN_COLUMNS; from the first commit on that has a trajectory of many turns
+    text              uint8   [B]      JSON: spans, reward parts and errors of rows
     commits           int64   [S, 8]   COMMIT_COLUMNS: what listing and resuming a run ask for
     records           uint8   [C]      JSON: step records
 
@@ -34,8 +35,17 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from stores import layout
 from stores.base import CODEC, RunHeader, StepRecord
 from stores.errors import ConfigError, StoreError
-from stores.layout import AT, COMMIT_AT, COMMIT_COLUMNS, FLOAT_COLUMNS, INT_COLUMNS, KINDS, TOKEN_ARRAYS
-from stores.reading import FORMATS, StoreReader, stored_chunk
+from stores.layout import (
+    AT,
+    COMMIT_AT,
+    COMMIT_COLUMNS,
+    FLOAT_COLUMNS,
+    INT_COLUMNS,
+    KINDS,
+    TOKEN_ARRAYS,
+    TURN_COLUMNS,
+)
+from stores.reading import TURNS, StoreReader, single_turns, stored_chunk
 from stores.repository import (
     CREATED,
     MAIN,
@@ -49,6 +59,8 @@ from stores.repository import (
 from stores.stored_ids import StoredIds
 from stores.trajectory import Ended
 
+FORMAT, FORMAT_WITH_TURNS = 2, 3
+"""What is written: earlier versions, which do not know given tokens, can read stores without."""
 TOKEN_CHUNK = 131_072
 """Elements compressed together, 512 KiB: what reading one trajectory decompresses."""
 TOKEN_FILE = 8 * TOKEN_CHUNK
@@ -76,7 +88,7 @@ class VersionedStore(StoreReader):
             with creating(path, header.url) as repository:
                 session = repository.writable_session(MAIN)
                 root = zarr.open_group(session.store, mode="w", zarr_format=3)
-                root.attrs.update({"format": FORMATS[-1], "header": CODEC.encode(header)})
+                root.attrs.update({"format": FORMAT, "header": CODEC.encode(header)})
                 for name, dtype in TOKEN_ARRAYS.items():
                     _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
                 _array(root, "rows/int", (0, len(INT_COLUMNS)), (1024, len(INT_COLUMNS)), "int64")
@@ -212,18 +224,31 @@ class VersionedStore(StoreReader):
         if len(ended):
             root["rows/int"].append(packed.ints)
             root["rows/float"].append(packed.floats)
+            self._append_turns(root, packed)
         if packed.text:
             root["text"].append(np.frombuffer(packed.text, np.uint8))
         filled = replace(record, num_rows=len(ended), num_tokens=packed.num_tokens)
         _append_records(root, [filled], packed.ints[:, AT["trajectory"]])
         return packed.num_tokens
 
+    def _append_turns(self, root: Any, packed: layout.Packed) -> None:
+        """Append the rows' turns, if any row of the store has given tokens. The first that has makes the store one of
+        FORMAT_WITH_TURNS, with the turns of all earlier rows."""
+        if TURNS not in root:
+            if not packed.turns[:, TURN_COLUMNS.index("given_tokens")].any():
+                return
+            earlier = self._column(root, "rows/int")[: -len(packed.turns)]
+            _array(root, TURNS, (0, len(TURN_COLUMNS)), (1024, len(TURN_COLUMNS)), "float64")
+            root[TURNS].append(single_turns(earlier))
+            root.attrs["format"] = FORMAT_WITH_TURNS
+        root[TURNS].append(packed.turns)
+
     def _upgrade(self, root: Any) -> None:
         """Give a store of format 1 the arrays that this format has. Earlier snapshots remain as they are."""
         records = list(self._records(root, 0, self._num_commits(root)))
         _make_commits(root)
         _append_records(root, records, self._column(root, "rows/int")[:, AT["trajectory"]])
-        root.attrs["format"] = FORMATS[-1]
+        root.attrs["format"] = FORMAT
 
 
 def _append_records(root: Any, records: Sequence[StepRecord], ids: npt.NDArray[np.int64]) -> None:

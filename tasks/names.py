@@ -3,6 +3,7 @@
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant_length")
 SCHEDULE_NAMES = ("constant", "cosine")
 WORKLOAD_NAMES = ("lognormal", "bimodal", "power_law", "agentic", "recorded")
+LATENCY_NAMES = ("lognormal", "normal", "constant")
 REWARD_TOKEN = 2
 """First token of an emulated response whose reward is 0; REWARD_TOKEN + 1 if it is 1."""
 ENVIRONMENT_KINDS = ("textarena", "gymnasium", "skyrl_gym")

@@ -6,6 +6,7 @@ order, so runs differ in their decisions only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -58,6 +59,10 @@ class WorkloadSettings:
     members: int
     max_tokens: int
     seed: int
+    fixed_turns: bool = False
+    tool_latency: str = "lognormal"
+    tool_spread: float = 1.0
+    reset_s: float = 0.0
 
 
 class DrawnWorkload:
@@ -116,34 +121,53 @@ class DrawnWorkload:
         """Split `total` sampled tokens into turns, with a tool call after each but the last."""
         s = self._settings
         rng = np.random.default_rng(int(seed))
-        count = min(1 + int(rng.poisson(s.turns - 1)), int(MOST_TURNS * s.turns), total)
+        wanted = round(s.turns) if s.fixed_turns else 1 + int(rng.poisson(s.turns - 1))
+        count = min(wanted, int(MOST_TURNS * s.turns), total)
         ends = np.sort(rng.choice(total - 1, count - 1, replace=False)) + 1 if count > 1 else np.zeros(0, np.int64)
         parts = np.diff(np.concatenate([[0], ends, [total]]))
-        tools = s.tool_s * np.exp(rng.standard_normal(count))
+        tools = self._latencies(rng.standard_normal(count))
+        tools[0] += s.reset_s
         last = count - 1
         return tuple(
             Turn(int(n), 0.0 if i == last else float(t), 0 if i == last else s.tool_tokens)
             for i, (n, t) in enumerate(zip(parts, tools, strict=True))
         )
 
+    def _latencies(self, z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds of tool calls, from standard normal numbers."""
+        s = self._settings
+        match s.tool_latency:
+            case "lognormal":
+                return s.tool_s * np.exp(s.tool_spread * z)
+            case "normal":
+                return np.maximum(0.0, s.tool_s + s.tool_spread * z)
+            case "constant":
+                return np.full(len(z), s.tool_s)
+            case _:
+                raise ValueError(f"unknown latency {s.tool_latency!r}")
+
 
 class RecordedWorkload:
-    """The prompt lengths, response lengths and rewards of a stored run, group by group, repeated at the end."""
+    """The prompt lengths, response lengths, turns and rewards of a stored run, group by group, repeated at the end."""
 
     def __init__(
-        self, prompts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], rewards: npt.NDArray[np.float64]
+        self,
+        prompts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        rewards: npt.NDArray[np.float64],
+        turns: Mapping[tuple[int, int], tuple[Turn, ...]] | None = None,
     ) -> None:
-        """prompts: [G] tokens; lengths: [G, M] tokens; rewards: [G, M]."""
+        """prompts: [G] tokens; lengths: [G, M] tokens; rewards: [G, M]. turns: by (g, m), of responses of many."""
         if not len(prompts) or lengths.shape != rewards.shape or len(lengths) != len(prompts):
             raise ValueError("a recorded workload needs prompts [G], lengths and rewards [G, M], G > 0")
-        self._prompts, self._lengths, self._rewards = prompts, lengths, rewards
+        self._prompts, self._lengths, self._rewards, self._turns = prompts, lengths, rewards, turns or {}
 
     def prompt_tokens(self, group: int) -> int:
         return int(self._prompts[group % len(self._prompts)])
 
     def turns(self, group: int, member: int) -> tuple[Turn, ...]:
-        row = self._lengths[group % len(self._lengths)]
-        return (Turn(int(row[member % len(row)])),)
+        place = (group % len(self._lengths), member % self._lengths.shape[1])
+        return self._turns.get(place) or (Turn(int(self._lengths[place])),)
 
     def reward(self, group: int, member: int) -> float:
         row = self._rewards[group % len(self._rewards)]

@@ -1,4 +1,5 @@
-"""The coordinator and strategies of a job file, as runs, simulations and replays build them. Pure."""
+"""The coordinator and strategies of a job file, as runs, simulations and replays build them; and what simulated and
+emulated runs share. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.staleness import StalenessLedger
 from tasks.engines.cost_model import CostModel
+from tasks.episodes.emulated import EmulatedEpisodes, StepFaults
 from tasks.seeds import Stream, generator
+from tasks.workload import Workload
 
 
 def cost_model(config: RunConfig) -> CostModel:
@@ -37,6 +40,13 @@ def instance_cost(config: RunConfig, index: int) -> CostModel:
     simulation = config.simulation
     slow = index < simulation.straggler_share * num_instances(config)
     return cost_model(config).times(simulation.straggler_factor if slow else 1.0)
+
+
+def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
+    """The environments of this job's simulated or emulated episodes."""
+    simulation = config.simulation
+    faults = StepFaults(failed=simulation.failed_step_share, hung=simulation.hung_step_share, seed=config.seed)
+    return EmulatedEpisodes(workload, faults)
 
 
 def make_strategies(config: RunConfig) -> Strategies:

@@ -24,8 +24,11 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     """Read the model's configuration and tokenizer, not its weights. key: what names the model, for messages. Raises
     ConfigError."""
     if config.emulated:
-        if config.workload.kind == "agentic":
-            raise ConfigError('workload.kind = "agentic": only `staleflow simulate` has tool calls; choose another')
+        if config.workload.kind == "agentic" and not config.acts:
+            raise ConfigError(
+                'workload.kind = "agentic": without environments only `staleflow simulate` has tool calls; set '
+                'task.environment = "yes", or choose another'
+            )
         if not config.has_texts:
             return ModelFacts(context=2**31, eos=(), nonce=secrets.token_hex(4))
     folder = find_model(config.model.path, key)

@@ -21,7 +21,7 @@ from tasks.columns import Columns
 from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.knobs import knob
-from tasks.names import ENVIRONMENT_KINDS, WORKLOAD_NAMES
+from tasks.names import ENVIRONMENT_KINDS, LATENCY_NAMES, WORKLOAD_NAMES
 from tasks.registry import choice, composed
 from tasks.reward_part import RewardPart
 from tasks.training.settings import TrainingConfig
@@ -278,7 +278,17 @@ class WorkloadConfig:
     long_ratio: float = knob(15.0, "bimodal: factor by which long responses are longer", low=1)
     exponent: float = knob(1.5, "power_law: P(length > x) is proportional to x**-exponent", above=0)
     turns: float = knob(5.0, "agentic: mean number of turns, the last one without a tool call", low=1)
-    tool_s: float = knob(5.0, "agentic: median seconds of a tool call (lognormal, sigma 1)", low=0)
+    fixed_turns: bool = knob(False, "agentic: every response has that many turns; else 1 + a Poisson number")
+    tool_s: float = knob(5.0, "agentic: seconds of a tool call; the median if lognormal, else the mean", low=0)
+    tool_latency: str = knob("lognormal", "agentic: distribution of a tool call's seconds", choices=LATENCY_NAMES)
+    tool_spread: float = knob(
+        1.0,
+        "agentic: standard deviation of a tool call's seconds if normal (none is negative), of their log if lognormal",
+        low=0,
+    )
+    reset_s: float = knob(
+        0.0, "agentic: seconds until an environment has begun, which its first answer takes more", low=0
+    )
     tool_tokens: int = knob(200, "agentic: tokens per tool result", low=0)
     group_correlation: float = knob(
         0.0, "correlation of log lengths within a group; 1: the prompt alone determines them", low=0, high=1
@@ -313,6 +323,11 @@ class SimulationConfig:
     replace_s: float = knob(60.0, "seconds until a lost instance is replaced", low=0)
     straggler_share: float = knob(0.0, "share of the instances that are slow", low=0, high=1)
     straggler_factor: float = knob(3.0, "factor by which slow instances decode slower", low=1)
+    failed_step_share: float = knob(0.0, "share of the environments' steps that fail", low=0, high=1)
+    hung_step_share: float = knob(0.0, "share of the environments' steps that are never answered", low=0, high=1)
+    lock_step: bool = knob(
+        False, "no environment-level asynchrony: an environment's answer counts once all of the batch have answered"
+    )
     slow_pull_share: float = knob(0.0, "share of pulls that are slow", low=0, high=1)
     slow_pull_factor: float = knob(10.0, "factor by which slow pulls take longer", low=1)
 
@@ -382,8 +397,17 @@ class RunConfig:
         tells; a run's own job file says yes or no."""
         kind = self.task.source.partition(":")[0]
         return self.task.environment == "yes" or (
-            self.task.environment == "auto" and self.has_texts and kind in ENVIRONMENT_KINDS
+            self.task.environment == "auto"
+            and self.has_texts
+            and (kind in ENVIRONMENT_KINDS or bool(self.environment.tools))
         )
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """Names of the actors that give rewards: environment hosts if it acts, else reward workers."""
+        if self.acts:
+            return tuple(f"environment-{i}" for i in range(self.environment.hosts))
+        return tuple(f"reward-{i}" for i in range(self.reward.workers))
 
     @property
     def time_scale(self) -> float:

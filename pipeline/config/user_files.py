@@ -13,6 +13,7 @@ from pipeline.config.deciding import make_strategies
 from pipeline.config.schema import TRACKERS, RunConfig
 from stores.errors import ConfigError
 from tasks import user_code
+from tasks.episodes.loading import is_environment
 from tasks.training.advantage import ADVANTAGES
 from tasks.training.loss import LOSSES
 
@@ -55,7 +56,18 @@ def located(config: RunConfig) -> RunConfig:
             config = _set(config, key, f"{kind}{path.resolve()}")
     if config.workload.run:
         config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
-    return _set(config, "runs_dir", str(Path(config.runs_dir).resolve()))
+    return _set(settled(config), "runs_dir", str(Path(config.runs_dir).resolve()))
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """The job that says whether it has environments; as it is if its source cannot be loaded on this machine."""
+    if config.task.environment != "auto" or not config.has_texts:
+        return config
+    try:
+        plays = bool(config.environment.tools) or is_environment(config.task.source, "task.source")
+    except ConfigError:
+        return config
+    return _set(config, "task.environment", "yes" if plays else "no")
 
 
 def data_file(source: str) -> tuple[str, Path | None]:

@@ -1,8 +1,9 @@
 """What limits a run, from the loads of its steps: one cause, its share of the time, and what to change. Pure.
 
 If the trainer hardly waits, it is the limit, and the question is how many instances would keep up with it. Otherwise
-its waiting time says what for: rewards, a slow instance, weights being loaded, KV memory, or more sampling. More
-sampling comes from another instance or from a larger bound; which is worth more follows from the cost model:
+its waiting time says what for: rewards, environments, a slow instance, weights being loaded, KV memory, or more
+sampling. More sampling comes from another instance or from a larger bound; which is worth more follows from the cost
+model:
 
     rate(n) = n / step_s(n)                                tokens/s of an instance that runs n trajectories
     one more instance   (I + 1) / I if all are full, else step_s(n) / step_s(n I / (I + 1)): the same work, more thinly
@@ -39,6 +40,7 @@ class Cause(Enum):
     """What limits a run."""
 
     REWARD = "reward"
+    ENVIRONMENT = "environment"
     SLOW_INSTANCE = "slow instance"
     WEIGHTS = "weights"
     KV_MEMORY = "KV memory"
@@ -135,6 +137,14 @@ def _trainer_waits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
             what=f"{waits}, {waiting.share(waiting.scoring_s):.0%} of that for rewards",
             advice="make the reward function faster, or raise reward.workers",
             halved=("simulation.reward_s",),
+        )
+    if waiting.share(waiting.acting_s) >= MOSTLY:
+        return Diagnosis(
+            cause=Cause.ENVIRONMENT,
+            share=share,
+            what=f"{waits}, {waiting.share(waiting.acting_s):.0%} of that for environments",
+            advice="make the environment faster, raise environment.concurrency, or start more (batch.extra_groups)",
+            halved=("workload.tool_s",),
         )
     slow, factor = slow_instances(load.speeds)
     if slow:

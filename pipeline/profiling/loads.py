@@ -16,8 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.coordination.commands import Abort, Command, Pull, Retire, Route, Score, Train
+from pipeline.coordination.commands import Abort, Act, Command, Pull, Retire, Route, Score, Train
 from pipeline.coordination.events import (
+    EnvironmentAnswered,
+    EnvironmentFailed,
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -33,12 +35,10 @@ from pipeline.coordination.events import (
 )
 from pipeline.profiling.fit import FEWEST, Fit, StepPoint, fit_steps
 from pipeline.profiling.latencies import Latencies
+from pipeline.profiling.sampling import FleetCounts, Sampling, SamplingInstance
 from stores.trajectory import GroupId, InstanceId, TrajectoryId
 from tasks.engines.cost_model import CostModel
 
-MEMORY_FULL = 0.85
-"""Share of the KV cache above which an instance's next trajectory, of mean size, would not fit once it has grown:
-routing leaves that much free."""
 SLOW = 1.5
 """Factor by which an instance must be slower than the others to be called slow; equal ones differ by a few percent."""
 ENOUGH = 4
@@ -60,11 +60,13 @@ RECENT = 0.1
 
 @dataclass(slots=True)
 class Seconds:
-    """Seconds of some part of a run, and what went on in it. All but the first two are means over instances."""
+    """Seconds of some part of a run, and what went on in it. All but the first three are means over instances."""
 
     total_s: float = 0.0
     scoring_s: float = 0.0
     """In which at least as many responses waited for their reward as were being sampled or waited for an instance."""
+    acting_s: float = 0.0
+    """In which at least as many waited for their environment as for anything else."""
     full_s: float = 0.0
     """At max_running."""
     memory_s: float = 0.0
@@ -185,93 +187,6 @@ class Sample(NamedTuple):
     instance: InstanceId
 
 
-@dataclass(slots=True)
-class _Sampling:
-    """A trajectory on an instance: what was known of both when it was routed there."""
-
-    epoch: int
-    since: float
-    tokens_before: int
-    safe_tokens: int
-    """Tokens it keeps if its instance is lost."""
-    tokens: float
-    """As last reported."""
-    steps: float
-    """Its instance's steps then."""
-    prompt_tokens: int
-    running_s: float
-    kv_s: float
-    pull_s: float
-    prefilled: float
-
-
-@dataclass(slots=True)
-class _Instance:
-    """An instance and its sums since it joined. at: when they were last brought up to date. Between two reports each of
-    its trajectories is taken to gain tokens as those did that have ended."""
-
-    name: InstanceId
-    kv_capacity: int
-    max_running: int
-    at: float
-    running: dict[TrajectoryId, _Sampling] = field(default_factory=dict)
-    kv_tokens: float = 0.0
-    token_s: float = math.inf
-    steps: float = 0.0
-    prefilled: float = 0.0
-    pulling: bool = False
-    running_s: float = 0.0
-    kv_s: float = 0.0
-    pull_s: float = 0.0
-
-    def pass_to(self, now: float) -> None:
-        passed_s, self.at = now - self.at, now
-        steps = 0.0 if self.pulling else passed_s / self.token_s
-        gained = steps * len(self.running)
-        self.running_s += passed_s * len(self.running)
-        self.kv_s += passed_s * (self.kv_tokens + gained / 2)
-        self.pull_s += passed_s * self.pulling
-        self.steps += steps
-        self.kv_tokens += gained
-
-    def tokens(self, held: _Sampling) -> float:
-        """Tokens of a trajectory it runs, by now."""
-        return held.tokens + self.steps - held.steps
-
-    @property
-    def full(self) -> bool:
-        return len(self.running) >= self.max_running
-
-    @property
-    def out_of_memory(self) -> bool:
-        count = len(self.running)
-        if not count or self.full:
-            return False
-        return self.kv_tokens * (count + 1) / count > MEMORY_FULL * self.kv_capacity
-
-
-@dataclass(slots=True)
-class _Fleet:
-    """Counts over all instances, kept as each changes."""
-
-    instances: int = 0
-    full: int = 0
-    out_of_memory: int = 0
-    idle: int = 0
-    pulling: int = 0
-    running: int = 0
-    kv_tokens: float = 0.0
-
-    def count(self, one: _Instance, sign: int) -> None:
-        self.instances += sign
-        self.full += sign * one.full
-        self.out_of_memory += sign * one.out_of_memory
-        self.idle += sign * (not one.running)
-        self.pulling += sign * one.pulling
-        self.running += sign * len(one.running)
-        self.kv_tokens += sign * one.kv_tokens
-
-
 class LoadWatch:
     """Watches one run. members: trajectories of a group. recomputes: whether instances prefill all they run after
     loading weights. The loads of its steps so far are in `loads`."""
@@ -282,13 +197,16 @@ class LoadWatch:
         self._members = members
         self._now = 0.0
         self._training = False
-        self._instances: dict[InstanceId, _Instance] = {}
-        self._fleet = _Fleet()
+        self._instances: dict[InstanceId, SamplingInstance] = {}
+        self._fleet = FleetCounts()
         self._prompts: dict[GroupId, int] = {}
         self._tokens: dict[TrajectoryId, int] = {}  # of those off their instance, and not at its end
-        self._on: dict[TrajectoryId, _Instance] = {}
+        self._on: dict[TrajectoryId, SamplingInstance] = {}
         self._queued: set[TrajectoryId] = set()
         self._scoring: set[TrajectoryId] = set()
+        self._acting: dict[TrajectoryId, int] = {}  # and their epoch
+        # Where the latest turn was sampled, how often that instance had pulled by then, and the tokens it may hold.
+        self._homes: dict[TrajectoryId, tuple[InstanceId, int, int]] = {}
         self._step = StepLoad()
         self._samples: list[Sample] = []
         self._early: list[Sample] = []
@@ -314,8 +232,8 @@ class LoadWatch:
     def _forget(self, now: float) -> None:
         """Forget what was in flight in a run that ended without a word."""
         self._now, self._training = now, False
-        self._instances, self._fleet = {}, _Fleet()
-        for held in (self._prompts, self._tokens, self._on, self._queued, self._scoring):
+        self._instances, self._fleet = {}, FleetCounts()
+        for held in (self._prompts, self._tokens, self._on, self._queued, self._scoring, self._acting, self._homes):
             held.clear()
         self._step = StepLoad()
 
@@ -359,7 +277,9 @@ class LoadWatch:
         fleet, count = self._fleet, max(1, self._fleet.instances)
         part = self._step.training if self._training else self._step.waiting
         part.total_s += passed_s
-        part.scoring_s += passed_s * (0 < len(self._scoring) >= fleet.running + len(self._queued))
+        others = fleet.running + len(self._queued)
+        part.scoring_s += passed_s * (0 < len(self._scoring) >= others + len(self._acting))
+        part.acting_s += passed_s * (0 < len(self._acting) >= others + len(self._scoring))
         part.full_s += passed_s * fleet.full / count
         part.memory_s += passed_s * (fleet.out_of_memory / count if self._queued else 0.0)
         part.idle_s += passed_s * fleet.idle / count
@@ -369,7 +289,7 @@ class LoadWatch:
 
     # -- events and commands -------------------------------------------------------------------------------------
 
-    def _happened(self, event: Event) -> None:  # noqa: PLR0912  one case per event
+    def _happened(self, event: Event) -> None:  # noqa: PLR0912, PLR0915  one case per event
         match event:
             case GroupsArrived():
                 for group in event.groups:
@@ -384,7 +304,7 @@ class LoadWatch:
                             self._queued.add(member.trajectory)
                             self._tokens[member.trajectory] = member.tokens
             case InstanceJoined():
-                one = _Instance(event.instance, event.kv_capacity, event.max_running, self._now)
+                one = SamplingInstance(event.instance, event.kv_capacity, event.max_running, self._now)
                 self._instances[event.instance] = one
                 self._fleet.count(one, 1)
             case InstanceLost():
@@ -398,7 +318,7 @@ class LoadWatch:
             case InstanceReported():
                 self._reported(event)
             case TrajectorySampled():
-                self._leave(event.trajectory, event.epoch, event.tokens)
+                self._end_turn(event)
             case TrajectoryInterrupted():
                 if self._leave(event.trajectory, event.epoch, event.tokens):
                     self._tokens[event.trajectory] = event.tokens
@@ -409,8 +329,13 @@ class LoadWatch:
                 if self._leave(event.trajectory, event.epoch, None):
                     self._tokens[event.trajectory] = safe_tokens
                     self._queued.add(event.trajectory)
+            case EnvironmentAnswered():
+                self._hear_environment(event.trajectory, event.epoch, event.tokens)
+            case EnvironmentFailed():
+                self._hear_environment(event.trajectory, event.epoch, 0)
             case TrajectoryScored():
                 self._scoring.discard(event.trajectory)
+                self._acting.pop(event.trajectory, None)
             case PullFinished() if event.instance in self._instances:
                 self._set_pulling(self._instances[event.instance], pulling=False)
             case VersionPublished():
@@ -435,40 +360,64 @@ class LoadWatch:
                 self._queued.discard(command.trajectory)
                 self._tokens.pop(command.trajectory, None)
                 self._scoring.add(command.trajectory)
+            case Act():
+                self._queued.discard(command.trajectory)
+                self._acting[command.trajectory] = command.epoch
             case Pull() if command.instance in self._instances:
                 self._set_pulling(self._instances[command.instance], pulling=True)
             case Train():
                 self._training = True
                 for trajectory in command.trajectories:
+                    self._homes.pop(trajectory, None)
                     self._prompts.pop(GroupId(trajectory // self._members), None)
             case Retire():
                 for ending in command.endings:
                     self._leave(ending.trajectory, None, None)
                     self._queued.discard(ending.trajectory)
                     self._scoring.discard(ending.trajectory)
+                    self._acting.pop(ending.trajectory, None)
+                    self._homes.pop(ending.trajectory, None)
                     self._tokens.pop(ending.trajectory, None)
 
-    def _set_pulling(self, one: _Instance, *, pulling: bool) -> None:
+    def _end_turn(self, event: TrajectorySampled) -> None:
+        on = self._on.get(event.trajectory)
+        if self._leave(event.trajectory, event.epoch, event.tokens) and on is not None:
+            self._homes[event.trajectory] = on.name, on.pulls, event.tokens
+
+    def _hear_environment(self, trajectory: TrajectoryId, epoch: int, tokens: int) -> None:
+        """Queue a trajectory that has so many tokens now; 0 if its environment failed."""
+        if self._acting.get(trajectory) != epoch:
+            return
+        del self._acting[trajectory]
+        self._tokens[trajectory] = tokens
+        self._queued.add(trajectory)
+        if not tokens:
+            self._homes.pop(trajectory, None)
+
+    def _set_pulling(self, one: SamplingInstance, *, pulling: bool) -> None:
         self._fleet.count(one, -1)
         one.pass_to(self._now)
         one.pulling = pulling
+        one.pulls += pulling
         if not pulling and self._recomputes:
             one.prefilled += one.kv_tokens
         self._fleet.count(one, 1)
 
-    def _enter(self, one: _Instance, command: Route) -> None:
+    def _enter(self, one: SamplingInstance, command: Route) -> None:
         self._leave(command.trajectory, None, None)
         self._fleet.count(one, -1)
         one.pass_to(self._now)
         tokens = self._tokens.pop(command.trajectory, 0)
         prompt_tokens = self._prompts.get(GroupId(command.trajectory // self._members), 0)
-        one.running[command.trajectory] = _Sampling(
+        one.running[command.trajectory] = Sampling(
             epoch=command.epoch, since=self._now, tokens_before=tokens, safe_tokens=tokens, tokens=tokens,
             steps=one.steps, prompt_tokens=prompt_tokens, running_s=one.running_s, kv_s=one.kv_s, pull_s=one.pull_s,
             prefilled=one.prefilled,
         )  # fmt: skip
         one.kv_tokens += prompt_tokens + tokens
-        one.prefilled += prompt_tokens + tokens
+        home, pulls, cached = self._homes.get(command.trajectory, ("", 0, 0))
+        stays = home == one.name and pulls == one.pulls
+        one.prefilled += max(0, tokens - cached) if stays else prompt_tokens + tokens
         self._on[command.trajectory] = one
         self._fleet.count(one, 1)
 
@@ -488,7 +437,7 @@ class LoadWatch:
             self._sampled(one, held, tokens - held.tokens_before)
         return True
 
-    def _sampled(self, one: _Instance, held: _Sampling, tokens: int) -> None:
+    def _sampled(self, one: SamplingInstance, held: Sampling, tokens: int) -> None:
         passed_s = self._now - held.since
         seconds = passed_s - (one.pull_s - held.pull_s)
         self._step.tokens += tokens

@@ -37,6 +37,7 @@ from stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError,
 from stores.parameters import FOLDER_PREFIX
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import call
+from tasks.actors.environment_host import EnvironmentHost
 from tasks.actors.parameter_server import ParameterServer
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import RolloutInstance
@@ -193,7 +194,7 @@ class Actors:
         await side_by_side(
             self.place_server(begin_s, resumed=stored),
             self.place_trainer(),
-            *(self.place_reward(f"reward-{i}") for i in range(config.reward.workers)),
+            *(self.place_environment(name) if config.acts else self.place_reward(name) for name in config.judges),
             *(self.place_instance(i) for i in range(config.rollout.instances)),
         )
         heavy = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
@@ -208,7 +209,7 @@ class Actors:
     @property
     def starting(self) -> str:
         """How far `place_all` is, for people: which actors it waits for."""
-        names = ["server", "trainer", *(f"reward-{i}" for i in range(self._config.reward.workers))]
+        names = ["server", "trainer", *self._config.judges]
         names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
         missing = [name for name in names if name not in self._workers.placed]
         if not missing:
@@ -223,6 +224,12 @@ class Actors:
         """Place a reward worker and have it load its reward function. Raises ConfigError if that cannot be done."""
         settings, call_s = actor_settings.scoring_settings(self._config), self._config.deadlines.call_s
         await self._workers.place(name, "reward", RewardWorker, settings, call_s)
+        await self.ask(name, "check", deadline="start_s")
+
+    async def place_environment(self, name: str) -> None:
+        """Place an environment host and have it try its environment. Raises ConfigError if that cannot be done."""
+        settings, call_s = actor_settings.environment_settings(self._config), self._config.deadlines.call_s
+        await self._workers.place(name, "reward", EnvironmentHost, settings, call_s)
         await self.ask(name, "check", deadline="start_s")
 
     async def place_trainer(self) -> Placed:

@@ -26,7 +26,19 @@ from typing import Any
 
 from pipeline.config import deciding
 from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.commands import (
+    Abort,
+    Act,
+    Command,
+    Dismiss,
+    Draw,
+    Interrupt,
+    Pull,
+    Retire,
+    Route,
+    Score,
+    Train,
+)
 from pipeline.coordination.coordinator import Coordinator
 from pipeline.coordination.events import (
     Event,
@@ -41,6 +53,7 @@ from pipeline.coordination.events import (
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.coordination.taking_up import plan_resume
 from pipeline.profiling.fit import CostWatch
+from pipeline.runtime.acting import Acting
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.background import Background
 from pipeline.runtime.clock import now_s
@@ -106,6 +119,7 @@ class Driver:
         self._background = Background(self._inbox.put_nowait)
         self._commits = Commits(actors, config.deadlines, self._stored, self._say)
         self._scoring = Scoring(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
+        self._acting = Acting(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
         self._num_drawn = 0
         """Groups that the server has drawn: the next one's number."""
         self._drawing = asyncio.Lock()
@@ -156,6 +170,8 @@ class Driver:
         self._background.spawn(self._membership.grow(), "growth")
         for work in self._scoring.work():
             self._background.spawn(work, "scoring")
+        for work in self._acting.work():
+            self._background.spawn(work, "acting")
         self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
         self._membership.join_all()
         self.training = True
@@ -322,6 +338,8 @@ class Driver:
                 self._background.spawn(self._draw(command), "draw")
             case Score():
                 self._scoring.put(command.trajectory)
+            case Act() | Dismiss():
+                self._acting.put(command)
             case Retire():
                 self._commits.put(command)
             case Train():
@@ -415,7 +433,14 @@ class Driver:
             return
         self._say(f"evaluating version {version}")
         evaluation = await evaluate(
-            self._actors, self._membership, self._scoring, self._config, version, self._prints, self._changed
+            self._actors,
+            self._membership,
+            self._scoring,
+            self._acting,
+            self._config,
+            version,
+            self._prints,
+            self._changed,
         )
         asked = self._config.task
         self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.eval_source or asked.source))

@@ -53,7 +53,7 @@ class Scoring:
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """An endless coroutine for each reward worker, to be run side by side."""
-        return [self._score_on(f"reward-{i}") for i in range(self._config.reward.workers)]
+        return [self._score_on(name) for name in self._config.judges if not self._config.acts]
 
     async def score_texts(self, items: list[tuple[str, Any]], within_s: float) -> list[ScoredResponse]:
         """Score (response, record) pairs that belong to no trajectory, while nothing else is scored. A reward worker

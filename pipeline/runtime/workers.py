@@ -272,7 +272,7 @@ class DaskWorkers:
             return ""
         self.own_worker = own_worker
         if not own_worker:
-            needs = Needs(instances=config.rollout.instances, rewards=config.reward.workers, driver=False)
+            needs = Needs(instances=config.rollout.instances, rewards=len(config.judges), driver=False)
             await board.ask(
                 self.client,
                 "queue",
@@ -340,7 +340,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
     local: Any = None
     if cluster.kind == "local":
         local = await local_cluster.start(
-            2 + config.reward.workers + config.rollout.instances,
+            2 + len(config.judges) + config.rollout.instances,
             cluster.threads,
             local_cluster.modules(emulated=config.emulated),
             dashboard=cluster.dashboard,

@@ -15,9 +15,23 @@ from functools import partial
 
 from pipeline.config import deciding
 from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.commands import (
+    Abort,
+    Act,
+    Command,
+    Dismiss,
+    Draw,
+    Interrupt,
+    Pull,
+    Retire,
+    Route,
+    Score,
+    Train,
+)
 from pipeline.coordination.coordinator import Coordinator
 from pipeline.coordination.events import (
+    EnvironmentAnswered,
+    EnvironmentFailed,
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -33,12 +47,13 @@ from pipeline.coordination.events import (
     VersionPublished,
 )
 from pipeline.profiling.loads import LoadWatch
+from pipeline.simulator.environments import Answered, SimulatedEnvironments
 from pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
 from stores.errors import RunStuck
 from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, ended_as
 from tasks.engines.decoding import DecodingInstance
 from tasks.seeds import Stream, generator
-from tasks.workload import Workload
+from tasks.workload import Turn, Workload
 
 STUCK_TICKS = 100
 """Ticks without pending work after which the run counts as stuck; some decisions take a few ticks."""
@@ -93,11 +108,18 @@ class SimulatedRun:
         self._instances: dict[InstanceId, Simulated] = {}
         self._touched: dict[InstanceId, Simulated] = {}
         self._tokens: dict[TrajectoryId, int] = {}
+        self._given: dict[TrajectoryId, int] = {}  # tokens that were given since the latest turn
         # What the trajectory server has of running responses: their tokens when they were last delivered.
         self._delivered: dict[InstanceId, dict[TrajectoryId, int]] = {}
         self._delivered_s = 0.0
         self._next_group = 0
         self._quiet_ticks = 0
+        self._environments = SimulatedEnvironments(
+            config,
+            workload,
+            after=lambda seconds, action: self._at(self._now + seconds, action),
+            tell=self._environment_told,
+        )
         self._watch = LoadWatch(self._cost, self._members, recomputes=config.rollout.on_pull == "interrupt")
         self.trace = Trace(loads=self._watch.loads)
 
@@ -153,6 +175,7 @@ class SimulatedRun:
                 if delivers:
                     self._delivered[one.id] = dict(progress)
             one.trace.loads.append((self._now, one.engine.num_decoding))
+            one.trace.most_kept = max(one.trace.most_kept, one.engine.kept_tokens)
         self._tell(Tick())
         view = self.coordinator.ledger.view()
         self.trace.buffers.append(
@@ -181,6 +204,10 @@ class SimulatedRun:
             case Score():
                 reward = self._workload.reward(*divmod(command.trajectory, self._members))
                 self._after(self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward))
+            case Act():
+                self._environments.act(command, self._tokens[command.trajectory])
+            case Dismiss():
+                self._environments.dismiss(command.trajectory)
             case Train():
                 self._train(command)
             case Retire():
@@ -188,6 +215,8 @@ class SimulatedRun:
                     reason = ended_as(ending.fate, ending.reason)
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
                     self.trace.wasted_tokens += self._tokens.pop(ending.trajectory, 0)
+                    self._given.pop(ending.trajectory, None)
+                    self._environments.ended(ending.trajectory)
 
     def _on_instance(self, command: Route | Abort | Interrupt | Pull) -> None:
         one = self._instances.get(command.instance)
@@ -197,15 +226,7 @@ class SimulatedRun:
         self._touched[one.id] = one
         match command:
             case Route():
-                group, member = divmod(command.trajectory, self._members)
-                one.engine.submit(
-                    self._now,
-                    command.trajectory,
-                    command.epoch,
-                    self._workload.prompt_tokens(group),
-                    self._tokens.get(command.trajectory, 0),
-                    self._workload.turns(group, member),
-                )
+                self._sample(one, command)
             case Abort():
                 stopped = one.engine.remove(self._now, command.trajectory)
                 if stopped is not None:
@@ -229,6 +250,32 @@ class SimulatedRun:
                     loaded_s - self._now + self._simulation.command_s,
                     PullFinished(instance=one.id, version=command.version),
                 )
+
+    def _sample(self, one: Simulated, command: Route) -> None:
+        group, member = divmod(command.trajectory, self._members)
+        tokens = self._tokens.get(command.trajectory, 0)
+        turns = self._workload.turns(group, member)
+        if self._config.acts:
+            self._environments.begun(command.trajectory)
+            turns = (Turn(tokens + self._environments.left_to_sample(command.trajectory, tokens)),)
+        one.engine.submit(
+            self._now,
+            command.trajectory,
+            command.epoch,
+            self._workload.prompt_tokens(group),
+            tokens,
+            turns,
+            given=self._given.pop(command.trajectory, 0),
+        )
+
+    def _environment_told(self, event: Answered) -> None:
+        match event:
+            case EnvironmentAnswered():
+                self._given[event.trajectory] = event.tokens - self._tokens[event.trajectory]
+                self._tokens[event.trajectory] = event.tokens
+            case EnvironmentFailed():
+                self.trace.wasted_tokens += self._tokens.pop(event.trajectory)
+        self._tell(event)
 
     def _train(self, command: Train) -> None:
         responses = [self._response(t, self._tokens.pop(t)) for t in command.trajectories]

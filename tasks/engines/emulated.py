@@ -1,6 +1,6 @@
 """An engine without a model: continuous batching under a cost model, in wall-clock time.
 
-It keeps the contract of every engine with synthetic results: a response is as long as the workload says, its tokens and
+It keeps the contract of every engine with synthetic results: a turn is as long as the workload says, its tokens and
 logprobs are functions of trajectory and position, and decode steps take the time the cost model gives them,
 `time_scale` times faster. Everything around it is real: actors, transfers, weights files, commits. It serves for the
 dry run of a job and for measuring the system's own overhead.
@@ -24,6 +24,7 @@ from stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, Po
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.decoding import DecodingInstance, Finished
 from tasks.engines.settings import EmulatedSettings
+from tasks.episodes.emulated import left_to_sample
 from tasks.names import REWARD_TOKEN
 from tasks.workload import Turn
 
@@ -64,7 +65,7 @@ class _Running:
 
     request: Request
     length: int
-    """Tokens of its complete response, including earlier ones."""
+    """Tokens of its response at the end of this turn, including earlier ones."""
     stops: bool
     """Whether it ends with EOS, not by its token limit."""
     key: int
@@ -189,6 +190,7 @@ class EmulatedEngine:
                 busy_s=(work.decode_s + work.prefill_s + work.pull_s) / self._settings.time_scale,
                 tokens_sampled=work.tokens,
                 progress=progress,
+                kept_tokens=self._batch.kept_tokens,
             )
 
     def close(self) -> None:
@@ -243,9 +245,11 @@ class EmulatedEngine:
         workload, members = self._settings.workload, self._settings.members
         key = sum(request.tokens[: len(request.tokens) - request.num_prior]) if request.greedy else request.trajectory
         group, member = divmod(abs(int(key)), members)
-        length = sum(t.tokens for t in workload.turns(group, member))
-        if length <= request.num_prior:  # already longer than planned: it continues for as long again
-            length += request.num_prior
+        turns = workload.turns(group, member)
+        planned = sum(turn.tokens + turn.tool_tokens for turn in turns)
+        length = request.num_prior + left_to_sample(turns, request.num_prior)
+        if planned <= request.num_prior:  # already longer than planned: it continues for as long again
+            length = planned + request.num_prior
         allowed = request.num_prior + request.max_new_tokens
         return _Running(
             request=request,

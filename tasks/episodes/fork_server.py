@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from stores.errors import ConfigError
-from tasks.episodes.episode import Environment, EnvironmentFailed, Episode, told
+from tasks.episodes.episode import Environment, Episode, EpisodeFailed, told
 from tasks.episodes.loading import open_environment
 
 HEADER = struct.Struct("<I")
@@ -172,6 +172,7 @@ def _be_an_episode(connection: socket.socket, environment: Environment, settings
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if settings.memory_mib:
             _limit_memory(settings.memory_mib * 2**20)
@@ -229,7 +230,7 @@ async def _serve(connection: socket.socket, environment: Environment) -> None:
                 result = await episode.step(text, cut=cut, last=last)
             elif episode is not None and what == CLOSE:
                 await episode.close()
-        except EnvironmentFailed as failed:
+        except EpisodeFailed as failed:
             problem = str(failed)
         except MemoryError as error:
             problem = told(error)
@@ -245,6 +246,7 @@ def main() -> None:
     os.dup2(2, 1)
     sys.stdout = sys.stderr  # line-buffered: output before a crash is not lost
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses Ctrl-C means its caller, which ends it
     try:
         settings: ForkSettings = read_value(control)
         try:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.episodes.episode import OBSERVED, EnvironmentFailed, EpisodeStart, Said, ended, observed, told
+from tasks.episodes.episode import OBSERVED, EpisodeFailed, EpisodeStart, Said, ended, observed, told
 from tasks.task_source import Message, Prompt
 
 
@@ -69,11 +69,8 @@ Play = Callable[[Session, PlayedTask], Awaitable[Any]]
 class PlayedEnvironment:
     """An environment that is a coroutine."""
 
-    def __init__(self, play: Play, options: Mapping[str, Any], where: str, *, repeatable: bool, blocking: bool) -> None:
+    def __init__(self, play: Play, options: Mapping[str, Any]) -> None:
         self._play, self._options = play, options
-        self.where = where
-        self.repeatable = repeatable
-        self.blocking = blocking
 
     def episode(self, start: EpisodeStart, *, threads: bool = False) -> PlayedEpisode:
         return PlayedEpisode(self._play, self._options, start)
@@ -99,7 +96,7 @@ class PlayedEpisode:
         self._playing = asyncio.ensure_future(_guarded(self._play, self._session, self._task))
         first = await self._until_asked()
         if isinstance(first, Said):
-            raise EnvironmentFailed("play returned before it asked the model for anything; call session.ask first")
+            raise EpisodeFailed("play returned before it asked the model for anything; call session.ask first")
         return first
 
     async def step(self, text: str, *, cut: bool, last: bool) -> Said:
@@ -110,7 +107,7 @@ class PlayedEpisode:
             self._session._answer("", cut=True)
             next_ = await self._until_asked()
             if not isinstance(next_, Said):
-                raise EnvironmentFailed("play asked again after EpisodeCut; return a reward then, or do not catch it")
+                raise EpisodeFailed("play asked again after EpisodeCut; return a reward then, or do not catch it")
         if isinstance(next_, Said):
             return next_
         return Said(messages=(Message(OBSERVED, next_),) if isinstance(next_, str) else next_)
@@ -123,21 +120,21 @@ class PlayedEpisode:
             self._playing.cancel()
 
     async def _until_asked(self) -> Prompt | Said:
-        """What the coroutine asks next, or its end. Raises EnvironmentFailed."""
+        """What the coroutine asks next, or its end. Raises EpisodeFailed."""
         assert self._session is not None and self._playing is not None
         asked = self._session._asked
         await asyncio.wait({asked, self._playing}, return_when=asyncio.FIRST_COMPLETED)
         if not self._playing.done():
             return asked.result()
         if self._playing.cancelled():
-            raise EnvironmentFailed("play was cancelled")
+            raise EpisodeFailed("play was cancelled")
         error = self._playing.exception()
         if isinstance(error, EpisodeCut):
             return ended(self._session.reward, what="session.reward")
-        if isinstance(error, EnvironmentFailed):
+        if isinstance(error, EpisodeFailed):
             raise error
         if error is not None:
-            raise EnvironmentFailed(f"play raised: {told(error)}") from error
+            raise EpisodeFailed(f"play raised: {told(error)}") from error
         result = self._playing.result()
         return ended(result, what="what play returned")
 
@@ -147,4 +144,4 @@ async def _guarded(play: Play, session: Session, task: PlayedTask) -> Any:
     try:
         return await play(session, task)
     except SystemExit as error:
-        raise EnvironmentFailed(f"play raised: {told(error)}") from error
+        raise EpisodeFailed(f"play raised: {told(error)}") from error

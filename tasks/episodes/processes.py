@@ -16,7 +16,7 @@ import weakref
 from typing import Any
 
 from stores.errors import ConfigError
-from tasks.episodes.episode import EnvironmentFailed, EpisodeStart, Said
+from tasks.episodes.episode import EpisodeFailed, EpisodeStart, Said
 from tasks.episodes.fork_server import (
     BEGIN,
     CLOSE,
@@ -47,6 +47,7 @@ class ForkServer:
         self.settings = settings
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._stop: Any = None
         self._num_started = 0
         self._ended: dict[int, int] = {}
@@ -114,6 +115,8 @@ class ForkServer:
             self._forget()
 
     def _started(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is not None:
+            self._forget()  # it died
         if self._control is None:
             ours, theirs = socket.socketpair()
             threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ}
@@ -124,7 +127,7 @@ class ForkServer:
                 env={**os.environ, **threads},
             )
             theirs.close()
-            self._control = ours
+            self._control, self._process = ours, process
             self._stop = weakref.finalize(self, _stopped, process, ours)
             ours.settimeout(LOAD_S)
             try:
@@ -148,7 +151,7 @@ class ForkServer:
     def _forget(self) -> None:
         if self._stop is not None:
             self._stop()
-        self._control = self._stop = None
+        self._control = self._process = self._stop = None
         self._part = b""
 
 
@@ -172,7 +175,7 @@ class ForkedEpisode:
             await asyncio.to_thread(self._server.start)
             self._number, self._connection = self._server.fork()
         except (ConfigError, OSError) as error:
-            raise EnvironmentFailed(f"no process can be started for it: {error}") from error
+            raise EpisodeFailed(f"no process can be started for it: {error}") from error
         self._connection.setblocking(False)
         prompt: Prompt = await self._asked(BEGIN, self._start)
         return prompt
@@ -201,9 +204,9 @@ class ForkedEpisode:
             await asyncio.get_running_loop().sock_sendall(connection, packed(request))
             result, problem = await receive(connection)
         except (EOFError, OSError) as error:
-            raise EnvironmentFailed(f"its process {await self._death()}") from error
+            raise EpisodeFailed(f"its process {await self._death()}") from error
         if problem:
-            raise EnvironmentFailed(_with_limit(problem, self._server.settings.memory_mib))
+            raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
         return result
 
     async def _death(self) -> str:
@@ -226,7 +229,7 @@ class Resetter:
         self._stop: Any = None
 
     def first_observation(self, start: EpisodeStart) -> Prompt:
-        """The first observation of an episode. Raises EnvironmentFailed, and ConfigError if it cannot be loaded."""
+        """The first observation of an episode. Raises EpisodeFailed, and ConfigError if it cannot be loaded."""
         with self._lock:
             if self._connection is None:
                 self._number, self._connection = self._server.fork()
@@ -237,15 +240,15 @@ class Resetter:
                 prompt, problem = read_value(self._connection)
             except TimeoutError as error:
                 self._kill()
-                raise EnvironmentFailed(f"reset took longer than environment.step_s = {self._within_s:g} s") from error
+                raise EpisodeFailed(f"reset took longer than environment.step_s = {self._within_s:g} s") from error
             except (EOFError, OSError) as error:
                 deadline = time.monotonic() + REPORT_S
                 while (status := self._server.how_ended(self._number)) is None and time.monotonic() < deadline:
                     time.sleep(POLL_S)
                 self._kill()
-                raise EnvironmentFailed(f"reset: its process {death(status)}") from error
+                raise EpisodeFailed(f"reset: its process {death(status)}") from error
             if problem:
-                raise EnvironmentFailed(_with_limit(problem, self._server.settings.memory_mib))
+                raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
             found: Prompt = prompt
             return found
 

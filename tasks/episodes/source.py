@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stores.errors import ConfigError
-from tasks.episodes.episode import EnvironmentFailed, EpisodeStart, record_of
+from tasks.episodes.episode import EpisodeFailed, EpisodeStart, record_of
 from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.episodes.processes import Resetter
@@ -33,7 +33,7 @@ class EnvironmentSource:
         start = EpisodeStart(index=index, held_out=held_out, seed=task_seed(self._seed, index, held_out=held_out))
         try:
             prompt = self._resetter.first_observation(start)
-        except EnvironmentFailed as error:
+        except EpisodeFailed as error:
             which = f"{'held-out ' if held_out else ''}task {index}"
             raise ConfigError(f"{self._where}: {which}: {error}") from error
         return Task(prompt=prompt, record=record_of(start, prompt), seed=start.seed)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tasks.episodes.episode import (
-    EnvironmentFailed,
+    EpisodeFailed,
     EpisodeStart,
     Said,
     ended,
@@ -24,11 +24,8 @@ class SteppedEnvironment:
     """An environment whose episodes are objects with `reset(seed) -> (observation, info)` and `step(action) ->
     (observation, reward, terminated, truncated, info)`, plain methods or coroutines."""
 
-    def __init__(self, make: Callable[[], Any], where: str, *, repeatable: bool, blocking: bool) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self.where = where
-        self.repeatable = repeatable
-        self.blocking = blocking
 
     def episode(self, start: EpisodeStart, *, threads: bool = False) -> SteppedEpisode:
         return SteppedEpisode(self._make, start, threads=threads)
@@ -49,7 +46,7 @@ class SteppedEpisode:
         with_options = {"options": options} if _takes(self._game.reset, "options") else {}
         result = await self._called("reset raised", self._game.reset, seed=self._start.seed, **with_options)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
-            raise EnvironmentFailed(f"reset must return (observation, info), not {_short(result)}")
+            raise EpisodeFailed(f"reset must return (observation, info), not {_short(result)}")
         return observed(result[0], "the first observation")
 
     async def step(self, text: str, *, cut: bool, last: bool) -> Said:
@@ -59,7 +56,7 @@ class SteppedEpisode:
         at = f"step {self._num_steps}"
         result = await self._called(f"{at} raised", self._game.step, text)
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], Mapping):
-            raise EnvironmentFailed(
+            raise EpisodeFailed(
                 f"{at} must return (observation, reward, terminated, truncated, info), not {_short(result)}"
             )
         observation, reward, terminated, truncated, info = result
@@ -77,14 +74,26 @@ class SteppedEpisode:
         """What runs in a thread cannot be stopped; nothing waits for it."""
 
     async def _called(self, failed: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a user's method. Raises EnvironmentFailed."""
+        """The result of a user's method. Raises EpisodeFailed."""
         try:
-            if self._threads and not inspect.iscoroutinefunction(function):
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **kwargs)
+            if self._threads:
                 return await in_thread(lambda: function(*args, **kwargs))
-            result = function(*args, **kwargs)
+            result = without_loop(lambda: function(*args, **kwargs))
             return await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
-            raise EnvironmentFailed(f"{failed}: {told(error)}") from error
+            raise EpisodeFailed(f"{failed}: {told(error)}") from error
+
+
+def without_loop(function: Callable[[], Any]) -> Any:
+    """The result of a function that is called as if no event loop ran: a plain method may use asyncio.run."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return function()
+    finally:
+        asyncio._set_running_loop(loop)
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:

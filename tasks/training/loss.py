@@ -37,7 +37,8 @@ class Loss(Protocol):
         ...
 
     def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
-        """The loss of each token, proportional to the advantage.
+        """The loss of each token, proportional to the advantage. At padding and at tokens that were given between turns
+        all logprobs are 0, and the result is not used.
 
         logprobs: [N, T] under the policy being trained, with gradient. proximal: [N, T] under it before the step;
         arbitrary unless needs_proximal. behaviour: [N, T] under the policy that sampled. advantage: [N, 1].

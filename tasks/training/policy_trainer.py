@@ -174,21 +174,22 @@ class PolicyTrainer:
     def _accumulate(
         self, batch: MicroBatch, rows: Sequence[Row], proximal: list[np.ndarray[Any, Any]], sums: _Sums
     ) -> None:
-        """Forward and backward of one micro-batch; gradients add up in the model."""
+        """Forward and backward of one micro-batch; gradients add up in the model. At padding and given tokens the loss
+        sees zeros, and what it returns there is cut off: an infinite ratio times a mask of 0 would be no number."""
         device = self.device
         old = np.zeros_like(batch.behaviour)
         for k, i in enumerate(batch.rows):
             begin = len(rows[i].prompt) - 1 - batch.start
             old[k, begin : begin + len(rows[i].response)] = proximal[i]
-        mask = torch.from_numpy(np.ascontiguousarray(batch.mask)).to(device)
-        behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device)
-        old_t = torch.from_numpy(old).to(device)
-        logprobs = self.logprob_model.batch(batch)
-        result = self.loss.token_loss(logprobs, old_t, behaviour, torch.from_numpy(batch.advantage).to(device))
-        loss = (result.loss * mask * torch.from_numpy(batch.weight).to(device)).sum()
+        others = torch.from_numpy(batch.mask == 0).to(device)
+        behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device).masked_fill(others, 0)
+        proximal_t = torch.from_numpy(old).to(device).masked_fill(others, 0)
+        logprobs = self.logprob_model.batch(batch).masked_fill(others, 0)
+        result = self.loss.token_loss(logprobs, proximal_t, behaviour, torch.from_numpy(batch.advantage).to(device))
+        loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(batch.weight).to(device)).sum()
         loss.backward()
         with torch.no_grad():
-            sums.tokens += float(mask.sum())
+            sums.tokens += float(batch.mask.sum())
             sums.loss += float(loss)
-            sums.clipped += float((result.clipped * mask).sum())
-            sums.ratio += float((torch.exp(logprobs - behaviour) * mask).sum())
+            sums.clipped += float(result.clipped.masked_fill(others, 0).sum())
+            sums.ratio += float(torch.exp(logprobs - behaviour).masked_fill(others, 0).sum())

@@ -21,6 +21,7 @@ from stores.trajectory import Fate
 from stores.versioned import VersionedStore
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, staleflow
+from tests.support import forking
 
 PATIENCE_S = 150.0
 
@@ -36,8 +37,9 @@ class Cluster:
 
     def _dask(self, what: str, *options: str, within: Sequence[str] = ()) -> None:
         dask = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self.file), "--no-dashboard", *options]
+        start = subprocess.Popen if within else forking.Popen  # another command cannot be forked
         command = [*within, *dask]
-        self._started.append(subprocess.Popen(command, env=ENVIRONMENT, cwd=self._folder, start_new_session=True))
+        self._started.append(start(command, env=ENVIRONMENT, cwd=self._folder, start_new_session=True))
 
     def add(self, count: int, *options: str, within: Sequence[str] = ()) -> None:
         """Start workers. within: the command that starts them, if not directly."""

@@ -23,6 +23,15 @@ from tests.support.simulated_store import stored_simulation
 JOB = "examples/dryrun.toml"
 PLANTED = {
     Cause.REWARD: ("simulation.reward_s=20.0", "rollout.instances=8"),
+    Cause.ENVIRONMENT: (
+        "rollout.instances=8",
+        "task.environment=yes",
+        "workload.kind=agentic",
+        "workload.tool_s=20.0",
+        "workload.tool_latency=constant",
+        "environment.concurrency=10000",
+        "workload.turns=3",
+    ),
     Cause.SLOW_INSTANCE: ("rollout.instances=8", "simulation.straggler_share=0.125", "simulation.straggler_factor=4"),
     Cause.FEW_INSTANCES: ("rollout.instances=1",),
     Cause.MANY_INSTANCES: ("rollout.instances=16", "simulation.train_s=6.0"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from stores.audit import CHECKS, Audit
 from stores.base import RunHeader, StepRecord, batch_fingerprint
 from stores.errors import StoreError
 from stores.findings import Finding
 from stores.reading import StoreReader
-from stores.trajectory import Ended, Fate, ended_as
+from stores.trajectory import Ended, Fate, Trajectory, ended_as
 from stores.weight_hash import comparable
 
 
@@ -20,6 +21,7 @@ def plain_audit(store: StoreReader) -> Audit:
     try:
         records = store.steps()
         rows = list(store.ended())
+        turns = store.turns(0, len(rows))
         if broken := next((chunk for chunk in store.damage() if chunk.array == "tokens/mask"), None):
             raise StoreError(broken.what)
     except StoreError as error:
@@ -35,7 +37,7 @@ def plain_audit(store: StoreReader) -> Audit:
             findings=tuple(findings),
         )
     findings += _array_findings(store)
-    findings += _bound(store.header, rows)
+    findings += _rows(store, rows, turns)
     findings += _once(store.header, records, rows)
     findings += _conservation(records, rows)
     findings += _fingerprints(records, rows)
@@ -81,7 +83,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
         )
         return
     num_rows = sum(r.num_rows for r in records)
-    for name in ("rows/int", "rows/float"):
+    for name in (n for n in lengths if n.startswith("rows/")):
         if lengths[name] != num_rows:
             yield Finding(check="arrays", where=name, what=f"{lengths[name]} rows, step records count {num_rows}")
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
@@ -98,23 +100,64 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
                 yield Finding(check="arrays", where=name, what=f"truncated: {lengths[name]} of {need} tokens")
 
 
-def _bound(header: RunHeader, rows: list[Ended]) -> Iterable[Finding]:
+def _rows(store: StoreReader, rows: list[Ended], turns: Any) -> Iterable[Finding]:
+    names = ("offset", "prompt_tokens", "response_tokens", "loss_mask")
+    numbers = zip(*(store.table()[name].tolist() for name in names), strict=True)
+    root = store._read_root()
+    tokens = [(root[f"tokens/{name}"][:]).tolist() for name in ("versions", "logprobs", "mask")]
+    for i, (row, (offset, prompt, response, trained)) in enumerate(zip(rows, numbers, strict=True)):
+        yield from _bound(store.header, row)
+        where = f"trajectory {row.trajectory.id}"
+        faults: list[str] = []
+        if min(offset, prompt, response) >= 0:
+            versions, logprobs, mask = (values[offset : offset + prompt + response] for values in tokens)
+            faults += _token_faults(prompt, trained != 0, zip(versions, logprobs, mask, strict=True))
+        for what in (*faults, *_turn_faults(row.trajectory, None if turns is None else turns[i].tolist())):
+            yield Finding(check="arrays", where=where, what=what)
+
+
+def _token_faults(prompt: int, trained: bool, tokens: Iterable[tuple[int, float, int]]) -> Iterable[str]:
+    """Check token by token that those which were not sampled have no version, no logprob and no gradient. tokens:
+    version, logprob and mask of each."""
+    counts: Counter[str] = Counter()
+    for i, (version, logprob, mask) in enumerate(tokens):
+        counts["tokens of the prompt have a version"] += i < prompt and version != -1
+        counts["tokens that were not sampled have a logprob"] += version == -1 and logprob != 0
+        learnt = int(i >= prompt and version != -1 and trained)
+        counts["tokens have a loss mask, and carry no gradient"] += mask > learnt
+        counts["tokens that carry gradient have no loss mask"] += mask < learnt
+    yield from (f"{count} {what}" for what, count in counts.items() if count)
+
+
+def _turn_faults(t: Trajectory, stored: list[float] | None) -> Iterable[str]:
+    if stored is None:
+        if t.num_given:
+            yield "it was given tokens, and the store has no numbers of turns"
+        return
+    turns, given, tool_s = stored
+    if (turns, given) != (len(t.turns), t.num_given) or not abs(tool_s - t.tool_s) <= 1e-6:
+        yield (
+            f"its spans have {len(t.turns):g} turns, {t.num_given:g} given tokens, {t.tool_s:.6g} s; "
+            f"stored are {turns:g} turns, {given:g} given tokens, {tool_s:.6g} s"
+        )
+
+
+def _bound(header: RunHeader, row: Ended) -> Iterable[Finding]:
     """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step."""
-    for row in rows:
-        t = row.trajectory
-        where = f"trajectory {t.id}"
-        versions = t.versions[t.sampled]
-        if len(versions) and int(versions.min()) < t.v_traj:
-            what = f"a token of version {versions.min()}, v_traj is {t.v_traj}"
-            yield Finding(check="bound", where=where, what=what)
-        if row.fate is not Fate.CONSUMED:
-            continue
-        if not t.v_traj <= row.step <= t.v_traj + header.eta:
-            what = f"consumed by step {row.step}, v_traj is {t.v_traj} and eta {header.eta}"
-            yield Finding(check="bound", where=where, what=what)
-        if len(versions) and int(versions.max()) > row.step:
-            what = f"a token of version {versions.max()}, consumed by step {row.step}"
-            yield Finding(check="bound", where=where, what=what)
+    t = row.trajectory
+    where = f"trajectory {t.id}"
+    versions = t.versions[t.sampled]
+    if len(versions) and int(versions.min()) < t.v_traj:
+        what = f"a token of version {versions.min()}, v_traj is {t.v_traj}"
+        yield Finding(check="bound", where=where, what=what)
+    if row.fate is not Fate.CONSUMED:
+        return
+    if not t.v_traj <= row.step <= t.v_traj + header.eta:
+        what = f"consumed by step {row.step}, v_traj is {t.v_traj} and eta {header.eta}"
+        yield Finding(check="bound", where=where, what=what)
+    if len(versions) and int(versions.max()) > row.step:
+        what = f"a token of version {versions.max()}, consumed by step {row.step}"
+        yield Finding(check="bound", where=where, what=what)
 
 
 def _once(header: RunHeader, records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:

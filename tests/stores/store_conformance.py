@@ -16,10 +16,12 @@ from stores.trajectory import (
     Ended,
     Fate,
     FinishReason,
+    Given,
     GroupId,
     InstanceId,
     PolicyVersion,
     Segment,
+    Span,
     Timings,
     Trajectory,
     TrajectoryId,
@@ -37,14 +39,23 @@ def segment(rng: np.random.Generator, version: int, length: int, instance: str =
     )
 
 
+def given(rng: np.random.Generator, seconds: float, role: str = "tool") -> Given:
+    tokens = rng.integers(0, 50_000, int(rng.integers(1, 9))).astype(np.int32)
+    return Given(role=role, tokens=tokens, seconds=seconds)
+
+
 def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUMED, **changes: Any) -> Ended:
+    """A row; every third one of three turns, the last of which continues under the version of the first."""
     versions = sorted({max(0, step - 1), step})
+    spans: list[Span] = [segment(rng, v, int(rng.integers(1, 30))) for v in versions]
+    if i % 3 == 1:
+        spans += [given(rng, 1.5), segment(rng, step, 3), given(rng, 0.25, "user"), segment(rng, versions[0], 4)]
     trajectory = Trajectory(
         id=TrajectoryId(i),
         group=GroupId(i // 2),
         prompt_tokens=rng.integers(0, 50_000, int(rng.integers(1, 9))).astype(np.int32),
         v_traj=PolicyVersion(versions[0]),
-        spans=tuple(segment(rng, v, int(rng.integers(1, 30))) for v in versions),
+        spans=tuple(spans),
         finish=FinishReason.STOP,
         reward=float(np.float32(rng.random())),
         reward_parts={"format": 0.5},
@@ -82,7 +93,15 @@ def assert_same(a: Ended, b: Ended) -> None:
     for name in ("prompt_tokens", "response_tokens", "logprobs", "versions"):
         np.testing.assert_array_equal(getattr(s, name), getattr(t, name))
         assert getattr(s, name).dtype == getattr(t, name).dtype
-    assert [(x.version, x.instance) for x in s.segments] == [(x.version, x.instance) for x in t.segments]
+    assert list(map(told, s.spans)) == list(map(told, t.spans))
+    assert [x.tolist() for x in s.turns] == [x.tolist() for x in t.turns]
+
+
+def told(span: Span) -> tuple[object, ...]:
+    """A span besides its arrays."""
+    if isinstance(span, Given):
+        return span.role, span.seconds, len(span.tokens)
+    return span.version, span.instance, len(span.tokens)
 
 
 class TrajectoryStoreTests:

@@ -116,11 +116,16 @@ def change_float(root: Any, rng: random.Random) -> None:
 
 
 def change_token(root: Any, rng: random.Random) -> None:
-    array = root[rng.choice(("tokens/ids", "tokens/logprobs", "tokens/versions"))]
+    array = root[rng.choice(("tokens/ids", "tokens/logprobs", "tokens/versions", "tokens/mask"))]
     row = root["rows/int"][rng.randrange(root["rows/int"].shape[0])]
     at = int(row[INT_COLUMNS.index("offset")]) + rng.randrange(20)
     if 0 <= at < array.shape[0]:
-        array[at] = rng.choice((-1, 0, 1, 2, 9))
+        array[at] = rng.choice((-1, 0, 1, 2, 9) if array.dtype != np.uint8 else (0, 1, 2))
+
+
+def change_turns(root: Any, rng: random.Random) -> None:
+    turns = root["rows/turns"]
+    turns[rng.randrange(turns.shape[0]), rng.randrange(3)] = rng.choice((0.0, 1.0, 1.5, 3.0, -1.0, float("nan")))
 
 
 def change_text(root: Any, rng: random.Random) -> None:
@@ -140,14 +145,15 @@ def move_rows(root: Any, rng: random.Random) -> None:
         order.insert(i, order[j])
     else:
         order[i], order[j] = order[j], order[i]
-    for name in ("rows/int", "rows/float"):
+    for name in (name for name in ("rows/int", "rows/float", "rows/turns") if name in root):
         values = np.asarray(root[name][:])[order]
         root[name].resize(values.shape)
         root[name][:] = values
 
 
 def cut(root: Any, rng: random.Random) -> None:
-    array = root[rng.choice(("tokens/ids", "tokens/logprobs", "tokens/versions", "rows/float", "text"))]
+    names = ("tokens/ids", "tokens/logprobs", "tokens/versions", "rows/float", "rows/turns", "text")
+    array = root[rng.choice([name for name in names if name in root])]
     array.resize((max(0, array.shape[0] - rng.randint(1, 30)), *array.shape[1:]))
 
 
@@ -183,8 +189,8 @@ def change_record(root: Any, rng: random.Random) -> None:
 
 
 EDITS = (
-    change_number, copy_number, copy_number, change_float, change_token, change_text, move_rows, cut, change_record,
-    change_record,
+    change_number, copy_number, copy_number, change_float, change_token, change_token, change_turns, change_text,
+    move_rows, cut, change_record, change_record,
 )  # fmt: skip
 
 
@@ -206,7 +212,7 @@ def tamper(folder: Path, rng: random.Random, count: int) -> None:
         try:
             rng.choice(EDITS)(root, rng)
             session.commit("tampered")
-        except (ValueError, IndexError, icechunk.IcechunkError):
+        except (ValueError, IndexError, KeyError, icechunk.IcechunkError):
             continue  # nothing there to change
     if count and rng.random() < 0.15:
         damage(folder, rng)

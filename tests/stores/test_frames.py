@@ -27,6 +27,9 @@ def test_a_dataframe_has_every_trajectory_with_its_tokens(tmp_path: Path) -> Non
         np.testing.assert_array_equal(got.response_ids, t.response_tokens)
         np.testing.assert_array_equal(got.logprobs, t.logprobs)
         np.testing.assert_array_equal(got.versions, t.versions)
+        np.testing.assert_array_equal(got.sampled, t.sampled)
+        assert (got.response_tokens, got.given_tokens) == (t.sampled.sum(), (~t.sampled).sum())
+        assert (got.turns, got.tool_s) == (len(t.turns), t.tool_s)
     by_staleness = frame[frame.fate == "consumed"].groupby("staleness").reward.mean().compute(scheduler="sync")
     assert set(by_staleness.index) == {r.staleness for r in store.ended() if r.step < 4}
 
@@ -37,11 +40,11 @@ def test_a_dataset_finds_each_trajectorys_tokens_by_offset(tmp_path: Path) -> No
     for row in store.ended():
         at = data.sel(trajectory=row.trajectory.id)
         begin = int(at.offset) + int(at.prompt_tokens)
-        here = slice(begin, begin + int(at.response_tokens))
+        here = slice(begin, begin + int(at.response_tokens) + int(at.given_tokens))
         np.testing.assert_array_equal(data.ids[here].values, row.trajectory.response_tokens)
         np.testing.assert_array_equal(data.logprobs[here].values, row.trajectory.logprobs)
     trained = int(data.mask.sum().compute())
-    assert trained == sum(r.trajectory.num_tokens for r in store.ended() if r.loss_mask)
+    assert trained == sum(r.trajectory.num_sampled for r in store.ended() if r.loss_mask)
 
 
 def test_an_empty_store_is_an_empty_frame_and_time_travel_holds(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from stores.spool import FRAME, HEADER, Spool
 from stores.spool_entries import (
+    AnswerGiven,
     BatchTaken,
     Entry,
+    EpisodeRestarted,
     FlightResumed,
     GroupDrawn,
     RewardDelivered,
@@ -65,6 +67,16 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
         finish=st.sampled_from(FinishReason),
         at_s=SECONDS,
     ),
+    st.builds(
+        AnswerGiven,
+        trajectory=IDS,
+        first=SMALL,
+        role=st.text(max_size=4),
+        tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(lambda x: np.asarray(x, np.int32)),
+        seconds=SECONDS,
+        at_s=SECONDS,
+    ),
+    st.builds(EpisodeRestarted, trajectory=IDS, tokens=SMALL, epoch=SMALL),
     st.builds(
         RewardDelivered,
         trajectory=IDS,
@@ -115,6 +127,9 @@ def test_an_entry_is_read_back_as_it_was(entry: Entry) -> None:
             assert (ours.version, ours.instance) == (theirs.version, theirs.instance)
             np.testing.assert_array_equal(ours.tokens, theirs.tokens)
             np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+    if isinstance(again, AnswerGiven) and isinstance(entry, AnswerGiven):
+        assert (again.role, again.first, again.seconds) == (entry.role, entry.first, entry.seconds)
+        np.testing.assert_array_equal(again.tokens, entry.tokens)
 
 
 @given(data=st.binary(max_size=60))

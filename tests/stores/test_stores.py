@@ -220,7 +220,7 @@ def set_int(root: Any, row: int, column: str, value: int) -> None:
 
 
 def lose_a_row(root: Any) -> None:
-    for name in ("rows/int", "rows/float"):
+    for name in ("rows/int", "rows/float", "rows/turns"):
         array = root[name]
         kept = np.delete(np.asarray(array[:]), 5, axis=0)
         array.resize(kept.shape)

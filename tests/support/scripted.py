@@ -26,6 +26,7 @@ from stores.memory import MemoryStore
 from stores.resume_points import ResumePoints
 from stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from tasks.actors.calls import call
+from tasks.actors.environment_host import EnvironmentHost
 from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import Evaluated, RolloutInstance
@@ -95,6 +96,7 @@ class World:
             TrajectoryServer: lambda host, *args: server_class(self)(*args),
             RolloutInstance: lambda host, settings, *args: VirtualRolloutInstance(VirtualSettings(self), *args),
             RewardWorker: lambda host, *args: VirtualRewardWorker(self, *args),
+            EnvironmentHost: lambda host, *args: EnvironmentHost(*args),
             Trainer: lambda host, *args: PlayedTrainer(self, host, *args),
             ParameterServer: lambda host, *args: PlayedParameterServer(self, host, *args),
         }
@@ -299,7 +301,9 @@ class VirtualRolloutInstance(RolloutInstance):
         assert isinstance(engine, VirtualEngine)
         return engine
 
-    async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
+    async def evaluate(
+        self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float, after: list[int] | None = None
+    ) -> list[Evaluated]:
         """Return a response with as many tokens as its prompt, three seconds later."""
 
         async def wait() -> None:

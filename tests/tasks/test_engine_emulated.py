@@ -141,6 +141,25 @@ def test_responses_are_as_long_and_as_good_as_the_workload_says() -> None:
         engine.close()
 
 
+def test_a_request_ends_with_its_turn_and_the_next_one_goes_on_from_what_was_given() -> None:
+    acting = workload(kind="agentic")
+    engine = EmulatedEngine(settings(time_scale=50.0, workload=acting), InstanceId("i"))
+    try:
+        for trajectory in range(6):
+            tokens = 0
+            for turn in acting.turns(*divmod(trajectory, 4)):
+                engine.submit(
+                    [request(trajectory, (3, 10, 14, 7) + (5,) * tokens, num_prior=tokens, max_new_tokens=100)]
+                )
+                (sampled,) = collect(engine, 1).values()
+                assert (sampled.first, len(tokens_of(sampled))) == (tokens, turn.tokens)
+                assert sampled.finish is FinishReason.STOP
+                assert engine.load_statistics().kept_tokens >= 4 + tokens + turn.tokens
+                tokens += turn.tokens + turn.tool_tokens
+    finally:
+        engine.close()
+
+
 def test_time_passes_as_the_cost_model_says() -> None:
     """One request alone: its tokens times the step time, and not sooner. (That it is not much later is measured, in
     benchmarks/reality.py overhead.)"""

@@ -1,0 +1,198 @@
+"""The environment host: an actor that has the environments of many episodes answer the model's turns.
+
+Texts go directly between trajectory server and host; the driver sees ids, lengths and rewards. An act is asked for and
+its outcome fetched in separate calls, so that no call takes as long as an environment may.
+
+Invariants:
+- The answer to a turn is with the trajectory server before the driver learns of it, and so is a reward.
+- An act may be asked for again, of this host or of another: what the server has already is not done twice.
+- A failure of an environment is never a reward: the server then drops all of the trajectory but its prompt, before the
+  driver learns of the failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from stores.errors import ActorLost
+from stores.trajectory import TrajectoryId
+from tasks.actors.calls import answers_calls, call
+from tasks.actors.trajectory_server import Bridged, EpisodeState
+from tasks.episodes.answers import Answer, EpisodeKey
+from tasks.scoring import ScoredResponse
+from tasks.task_source import Record
+
+DIFFERS = "it was set back to an earlier turn, and then answered otherwise than before; its class says it is repeatable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActItem:
+    """An Act command as sent to a host."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    cut: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acted:
+    """The outcome of an act, in numbers. tokens: of the response, if another turn follows. reward, error: of an episode
+    that has ended. failed: why the episode begins again; empty if it does not. server_lost: the act is to be asked for
+    once more, when there is a trajectory server."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    tokens: int = 0
+    ended: bool = False
+    reward: float = 0.0
+    error: str = ""
+    failed: str = ""
+    server_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayItem:
+    """A turn of an episode that is no trajectory's. turns: the texts of all so far. cut: the episode ends with it."""
+
+    key: EpisodeKey
+    record: Record
+    turns: tuple[str, ...]
+    cut: bool
+
+
+class Environments(Protocol):
+    """What answers the turns of episodes; see tasks/episodes/host.py."""
+
+    async def check(self) -> None: ...
+
+    async def act(self, key: EpisodeKey, record: Record, turns: tuple[str, ...], *, cut: bool) -> Answer: ...
+
+    async def end(self, key: EpisodeKey, record: Record) -> Answer: ...
+
+    def cancel(self, keys: Iterable[EpisodeKey]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class EnvironmentSettings(Protocol):
+    def build(self) -> Environments: ...
+
+
+@answers_calls
+class EnvironmentHost:
+    """The environment host's Dask actor. All its state changes on the worker's event loop."""
+
+    def __init__(self, settings: EnvironmentSettings, call_s: float) -> None:
+        self._environments = settings.build()
+        self._call_s = call_s
+        self._acts: dict[tuple[TrajectoryId, int], asyncio.Task[None]] = {}
+        """Those under way, by trajectory and epoch."""
+        self._keys: dict[TrajectoryId, EpisodeKey] = {}
+        """The episodes that are open."""
+        self._done: list[Acted] = []
+        self._error: Exception | None = None
+        """Of ours or of the job: no environment's."""
+        self._changed = asyncio.Event()
+
+    async def check(self) -> None:
+        """Raise ConfigError if the environment cannot be made."""
+        await self._environments.check()
+
+    async def act(self, server: Any, items: tuple[ActItem, ...]) -> None:
+        """Have environments answer the turns that trajectories ended with. Those under way already go on."""
+        for item in items:
+            place = item.trajectory, item.epoch
+            if place not in self._acts:
+                self._acts[place] = asyncio.create_task(self._act(server, item))
+
+    async def outcomes(self, timeout_s: float) -> list[Acted]:
+        """Wait up to `timeout_s` for acts to end; returns their outcomes. Raises ConfigError if what an environment
+        says cannot be given to the model."""
+        if not self._done and self._error is None:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        done, self._done = self._done, []
+        return done
+
+    async def dismiss(self, trajectories: tuple[TrajectoryId, ...]) -> None:
+        """Close the environments of trajectories; steps under way are cancelled, and tell no outcome."""
+        gone = set(trajectories)
+        for place in [place for place in self._acts if place[0] in gone]:
+            self._acts.pop(place).cancel()
+        self._environments.cancel([self._keys.pop(t) for t in gone if t in self._keys])
+
+    async def play(self, items: list[PlayItem]) -> list[Answer]:
+        """Have environments answer turns of episodes that are no trajectory's, such as an evaluation's."""
+        acts = (self._environments.act(one.key, one.record, one.turns, cut=one.cut) for one in items)
+        return list(await asyncio.gather(*acts))
+
+    async def end(self, items: list[PlayItem]) -> list[Answer]:
+        """End such episodes, for whose next turn there is no room, with their rewards so far."""
+        return list(await asyncio.gather(*(self._environments.end(one.key, one.record) for one in items)))
+
+    async def close(self) -> None:
+        for task in self._acts.values():
+            task.cancel()
+        self._acts.clear()
+        await self._environments.close()
+
+    async def _act(self, server: Any, item: ActItem) -> None:
+        try:
+            outcome = await self._outcome(server, item)
+        except ActorLost:  # nobody else is called
+            outcome = Acted(trajectory=item.trajectory, epoch=item.epoch, server_lost=True)
+        except Exception as error:  # noqa: BLE001  it is raised where outcomes are asked for
+            self._error, outcome = error, None
+            self._changed.set()
+        self._acts.pop((item.trajectory, item.epoch), None)
+        if outcome is not None:
+            self._done.append(outcome)
+            self._changed.set()
+
+    async def _outcome(self, server: Any, item: ActItem) -> Acted | None:
+        """Do an act as far as it is not done yet; None if nobody waits for it any more."""
+        trajectory, epoch = item.trajectory, item.epoch
+
+        async def ask(method: str, *args: Any) -> Any:
+            return await call(server, method, *args, within_s=self._call_s, who="server")
+
+        state: EpisodeState | None = await ask("episode", trajectory, epoch)
+        if state is None:
+            return None
+        if state.score is not None:
+            return Acted(
+                trajectory=trajectory, epoch=epoch, ended=True, reward=state.score.reward, error=state.score.error
+            )
+        if state.restarted:
+            return Acted(trajectory=trajectory, epoch=epoch, failed="it failed before")
+        if state.answered:
+            return Acted(trajectory=trajectory, epoch=epoch, tokens=state.tokens)
+        key = EpisodeKey(task=state.task, member=state.member, attempt=state.attempt)
+        self._keys[trajectory] = key
+        answer = await self._environments.act(key, state.record, state.turns, cut=item.cut or state.full)
+        if not answer.ended:
+            taken: Bridged = await ask(
+                "give", trajectory, state.tokens, answer.messages, answer.seconds, answer.replayed
+            )
+            if not taken.problem:
+                return Acted(trajectory=trajectory, epoch=epoch, tokens=taken.tokens)
+            if taken.problem == "full":
+                answer = await self._environments.end(key, state.record)
+            else:
+                self._environments.cancel([key])
+                answer = Answer(ended=True, error=DIFFERS)
+        self._keys.pop(trajectory, None)
+        if answer.error:
+            await ask("restart", trajectory, state.tokens, epoch)
+            return Acted(trajectory=trajectory, epoch=epoch, failed=answer.error)
+        score = ScoredResponse(reward=answer.reward, parts=dict(answer.parts))
+        await ask("rewarded", [(trajectory, score)])
+        return Acted(trajectory=trajectory, epoch=epoch, ended=True, reward=answer.reward)

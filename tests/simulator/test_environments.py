@@ -1,0 +1,243 @@
+"""Environments in virtual time: each turn is sampled, then answered, and the next one is sampled where it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config import actor_settings, deciding
+from pipeline.config.schema import RunConfig
+from pipeline.coordination.commands import Act, Command, Route
+from pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event
+from pipeline.simulator.body import SimulatedRun
+from pipeline.simulator.measure import explanation, measure
+from pipeline.simulator.trace import Trace
+from tasks.engines.decoding import DecodingInstance
+from tasks.episodes.emulated import EmulatedEpisodes, StepFaults, left_to_sample
+from tasks.workload import Turn
+from tests.simulator.test_simulator import COST, job, run
+
+AGENTS: dict[str, Any] = {
+    "task__environment": "yes", "workload__kind": "agentic", "workload__turns": 4.0, "workload__tool_s": 0.5,
+    "workload__tool_tokens": 7,
+}  # fmt: skip
+
+
+PLAIN = actor_settings.make_workload(job(workload__kind="agentic", batch__group_size=2))
+
+
+def agents(**changes: Any) -> RunConfig:
+    return job(**(AGENTS | changes))
+
+
+def test_a_turn_ends_where_its_tokens_do() -> None:
+    turns = (Turn(5, 3.0, 20), Turn(6, 1.0, 0), Turn(2))
+    found = [left_to_sample(turns, tokens) for tokens in (0, 4, 5, 24, 25, 30, 31, 32, 33, 40)]
+    assert found == [5, 1, 6, 6, 6, 1, 2, 1, 1, 1]
+
+
+def test_an_episode_takes_its_turns_and_its_answers_one_after_the_other() -> None:
+    alone = {"steps": 1, "batch__groups_per_step": 1, "batch__group_size": 1, "rollout__instances": 1,
+             "training__advantage": "reinforce_plus_plus"}  # fmt: skip
+    config = agents(**alone, staleness__eta=0, simulation__reward_s=0.25)
+    workload, cost = actor_settings.make_workload(config), deciding.cost_model(config)
+    heard: list[tuple[float, Event, list[Command]]] = []
+    trace = SimulatedRun(config, workload, observe=lambda *one: heard.append(one), validate_each=True).run()
+    turns = workload.turns(0, 0)
+    assert len(turns) > 1
+    assert trace.commands["Act"] == trace.commands["Route"] == len(turns)
+    expected_s, context = cost.prefill * workload.prompt_tokens(0), workload.prompt_tokens(0)
+    for turn in turns:
+        expected_s += cost.decode_s(1, context, turn.tokens) + turn.tool_s + cost.prefill * turn.tool_tokens
+        context += turn.tokens + turn.tool_tokens
+    assert trace.steps[0].ready_s == pytest.approx(expected_s + 0.25)
+    given = [event.tokens for _, event, _ in heard if isinstance(event, EnvironmentAnswered)]
+    assert given == [sum(t.tokens + t.tool_tokens for t in turns[: i + 1]) for i in range(len(turns) - 1)]
+
+
+def test_each_turn_of_every_episode_is_answered_once() -> None:
+    config = agents()
+    acts: Counter[int] = Counter()
+    routed: Counter[int] = Counter()
+
+    def observe(_: float, __: Event, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Act():
+                    acts[command.trajectory] += 1
+                case Route():
+                    routed[command.trajectory] += 1
+
+    workload = actor_settings.make_workload(config)
+    trace = SimulatedRun(config, workload, observe=observe, validate_each=True).run()
+    assert trace.ended["consumed"] == config.steps * config.trajectories_per_step
+    for trajectory, count in acts.items():
+        assert count <= len(workload.turns(*divmod(trajectory, config.members_started)))
+        assert count <= routed[trajectory]
+
+
+def test_environments_answer_what_the_workload_says() -> None:
+    config = agents()
+    workload = actor_settings.make_workload(config)
+    episodes = EmulatedEpisodes(workload)
+    turns = workload.turns(2, 1)
+    answers = [episodes.answer(2, 1, number) for number in range(len(turns))]
+    assert [a.ended for a in answers] == [False] * (len(turns) - 1) + [True]
+    assert [(a.seconds, a.tokens) for a in answers] == [(t.tool_s, t.tool_tokens) for t in turns]
+    assert answers[-1].reward == workload.reward(2, 1)
+    assert episodes.answer(2, 1, 0, cut=True).ended
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    def traced() -> Trace:
+        return run(agents(batch__extra_members=1, simulation__lost_every_s=3.0, simulation__replace_s=1.0))
+
+    assert traced() == traced()
+
+
+def test_a_failing_or_hung_environment_is_begun_again_and_only_it() -> None:
+    for faults in ({"simulation__failed_step_share": 0.1}, {"simulation__hung_step_share": 0.1}):
+        config = agents(
+            **faults, environment__step_s=2.0, rollout__max_attempts=1000, workload__tool_latency="constant"
+        )
+        failed: Counter[int] = Counter()
+        waits: list[float] = []
+        asked: dict[int, float] = {}
+
+        def observe(
+            now: float,
+            event: Event,
+            commands: list[Command],
+            failed: Counter[int] = failed,
+            waits: list[float] = waits,
+            asked: dict[int, float] = asked,
+        ) -> None:
+            if isinstance(event, EnvironmentFailed):
+                failed[event.trajectory] += 1
+                waits.append(now - asked[event.trajectory])
+            asked.update({c.trajectory: now for c in commands if isinstance(c, Act)})
+
+        workload = actor_settings.make_workload(config)
+        trace = SimulatedRun(config, workload, observe=observe).run()
+        assert failed.total() > 20
+        assert trace.ended["consumed"] == config.steps * config.trajectories_per_step
+        assert set(trace.ended) <= {"consumed", "aborted:run_ended", "aborted:surplus_group"}
+        assert trace.wasted_tokens > 0
+        if "simulation__hung_step_share" in faults:
+            assert waits == pytest.approx([2.0] * len(waits))
+
+
+def test_what_fails_depends_on_the_attempt_and_on_nothing_that_was_decided() -> None:
+    answers = [EmulatedEpisodes(PLAIN, StepFaults(failed=0.5, seed=3)).answer(g, 0, 0) for g in range(400)]
+    assert sum(bool(a.error) for a in answers) == pytest.approx(200, abs=40)
+    again = EmulatedEpisodes(PLAIN, StepFaults(failed=0.5, seed=3))
+    assert [again.answer(g, 0, 0) for g in range(400)] == answers
+    assert [again.answer(g, 0, 0, attempt=1) for g in range(400)] != answers
+    assert EmulatedEpisodes(PLAIN, StepFaults(hung=1.0)).answer(0, 0, 0).seconds == math.inf
+
+
+@pytest.mark.parametrize(("latency", "mean_s", "deviation_s"), [
+    ("constant", 10.0, 0.0), ("normal", 10.0, 5.0), ("lognormal", 10 * math.exp(0.125), 5.85),
+])  # fmt: skip
+def test_tools_take_as_long_as_their_distribution_says(latency: str, mean_s: float, deviation_s: float) -> None:
+    spread = {"constant": 9.0, "normal": 5.0, "lognormal": 0.5}[latency]
+    config = agents(
+        workload__tool_s=10.0,
+        workload__tool_latency=latency,
+        workload__tool_spread=spread,
+        workload__fixed_turns=True,
+        workload__sigma=0.1,
+    )
+    workload = actor_settings.make_workload(config)
+    turns = [workload.turns(group, 0) for group in range(700)]
+    calls = np.array([turn.tool_s for response in turns for turn in response[:-1]])
+    assert {len(response) for response in turns} == {4}
+    assert calls.min() >= 0
+    assert calls.mean() == pytest.approx(mean_s, rel=0.05)
+    assert calls.std() == pytest.approx(deviation_s, rel=0.1)
+    later = actor_settings.make_workload(dataclasses.replace(config, workload=dataclasses.replace(
+        config.workload, reset_s=100.0)))  # fmt: skip
+    first = [later.turns(g, 0)[0].tool_s - turns[g][0].tool_s for g in range(50)]
+    assert first == pytest.approx([100.0] * 50)
+
+
+def test_what_answers_make_of_a_response_counts_towards_its_limit() -> None:
+    config = agents(rollout__max_new_tokens=60, workload__turns=9.0)
+    trace = run(config, validate_each=True)
+    assert max(step.longest_tokens for step in trace.steps) <= 60
+    capped = run(agents(environment__max_turns=2), validate_each=True)
+    assert capped.commands["Act"] <= 2 * capped.commands["Train"] * config.trajectories_per_step + 200
+
+
+def test_steps_wait_for_a_place_when_as_many_are_under_way_as_hosts_take() -> None:
+    plenty, few = agents(), agents(environment__concurrency=2)
+    assert plenty.environment.concurrency > plenty.max_trajectories_in_flight
+    assert run(few).finished_s > 2 * run(plenty).finished_s
+
+
+def test_a_later_turn_prefills_what_is_new_while_the_cache_holds_the_rest() -> None:
+    instance = DecodingInstance(COST, kv_capacity=100, max_running=4)
+    instance.submit(0.0, 0, 1, 10, 0, (Turn(20),))
+    (first,) = instance.advance(1e3)
+    assert (instance.kv_tokens, instance.kept_tokens) == (0, 30)
+    instance.submit(first.at_s, 0, 2, 10, 25, (Turn(40),), given=5)
+    (second,) = instance.advance(1e3)
+    assert second.at_s - first.at_s == pytest.approx(COST.prefill * 5 + COST.decode_s(1, 35, 15))
+    work = instance.work
+    assert (work.prefilled, work.cached, work.reprefilled, instance.kept_tokens) == (15, 30, 0, 50)
+    # Running requests need the memory: the least recently used goes first.
+    instance.submit(second.at_s, 1, 1, 10, 0, (Turn(10),))
+    (third,) = instance.advance(1e3)
+    assert instance.kept_tokens == 70
+    instance.submit(third.at_s, 2, 1, 30, 0, (Turn(15),))
+    (fourth,) = instance.advance(1e3)
+    assert instance.kept_tokens == 20 + 45
+    instance.submit(fourth.at_s, 1, 2, 10, 12, (Turn(14),), given=2)
+    instance.advance(1e3)
+    assert (work.cached, work.reprefilled) == (50, 0)
+    instance.load(1e3, 1.0)
+    assert instance.kept_tokens == 0
+    instance.submit(1e4, 0, 3, 10, 45, (Turn(50),), given=5)
+    instance.advance(1e5)
+    assert (work.cached, work.reprefilled) == (50, 50)
+
+
+def test_turns_that_go_back_where_their_context_is_prefill_less() -> None:
+    long = {"workload__turns": 10.0, "workload__median": 200.0, "rollout__max_new_tokens": 1000,
+            "rollout__engine__kv_tokens": 20_000, "workload__tool_tokens": 20,
+            "rollout__routing": "random"}  # fmt: skip
+    measured = {}
+    for affinity in (True, False):
+        config = agents(**long, rollout__affinity=affinity)
+        m = measure(config, run(config))
+        measured[affinity] = m
+        prefilled = sum(i.work.prefilled for i in run(config).instances)
+        assert m.cached_tokens + m.reprefilled_tokens > 2 * prefilled
+    shares = {a: m.cached_tokens / (m.cached_tokens + m.reprefilled_tokens) for a, m in measured.items()}
+    assert shares[True] > 0.8
+    assert shares[False] < shares[True] - 0.2
+    assert "were still cached" in "\n".join(explanation(config, measured[True]))
+    assert 0 < measured[True].most_kept_tokens <= 20_000
+
+
+def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_environment() -> None:
+    calls = {"workload__tool_latency": "normal", "workload__tool_s": 10.0, "workload__tool_spread": 10.0,
+             "workload__fixed_turns": True, "workload__turns": 5.0, "workload__sigma": 0.0,
+             "environment__step_s": 1e9, "environment__episode_s": 1e9, "environment__concurrency": 1000}  # fmt: skip
+    batch = {"steps": 1, "staleness__eta": 0, "batch__groups_per_step": 16, "batch__group_size": 8,
+             "rollout__engine__max_running": 128, "rollout__engine__kv_tokens": 100_000}  # fmt: skip
+    config = agents(**calls, **batch)
+    free, locked = (
+        run(dataclasses.replace(config, simulation=dataclasses.replace(config.simulation, lock_step=locked)))
+        for locked in (False, True)
+    )
+    workload = actor_settings.make_workload(config)
+    seconds = np.array([[t.tool_s for t in workload.turns(g, m)[:-1]] for g in range(16) for m in range(8)])
+    assert free.steps[0].ready_s == pytest.approx(seconds.sum(1).max(), abs=5)
+    assert locked.steps[0].ready_s == pytest.approx(seconds.max(0).sum(), abs=5)
+    assert free.steps[0].tokens == locked.steps[0].tokens

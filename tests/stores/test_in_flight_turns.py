@@ -1,0 +1,207 @@
+"""Episodes of many turns in flight: answers and restarts, repeated, late or missing, and what a resume keeps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stores.spool_entries import (
+    AnswerGiven,
+    Entry,
+    EpisodeRestarted,
+    TokensDelivered,
+    decode,
+    encode,
+)
+from stores.trajectory import FinishReason, Given, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
+from tests.stores.test_in_flight import drawn, flight, resumed, reward, routed
+
+ID = TrajectoryId(0)
+
+
+def sampled(
+    epoch: int, first: int, versions: list[int], finish: FinishReason = FinishReason.STOP, episode: int = 0
+) -> TokensDelivered:
+    """Tokens at first, first + 1, ... under these versions; each tells its episode and place."""
+    segments, at = [], first
+    for version, group in itertools.groupby(versions):
+        ids = np.asarray([1000 * episode + at + i for i, _ in enumerate(group)], np.int32)
+        logprobs = np.full(len(ids), -0.5, np.float32)
+        segments.append(
+            Segment(version=PolicyVersion(version), instance=InstanceId("a"), tokens=ids, logprobs=logprobs)
+        )
+        at += len(ids)
+    return TokensDelivered(trajectory=ID, epoch=epoch, first=first, segments=tuple(segments), finish=finish, at_s=3.0)
+
+
+def answer(first: int, count: int = 2, *, episode: int = 0) -> AnswerGiven:
+    tokens = np.asarray([1000 * episode + first + i for i in range(count)], np.int32)
+    return AnswerGiven(trajectory=ID, first=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0)
+
+
+def restarted(tokens: int, epoch: int) -> EpisodeRestarted:
+    return EpisodeRestarted(trajectory=ID, tokens=tokens, epoch=epoch)
+
+
+BEGIN = (drawn(0), routed(0, 1))
+
+
+def in_short(t: Trajectory) -> list[tuple[int, int]]:
+    """(version, tokens) of each span."""
+    return [(-1 if isinstance(s, Given) else s.version, len(s.tokens)) for s in t.spans]
+
+
+def test_an_answer_begins_the_next_turn() -> None:
+    state = flight(*BEGIN, sampled(1, 0, [0, 0, 0]))
+    assert state.in_numbers()[0].members[0].sampled
+    assert state.apply(answer(3))
+    assert not state.apply(answer(3))
+    (member, *_) = state.in_numbers()[0].members
+    assert (member.tokens, member.sampled, member.version) == (5, False, 0)
+    assert state.apply(sampled(1, 5, [1], FinishReason.UNFINISHED))
+    assert state.apply(sampled(1, 6, [1, 0]))
+    t = state.live[ID]
+    assert in_short(t) == [(0, 3), (-1, 2), (1, 2), (0, 1)]
+    assert t.sampled.tolist() == [True] * 3 + [False] * 2 + [True] * 3
+    assert t.versions.tolist() == [0, 0, 0, -1, -1, 1, 1, 0]
+    assert [x.tolist() for x in t.turns] == [[0, 1, 2], [5, 6, 7]]
+    assert t.response_tokens.tolist() == list(range(8))
+    assert (t.num_tokens, t.num_sampled, t.num_given, t.tool_s) == (8, 6, 2, 0.5)
+    assert t.logprobs.tolist() == [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        (answer(0),),
+        (sampled(1, 0, [0, 0], FinishReason.UNFINISHED), answer(2)),
+        (sampled(1, 0, [0, 0]), answer(1)),
+        (sampled(1, 0, [0, 0]), answer(3)),
+        (sampled(1, 0, [0, 0]), answer(2, 0)),
+        (sampled(1, 0, [0, 0]), reward(0, 2), answer(2)),
+        (sampled(1, 0, [0, 0]), sampled(1, 2, [0])),
+        (sampled(1, 0, [0, 0]), sampled(1, 4, [0])),
+        (sampled(1, 0, [0, 0]), reward(0, 2), restarted(2, 1)),
+        (sampled(1, 0, [0, 0]), routed(0, 2), restarted(2, 1)),
+    ],
+    ids=[
+        "before anything", "in mid-turn", "too early", "too late", "nothing said", "after the reward",
+        "a turn without its answer", "a turn after a gap", "restarted after the reward", "restarted late",
+    ],
+)  # fmt: skip
+def test_what_does_not_follow_changes_nothing(entries: tuple[Entry, ...]) -> None:
+    state = flight(*BEGIN, *entries[:-1])
+    before = repr(state)
+    assert not state.apply(entries[-1])
+    assert repr(state) == before
+
+
+def test_a_restarted_episode_has_only_its_prompt_and_hears_no_earlier_instance() -> None:
+    state = flight(*BEGIN, sampled(1, 0, [0, 0]), answer(2))
+    assert state.apply(restarted(4, 1))
+    assert not state.apply(restarted(4, 1))
+    assert not state.apply(sampled(1, 0, [0, 0, 0]))
+    assert state.apply(routed(0, 2))
+    assert state.apply(sampled(2, 0, [1, 1, 1], episode=1))
+    assert state.live[ID].response_tokens.tolist() == [1000, 1001, 1002]
+
+
+def test_a_restart_takes_all_whatever_of_the_episode_is_known() -> None:
+    """An entry is missing, so fewer tokens are known than were lost."""
+    state = flight(*BEGIN, sampled(1, 0, [0, 0]), restarted(9, 1), routed(0, 2), sampled(2, 0, [0, 0, 0], episode=1))
+    assert state.live[ID].response_tokens.tolist() == [1000, 1001, 1002]
+
+
+@pytest.mark.parametrize(
+    ("version", "kept", "finish"),
+    [
+        (0, [(0, 2), (-1, 2)], FinishReason.UNFINISHED),
+        (1, [(0, 2), (-1, 2), (1, 2)], FinishReason.UNFINISHED),
+        (2, [(0, 2), (-1, 2), (1, 2), (2, 1), (0, 1)], FinishReason.STOP),
+    ],
+)
+def test_a_resume_cuts_in_the_middle_of_a_later_turn(
+    version: int, kept: list[tuple[int, int]], finish: FinishReason
+) -> None:
+    whole = (sampled(1, 0, [0, 0]), answer(2), sampled(1, 4, [1, 1, 2, 0]))
+    state = flight(*BEGIN, *whole, reward(0, 8), resumed(version))
+    t = state.live[ID]
+    assert in_short(t) == kept
+    assert t.finish is finish
+    assert (ID in state.scored) == (version == 2)
+    assert t.response_tokens.tolist() == list(range(sum(count for _, count in kept)))
+
+
+def test_a_resume_cuts_the_answer_with_the_turn_that_it_answers() -> None:
+    state = flight(*BEGIN, sampled(1, 0, [0, 2]), answer(2), sampled(1, 4, [0]), resumed(1))
+    assert in_short(state.live[ID]) == [(0, 1)]
+    assert state.live[ID].finish is FinishReason.UNFINISHED
+
+
+@dataclass
+class Episode:
+    """What truly happens to a trajectory: every entry in order, with the tokens there are after it."""
+
+    entries: list[tuple[Entry, list[int]]] = field(default_factory=list)
+
+    @classmethod
+    def random(cls, rng: random.Random) -> Episode:
+        made = cls([(drawn(0), []), (routed(0, 1), [])])
+        epoch, episode, truth, ended = 1, 0, list[int](), False
+        for _ in range(rng.randint(1, 14)):
+            entry: Entry
+            if rng.random() < 0.12:
+                entry = restarted(len(truth), epoch)
+                epoch, episode, truth, ended = epoch + 1, episode + 1, [], False
+                made.entries += [(entry, []), (routed(0, epoch), [])]
+                continue
+            if ended:
+                entry, count, ended = answer(len(truth), rng.randint(1, 3), episode=episode), 0, False
+                count = len(entry.tokens)
+            else:
+                count, ended = rng.randint(1, 4), rng.random() < 0.5
+                finish = FinishReason.STOP if ended else FinishReason.UNFINISHED
+                versions = [rng.randint(0, 2) for _ in range(count)]
+                entry = sampled(epoch, len(truth), versions, finish, episode)
+            truth = [*truth, *(1000 * episode + len(truth) + i for i in range(count))]
+            made.entries.append((entry, truth))
+            if rng.random() < 0.2:
+                epoch += 1
+                made.entries.append((routed(0, epoch), truth))
+        return made
+
+
+@given(st.integers(0, 2**32), st.sampled_from(["repeated", "missing"]))
+@settings(deadline=None)
+def test_whatever_is_repeated_or_missing_what_is_held_is_what_was_said(seed: int, kind: str) -> None:
+    """Of an episode always its beginning, never parts of two; the whole of it, if entries are only repeated."""
+    rng = random.Random(seed)
+    whole = Episode.random(rng).entries
+    state = flight()
+    for number, (entry, truth) in enumerate(whole):
+        if kind == "missing" and rng.random() < 0.2 and not isinstance(entry, EpisodeRestarted):
+            continue
+        state.apply(decode(encode(entry)))
+        if kind == "repeated":
+            for _ in range(rng.randint(0, 3)):
+                again = rng.choice(whole[: number + 1])[0]
+                if not isinstance(again, AnswerGiven) or again.tokens[0] // 1000 == (truth[:1] or [0])[0] // 1000:
+                    state.apply(again)
+        if ID not in state.live:
+            continue
+        t = state.live[ID]
+        held = t.response_tokens.tolist()
+        assert held == truth[: len(held)]
+        assert kind == "missing" or len(held) == len(truth)
+        assert all(isinstance(a, Segment) or isinstance(b, Segment) for a, b in itertools.pairwise(t.spans))
+        cut = state.after(resumed(1)).live[ID]
+        assert cut.response_tokens.tolist() == held[: cut.num_tokens]
+        assert cut.versions.max(initial=-1) <= 1
+        later = [i for i, v in enumerate(t.versions.tolist()) if v > 1]
+        assert cut.num_tokens == (later[0] if later else len(held))

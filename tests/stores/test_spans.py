@@ -1,0 +1,168 @@
+"""Trajectories of many turns in a store: what was given between two turns, and every way of getting that wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stores import reading
+from stores.audit import audit
+from stores.errors import ConfigError
+from stores.layout import INT_COLUMNS
+from stores.reading import StoreReader
+from stores.trajectory import Given, TrajectoryId
+from stores.versioned import VersionedStore
+from tests.stores.plain_audit import plain_audit
+from tests.stores.store_conformance import HEADER, ended, record
+from tests.stores.test_stores import edit, set_int, sound_store
+
+MANY_TURNS = 7
+"""A row of the sound store with given tokens."""
+
+
+def tokens_of(root: Any, row: int, *, sampled: bool) -> Any:
+    """Where a row's tokens of one kind lie, after its prompt."""
+    offset, prompt, response = (
+        int(root["rows/int"][row, INT_COLUMNS.index(name)]) for name in ("offset", "prompt_tokens", "response_tokens")
+    )
+    first = offset + prompt
+    return first + np.flatnonzero((root["tokens/versions"][first : first + response] >= 0) == sampled)
+
+
+def set_token(root: Any, name: str, *, sampled: bool, value: float) -> None:
+    root[f"tokens/{name}"][int(tokens_of(root, MANY_TURNS, sampled=sampled)[2])] = value
+
+
+def set_spans(root: Any, change: Callable[[list[list[Any]]], None]) -> None:
+    """Change what the row's text says of its spans, and its versions with it."""
+    begin, size = (int(root["rows/int"][MANY_TURNS, INT_COLUMNS.index(n)]) for n in ("text_offset", "text_bytes"))
+    extra = json.loads(np.asarray(root["text"][begin : begin + size]).tobytes())
+    change(extra["segments"])
+    text = json.dumps(extra).encode()
+    set_int(root, MANY_TURNS, "text_offset", int(root["text"].shape[0]))
+    set_int(root, MANY_TURNS, "text_bytes", len(text))
+    root["text"].append(np.frombuffer(text, np.uint8))
+    at = sum(int(root["rows/int"][MANY_TURNS, INT_COLUMNS.index(n)]) for n in ("offset", "prompt_tokens"))
+    for _, version, count, *_ in extra["segments"]:
+        root["tokens/versions"][at : at + count] = version
+        at += count
+
+
+def call_it_given(spans: list[list[Any]]) -> None:
+    spans[0] = ["tool", -1, spans[0][2], 0.0]
+
+
+def call_it_sampled(spans: list[list[Any]]) -> None:
+    given = next(i for i, span in enumerate(spans) if span[1] < 0)
+    spans[given] = ["rollout-0", spans[0][1], spans[given][2]]
+
+
+def longer(spans: list[list[Any]]) -> None:
+    next(span for span in spans if span[1] < 0)[3] += 1.0
+
+
+def without_seconds(spans: list[list[Any]]) -> None:
+    next(span for span in spans if span[1] < 0).pop()
+
+
+def call_it_another_role(spans: list[list[Any]]) -> None:
+    next(span for span in spans if span[1] < 0)[0] = "t\u0000l"
+
+
+ROW = f"trajectory {MANY_TURNS}"
+SPAN_FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a given token in the loss": (
+        lambda root: set_token(root, "mask", sampled=False, value=1),
+        "1 tokens have a loss mask, and carry no gradient",
+    ),
+    "a sampled token outside the loss": (
+        lambda root: set_token(root, "mask", sampled=True, value=0),
+        "1 tokens that carry gradient have no loss mask",
+    ),
+    "a given token with a logprob": (
+        lambda root: set_token(root, "logprobs", sampled=False, value=-1.0),
+        "1 tokens that were not sampled have a logprob",
+    ),
+    "a sampled token marked as given": (
+        lambda root: set_token(root, "versions", sampled=True, value=-1),
+        "its segments do not match its token versions",
+    ),
+    "a given token marked as sampled": (
+        lambda root: set_token(root, "versions", sampled=False, value=2),
+        "its segments do not match its token versions",
+    ),
+    "a sampled span marked as given": (
+        lambda root: set_spans(root, call_it_given),
+        "tokens that were not sampled have a logprob",
+    ),
+    "a given span marked as sampled": (
+        lambda root: set_spans(root, call_it_sampled),
+        "tokens that carry gradient have no loss mask",
+    ),
+    "another time": (lambda root: set_spans(root, longer), "its spans have 3 turns"),
+    "a given span without its time": (lambda root: set_spans(root, without_seconds), "its record is corrupt"),
+    "other numbers of turns": (
+        lambda root: root["rows/turns"].__setitem__((MANY_TURNS, 0), 2.0),
+        "given tokens, 1.75 s; stored are 2 turns",
+    ),
+    "no numbers of turns": (lambda root: root.__delitem__("rows/turns"), "the store has no numbers of turns"),
+    "a prompt's token with a version": (
+        lambda root: root["tokens/versions"].__setitem__(
+            int(root["rows/int"][MANY_TURNS, INT_COLUMNS.index("offset")]), 1
+        ),
+        "1 tokens of the prompt have a version",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SPAN_FAULTS)
+def test_spans_that_do_not_agree_with_the_arrays_are_found(tmp_path: Path, fault: str) -> None:
+    sound_store(tmp_path / "s")
+    change, what = SPAN_FAULTS[fault]
+    edit(tmp_path / "s", change)
+    store = VersionedStore.open(tmp_path / "s")
+    found = audit(store).findings
+    assert [f.what for f in found if f.check == "arrays" and what in f.what], found
+    assert plain_audit(store).findings == found
+
+
+def test_another_role_is_harmless(tmp_path: Path) -> None:
+    sound_store(tmp_path / "s")
+    edit(tmp_path / "s", lambda root: set_spans(root, call_it_another_role))
+    store = VersionedStore.open(tmp_path / "s")
+    assert audit(store).clean
+    row = store.get(TrajectoryId(MANY_TURNS))
+    assert row is not None
+    assert [s.role for s in row.trajectory.spans if isinstance(s, Given)] == ["t\0l", "user"]
+
+
+def test_only_a_store_of_many_turns_is_refused_by_earlier_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    store = VersionedStore.create(tmp_path / "s", HEADER)
+    store.commit(record(0), [ended(rng, i, 0) for i in (0, 2, 3)])
+    before = store.snapshot
+    monkeypatch.setattr(reading, "FORMATS", (1, 2))
+    assert {*VersionedStore.open(tmp_path / "s").columns()["given_tokens"].tolist()} == {0}
+    store.commit(record(1), [ended(rng, i, 1) for i in (5, 4)])
+    with pytest.raises(ConfigError, match="store format 3, this version reads 1 and 2"):
+        VersionedStore.open(tmp_path / "s")
+    monkeypatch.undo()
+    store.commit(record(2), [ended(rng, 6, 2)])
+    columns = VersionedStore.open(tmp_path / "s").columns()
+    assert columns["turns"].tolist() == [1, 1, 1, 1, 3, 1]
+    assert columns["tool_s"].tolist() == [0, 0, 0, 0, 1.75, 0]
+    for row, sampled, given in zip(
+        store.ended(), columns["response_tokens"].tolist(), columns["given_tokens"].tolist(), strict=True
+    ):
+        assert (row.trajectory.num_sampled, row.trajectory.num_given) == (sampled, given)
+    assert [len(store.columns(a, b)["turns"]) for a, b in ((0, 0), (2, 5), (4, 99), (6, 9))] == [0, 3, 2, 0]
+    assert {*StoreReader.at(store.path, before).columns()["turns"].tolist()} == {1}
+    VersionedStore.rewind(tmp_path / "s", 1)
+    assert not [f for f in audit(VersionedStore.open(tmp_path / "s")).findings if f.check == "arrays"]

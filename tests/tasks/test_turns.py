@@ -1,0 +1,129 @@
+"""Training on trajectories of many turns: given tokens are read, and carry no gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stores.base import batch_fingerprint
+from stores.trajectory import Given
+from tasks.names import AGGREGATION_NAMES
+from tasks.training.loss import LOSSES, TokenLoss
+from tasks.training.packing import Row
+from tasks.training.settings import LossConfig
+from tests.stores.store_conformance import ended
+from tests.tasks.test_numerics import trainer
+
+TURNS = ("sssggs", "sgggss", "s", "sgsgsgs", "ssss")
+"""Responses: s a sampled token, g a given one."""
+MAX_LENGTH = 20
+
+
+def rows() -> list[Row]:
+    rng = np.random.default_rng(3)
+    return [
+        Row(
+            prompt=rng.integers(3, 20, 2 + i).astype(np.int32),
+            response=rng.integers(3, 20, len(turns)).astype(np.int32),
+            behaviour=np.where([t == "s" for t in turns], rng.normal(-2, 0.4, len(turns)), 0).astype(np.float32),
+            sampled=np.asarray([t == "s" for t in turns]),
+            advantage=float(rng.normal()),
+            staleness=i % 2,
+        )
+        for i, turns in enumerate(TURNS)
+    ]
+
+
+def slow_gradient(model: Any, data: list[Row], loss: LossConfig) -> torch.Tensor:
+    """Token by token, each with a forward pass of its own over all that comes before it."""
+    fn = LOSSES.make(loss)
+    lengths = [sum(row.sampled) for row in data]
+    model.zero_grad()
+    for row, length in zip(data, lengths, strict=True):
+        tokens = [*row.prompt.tolist(), *row.response.tolist()]
+        weight = {
+            "token_mean": 1 / sum(lengths),
+            "sequence_mean": 1 / (len(data) * length),
+            "constant_length": 1 / (len(data) * MAX_LENGTH),
+        }[loss.aggregation]
+        for t in range(len(row.response)):
+            if not row.sampled[t]:
+                continue
+            before = torch.tensor([tokens[: len(row.prompt) + t]])
+            logprob = model(input_ids=before).logits[0, -1].log_softmax(-1)[int(row.response[t])].reshape(1, 1)
+            behaviour = torch.tensor([[row.behaviour[t]]])
+            result = fn.token_loss(logprob, logprob.detach(), behaviour, torch.tensor([[row.advantage]]))
+            (result.loss.sum() * weight).backward()
+    return flat_gradient(model)
+
+
+def flat_gradient(model: Any) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATION_NAMES)
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_the_gradient_is_that_of_the_sampled_tokens_one_by_one(name: str, aggregation: str, tiny_model: Path) -> None:
+    loss = LossConfig(name=name, aggregation=aggregation)
+    one = trainer(tiny_model, loss=loss, max_length=MAX_LENGTH, microbatch_tokens=40)
+    expected = slow_gradient(trainer(tiny_model).model, rows(), loss)
+    metrics = one.step(0, rows())
+    assert metrics["tokens_trained"] == sum(turns.count("s") for turns in TURNS)
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(flat_gradient(one.model), expected, rtol=1e-3, atol=2e-6)
+
+
+def test_what_is_stored_for_given_tokens_changes_nothing(tiny_model: Path) -> None:
+    found = []
+    for value in (0.0, -1e4, 1e4, np.inf, np.nan):
+        one = trainer(tiny_model, loss=LossConfig(name="ppo_clip"))
+        data = [replace(r, behaviour=np.where(r.sampled, r.behaviour, np.float32(value))) for r in rows()]
+        found.append((one.step(0, data), flat_gradient(one.model)))
+    for metrics, gradient in found[1:]:
+        assert metrics == found[0][0]
+        assert torch.equal(gradient, found[0][1])
+
+
+class Ratio:
+    """A loss that has no number where the behaviour logprob is 0."""
+
+    needs_proximal = True
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def token_loss(
+        self, logprobs: torch.Tensor, proximal: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor
+    ) -> TokenLoss:
+        self.seen += [logprobs.detach(), proximal, behaviour]
+        return TokenLoss(loss=advantage * logprobs / behaviour, clipped=logprobs > behaviour)
+
+
+def test_a_loss_sees_zeros_at_given_tokens_and_what_it_returns_there_is_not_used(tiny_model: Path) -> None:
+    one = trainer(tiny_model)
+    one.loss = loss = Ratio()
+    data = [r for r in rows() if len(r.response) == 6]
+    metrics = one.step(0, data)
+    assert np.isfinite(metrics["loss"])
+    assert bool(flat_gradient(one.model).isfinite().all())
+    for seen in loss.seen:
+        assert int((seen == 0).sum()) == seen.numel() - sum(r.num_sampled for r in data)
+
+
+def test_a_batchs_fingerprint_tells_where_tokens_were_given() -> None:
+    row = ended(np.random.default_rng(0), 1, 1)
+    spans = list(row.trajectory.spans)
+    at = next(i for i, span in enumerate(spans) if isinstance(span, Given))
+    moved = replace(row.trajectory, spans=tuple(spans[:at] + spans[at + 1 :]))
+    first = spans[0]
+    as_given = [Given(role="tool", tokens=first.tokens), *spans[1:]]
+    prints = {
+        batch_fingerprint([(t, row.advantage)])
+        for t in (row.trajectory, moved, replace(row.trajectory, spans=tuple(as_given)))
+    }
+    assert len(prints) == 3
