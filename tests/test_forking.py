@@ -112,3 +112,19 @@ def test_workers_that_it_forks_are_its_own(start: Any) -> None:
         out, _ = process.communicate(timeout=60)
     assert out == "worker True\nworker True\njoined 0\n"
     assert process.returncode == -signal.SIGKILL
+
+
+def test_it_may_have_the_network_and_mounts_of_another(tmp_path: Path) -> None:
+    (tmp_path / "spaces.py").write_text(
+        "import os\nfor one in 'net', 'mnt': print(os.readlink(f'/proc/self/ns/{one}'))"
+    )
+    apart = ["unshare", "--net", "--mount", "sh", "-c", "echo; exec sleep 60"]
+    with subprocess.Popen(apart, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
+        assert other.stdout is not None
+        if not other.stdout.readline():
+            pytest.skip("this process may not make namespaces")
+        command = [*forking.ENTER, str(other.pid), sys.executable, "-m", "spaces"]
+        ran = forking.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert ran.stdout.split() == [os.readlink(f"/proc/{other.pid}/ns/{one}") for one in ("net", "mnt")]
+        assert ran.stdout.split() != [os.readlink(f"/proc/self/ns/{one}") for one in ("net", "mnt")]
+        other.kill()

@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.config import fields
 from pipeline.config.deciding import instance_cost, make_episodes
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
+from stores.trajectory import Ended, Given
 from tasks.engines.settings import ENGINES, EngineSettings
 from tasks.knobs import values
 from tasks.seeds import engine_seed
-from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSettings
+from tasks.workload import DrawnWorkload, RecordedWorkload, Turn, Workload, WorkloadSettings
 
 if TYPE_CHECKING:
+    from stores.versioned import VersionedStore
     from tasks.actors.trajectory_server import ServerSettings
     from tasks.environments import SourceSettings
     from tasks.episodes.emulated_host import EmulatedHostSettings
@@ -228,10 +231,11 @@ def make_workload(config: RunConfig) -> Workload:
 
 
 def _recorded_workload(run: Path) -> RecordedWorkload:
-    """Prompts, lengths and rewards of the groups that a stored run consumed, ordered by group id."""
+    """Prompts, lengths, turns and rewards of the groups that a stored run consumed, ordered by group id."""
     from stores.versioned import VersionedStore
 
-    table = VersionedStore.open(run / "store").table()
+    store = VersionedStore.open(run / "store")
+    table = store.columns()
     consumed = np.flatnonzero(table["staleness"] >= 0)
     groups: dict[int, list[int]] = {}
     for row in consumed[np.argsort(table["trajectory"][consumed], kind="stable")]:
@@ -243,4 +247,29 @@ def _recorded_workload(run: Path) -> RecordedWorkload:
         table["prompt_tokens"][rows[:, 0]].astype(np.int64),
         table["response_tokens"][rows].astype(np.int64),
         table["reward"][rows].astype(np.float64),
+        _recorded_turns(store, rows, table["given_tokens"][rows] > 0),
     )
+
+
+def _recorded_turns(
+    store: VersionedStore, rows: npt.NDArray[np.int64], many: npt.NDArray[np.bool_]
+) -> dict[tuple[int, int], tuple[Turn, ...]]:
+    """The turns of the rows that have many, by their place among `rows`; of a row that cannot be read, none."""
+    places = {int(rows[g, m]): (int(g), int(m)) for g, m in np.argwhere(many)}
+    positions = sorted(places)  # adjacent ones are read together
+    found = {}
+    for position, row in zip(positions, store.picked(positions), strict=True):
+        turns: list[Turn] = []
+        for span in row.trajectory.spans if isinstance(row, Ended) else ():
+            last = turns[-1] if turns else Turn(0)
+            if isinstance(span, Given):
+                turns[-1:] = [
+                    last._replace(tool_s=last.tool_s + span.seconds, tool_tokens=last.tool_tokens + len(span.tokens))
+                ]
+            elif last.tool_tokens:
+                turns.append(Turn(len(span.tokens)))
+            else:
+                turns[-1:] = [last._replace(tokens=last.tokens + len(span.tokens))]
+        if turns:
+            found[places[position]] = (*turns[:-1], Turn(turns[-1].tokens))
+    return found

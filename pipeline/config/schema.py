@@ -325,6 +325,9 @@ class SimulationConfig:
     straggler_factor: float = knob(3.0, "factor by which slow instances decode slower", low=1)
     failed_step_share: float = knob(0.0, "share of the environments' steps that fail", low=0, high=1)
     hung_step_share: float = knob(0.0, "share of the environments' steps that are never answered", low=0, high=1)
+    lock_step: bool = knob(
+        False, "no environment-level asynchrony: an environment's answer counts once all of the batch have answered"
+    )
     slow_pull_share: float = knob(0.0, "share of pulls that are slow", low=0, high=1)
     slow_pull_factor: float = knob(10.0, "factor by which slow pulls take longer", low=1)
 

@@ -79,8 +79,13 @@ CHARTS = (
 
 def charts(records: Sequence[StepRecord]) -> list[Chart]:
     """The charts that say something of a run with these commits."""
-    many_turns = any(r.metrics.get("given_tokens") for r in records)
+    many_turns = any_many_turns(records)
     return [chart for chart in CHARTS if many_turns or not chart.many_turns]
+
+
+def any_many_turns(records: Sequence[StepRecord]) -> bool:
+    """Whether a step of these commits trained on a trajectory of many turns."""
+    return any(r.metrics.get("given_tokens") for r in records)
 
 
 def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
 """Seconds that a host may wait for an outcome before it says that there is none."""
+LATEST = 100
+"""Outcomes of which only a share may be failures, once there are so many."""
 AGAIN_S = 0.5
 """Seconds until acts are asked for again whose host found no trajectory server."""
 
@@ -54,6 +57,8 @@ class Acting:
         count = config.environment.hosts if config.acts else 0
         self._hosts = [_Host(f"environment-{i}") for i in range(count)]
         self._failure_said = False
+        self._latest: deque[bool] = deque(maxlen=LATEST)
+        """Whether the latest outcomes were failures."""
 
     def put(self, command: Act | Dismiss) -> None:
         """Queue an act, or the end of one. A trajectory's episode stays on one host."""
@@ -140,6 +145,7 @@ class Acting:
                     continue
                 del host.pending[outcome.trajectory]
                 self._tell(self._event(outcome))
+                self._check_failures(outcome)
 
     async def _replace(self, host: _Host, number: int, lost: errors.ActorLost | errors.ActorFailed) -> None:
         """Place a host anew, unless that was done since `number`, and ask it for all that is pending."""
@@ -151,6 +157,16 @@ class Acting:
             host.number += 1
             for act in host.pending.values():
                 host.outbox.put_nowait(act)
+
+    def _check_failures(self, outcome: Acted) -> None:
+        """Raise EnvironmentsFail if too many of the latest outcomes are failures: nothing could be trained on."""
+        self._latest.append(bool(outcome.failed))
+        allowed = self._config.environment.max_failed_share
+        if outcome.failed and len(self._latest) == LATEST and sum(self._latest) > allowed * LATEST:
+            raise errors.EnvironmentsFail(
+                f"environments failed in {sum(self._latest)} of their latest {LATEST} answers, "
+                f"environment.max_failed_share allows {allowed:g}; last: {outcome.failed}"
+            )
 
     def _event(self, outcome: Acted) -> Event:
         trajectory, epoch = outcome.trajectory, outcome.epoch

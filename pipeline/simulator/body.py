@@ -108,6 +108,7 @@ class SimulatedRun:
         self._instances: dict[InstanceId, Simulated] = {}
         self._touched: dict[InstanceId, Simulated] = {}
         self._tokens: dict[TrajectoryId, int] = {}
+        self._given: dict[TrajectoryId, int] = {}  # tokens that were given since the latest turn
         # What the trajectory server has of running responses: their tokens when they were last delivered.
         self._delivered: dict[InstanceId, dict[TrajectoryId, int]] = {}
         self._delivered_s = 0.0
@@ -174,6 +175,7 @@ class SimulatedRun:
                 if delivers:
                     self._delivered[one.id] = dict(progress)
             one.trace.loads.append((self._now, one.engine.num_decoding))
+            one.trace.most_kept = max(one.trace.most_kept, one.engine.kept_tokens)
         self._tell(Tick())
         view = self.coordinator.ledger.view()
         self.trace.buffers.append(
@@ -213,6 +215,8 @@ class SimulatedRun:
                     reason = ended_as(ending.fate, ending.reason)
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
                     self.trace.wasted_tokens += self._tokens.pop(ending.trajectory, 0)
+                    self._given.pop(ending.trajectory, None)
+                    self._environments.ended(ending.trajectory)
 
     def _on_instance(self, command: Route | Abort | Interrupt | Pull) -> None:
         one = self._instances.get(command.instance)
@@ -252,13 +256,22 @@ class SimulatedRun:
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
         if self._config.acts:
+            self._environments.begun(command.trajectory)
             turns = (Turn(tokens + self._environments.left_to_sample(command.trajectory, tokens)),)
-        prompt_tokens = self._workload.prompt_tokens(group)
-        one.engine.submit(self._now, command.trajectory, command.epoch, prompt_tokens, tokens, turns)
+        one.engine.submit(
+            self._now,
+            command.trajectory,
+            command.epoch,
+            self._workload.prompt_tokens(group),
+            tokens,
+            turns,
+            given=self._given.pop(command.trajectory, 0),
+        )
 
     def _environment_told(self, event: Answered) -> None:
         match event:
             case EnvironmentAnswered():
+                self._given[event.trajectory] = event.tokens - self._tokens[event.trajectory]
                 self._tokens[event.trajectory] = event.tokens
             case EnvironmentFailed():
                 self.trace.wasted_tokens += self._tokens.pop(event.trajectory)
@@ -291,12 +304,16 @@ class SimulatedRun:
         sampled = tools = 0
         context_tokens = alone_s = 0.0
         for turn in self._workload.turns(group, member):
-            count = min(turn.tokens, prompt + tokens - context)
+            left = prompt + tokens - context
+            if left <= 0:  # an episode that was full ended with an earlier turn
+                break
+            count = min(turn.tokens, left)
+            given = min(turn.tool_tokens, left - count)
             context_tokens += context * count + count * (count - 1) / 2
             alone_s += self._cost.decode_s(1, context, count) + turn.tool_s
             sampled += count
-            tools += turn.tool_tokens
-            context += count + turn.tool_tokens
+            tools += given
+            context += count + given
         return Response(sampled=sampled, prefilled=prompt + tools, context_tokens=context_tokens, alone_s=alone_s)
 
     # -- instances -----------------------------------------------------------------------------------------------

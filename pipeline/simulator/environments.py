@@ -53,11 +53,22 @@ class SimulatedEnvironments:
         self._failures: Counter[TrajectoryId] = Counter()
         self._free = config.environment.hosts * config.environment.concurrency
         self._queue: deque[Callable[[], None]] = deque()
+        self._barrier = Barrier(self._release) if config.simulation.lock_step else None
 
     def left_to_sample(self, trajectory: TrajectoryId, tokens: int) -> int:
         """Tokens that a trajectory of `tokens` after its prompt, given ones included, samples until its turn ends."""
         turns = self._workload.turns(*divmod(trajectory, self._members))
         return max(1, min(left_to_sample(turns, tokens), self._turn_tokens, self._max_tokens - tokens))
+
+    def begun(self, trajectory: TrajectoryId) -> None:
+        """A turn of a trajectory begins to be sampled."""
+        if self._barrier is not None:
+            self._barrier.enter(trajectory)
+
+    def ended(self, trajectory: TrajectoryId) -> None:
+        """A trajectory takes no more turns."""
+        if self._barrier is not None:
+            self._barrier.leave(trajectory)
 
     def act(self, command: Act, tokens: int) -> None:
         """Have an environment answer the turn that a trajectory of `tokens` has ended with, once there is a place."""
@@ -121,7 +132,45 @@ class SimulatedEnvironments:
             case TrajectoryScored():
                 del self._open[event.trajectory]
                 self._failures.pop(event.trajectory, None)
+                self.ended(event.trajectory)
             case EnvironmentFailed():
                 del self._open[event.trajectory]
                 self._failures[event.trajectory] += 1
-        self._tell(event)
+        if self._barrier is not None and isinstance(event, EnvironmentAnswered):
+            self._barrier.hold(event)
+        else:
+            self._tell(event)
+
+    def _release(self, events: list[EnvironmentAnswered]) -> None:
+        def tell() -> None:
+            for event in events:
+                if event.trajectory in self._open:  # not dismissed meanwhile
+                    self._tell(event)
+
+        self._after(0.0, tell)
+
+
+class Barrier:
+    """The lock step of a batch of environments: an answer is held until all that take turns have theirs."""
+
+    def __init__(self, release: Callable[[list[EnvironmentAnswered]], None]) -> None:
+        self._release = release
+        self._playing: set[TrajectoryId] = set()
+        self._held: dict[TrajectoryId, EnvironmentAnswered] = {}
+
+    def enter(self, trajectory: TrajectoryId) -> None:
+        self._playing.add(trajectory)
+
+    def hold(self, event: EnvironmentAnswered) -> None:
+        self._held[event.trajectory] = event
+        self._open_if_all_wait()
+
+    def leave(self, trajectory: TrajectoryId) -> None:
+        self._playing.discard(trajectory)
+        self._held.pop(trajectory, None)
+        self._open_if_all_wait()
+
+    def _open_if_all_wait(self) -> None:
+        if self._held and len(self._held) == len(self._playing):
+            held, self._held = list(self._held.values()), {}
+            self._release(held)

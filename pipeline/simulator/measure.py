@@ -60,6 +60,10 @@ class Measures:
     ended: dict[str, int]
     wasted_tokens: int
     reprefilled_tokens: int
+    cached_tokens: int
+    """Tokens of later turns' contexts that were still in an instance's cache."""
+    most_kept_tokens: int
+    """Most KV tokens that an instance held for turns to come."""
     sampled_tokens: int
     preemptions: int
     commands: dict[str, int]
@@ -107,6 +111,8 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
         ended=trace.ended,
         wasted_tokens=trace.wasted_tokens,
         reprefilled_tokens=sum(w.reprefilled for w in work),
+        cached_tokens=sum(w.cached for w in work),
+        most_kept_tokens=max((i.most_kept for i in trace.instances), default=0),
         sampled_tokens=sum(w.tokens for w in work),
         preemptions=sum(w.preemptions for w in work),
         commands=trace.commands,
@@ -174,6 +180,12 @@ def explanation(config: RunConfig, m: Measures) -> list[str]:
         f"  {m.rollout_idle:8.1%}  idle",
         f"the trainer waited {m.trainer_idle:.1%} of the time",
     ]
+    if m.cached_tokens:
+        share = m.cached_tokens / (m.cached_tokens + m.reprefilled_tokens)
+        lines.append(
+            f"{m.cached_tokens / 1e6:.1f} M tokens of later turns' contexts were still cached, {share:.0%} of what had "
+            f"been computed before; an instance held {m.most_kept_tokens:,} at most"
+        )
     if m.wasted_tokens:
         lines.append(f"{m.wasted_tokens / 1e6:.2f} M sampled tokens were never trained on")
     for reason, count in sorted(m.refusals.items(), key=lambda item: -item[1]):

@@ -38,6 +38,8 @@ class InstanceTrace:
     loads: list[tuple[float, int]] = field(default_factory=list)
     pulls: list[tuple[float, float]] = field(default_factory=list)
     work: Work = field(default_factory=Work)
+    most_kept: int = 0
+    """Most KV tokens held for turns to come, at any tick."""
 
 
 @dataclass(slots=True)

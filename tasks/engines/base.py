@@ -63,6 +63,8 @@ class EngineLoad:
     progress: tuple[tuple[TrajectoryId, int], ...]
     waiting: int = 0
     preemptions: int = 0
+    kept_tokens: int = 0
+    """KV tokens kept for turns to come of trajectories that do not run; they give way to what runs."""
     safe: tuple[tuple[TrajectoryId, int], ...] = ()
 
 

@@ -4,13 +4,16 @@ Between two changes of the batch, n trajectories gain a token per step and the c
 of steps takes one formula (`CostModel.decode_s`): the cost of simulating a response does not depend on its length.
 Changes take effect at the next step boundary, as in a real engine. A prefill delays decoding by the time its tokens
 cost. When the cache would overflow, the newest request is preempted and prefilled again later.
+
+What a finished request has computed may stay in the cache for its trajectory's next turn, until running requests need
+the memory (least recently used first) or new weights are loaded: a turn that goes on here prefills only what is new.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,6 +61,8 @@ class Work:
     reprefilled: int = 0
     """Tokens that had been computed before: after an interrupt, a move, a pull or a preemption."""
     preemptions: int = 0
+    cached: int = 0
+    """Tokens of later turns' contexts that were in the cache, and not prefilled."""
 
 
 class DecodingInstance:
@@ -75,6 +80,8 @@ class DecodingInstance:
         self._decoding: dict[int, Decoding] = {}
         self._waiting: deque[Decoding] = deque()
         self._in_tool: dict[int, Decoding] = {}
+        self._kept: OrderedDict[int, int] = OrderedDict()  # tokens kept for later turns by trajectory, oldest first
+        self._kv_kept = 0
         self._stops: list[tuple[int, int, Decoding]] = []  # step at which a turn ends; void if it left before
         self._returns: list[tuple[float, int, Decoding]] = []  # when a tool answers
         self._order = 0
@@ -94,6 +101,11 @@ class DecodingInstance:
     def kv_tokens(self) -> int:
         """KV tokens held, as of `clock`."""
         return self._kv + self._kv_in_tool
+
+    @property
+    def kept_tokens(self) -> int:
+        """KV tokens kept for later turns, as of `clock`; they give way to what runs."""
+        return self._kv_kept
 
     def next_s(self) -> float:
         """The time of the next event to happen or to be returned; infinite if there is none."""
@@ -137,9 +149,18 @@ class DecodingInstance:
     # -- commands ------------------------------------------------------------------------------------------------
 
     def submit(
-        self, now: float, trajectory: int, epoch: int, prompt_tokens: int, tokens: int, turns: Sequence[Turn]
+        self,
+        now: float,
+        trajectory: int,
+        epoch: int,
+        prompt_tokens: int,
+        tokens: int,
+        turns: Sequence[Turn],
+        *,
+        given: int = 0,
     ) -> None:
-        """Start or continue a response that has `tokens` already. Call `advance(now)` before every command."""
+        """Start or continue a response that has `tokens` already. given: the last ones of these, if no instance has
+        computed them yet: an environment's answer. Call `advance(now)` before every command."""
         turn, left, done = 0, turns[0].tokens, tokens
         while done >= left and turn < len(turns) - 1:  # a tool that was waited for has answered meanwhile
             done -= left + turns[turn].tool_tokens
@@ -156,9 +177,11 @@ class DecodingInstance:
             left=max(1, left - max(0, done)),
             to_prefill=context,
         )
-        self.work.reprefilled += prompt_tokens + tokens if tokens else 0
-        self.work.prefilled += max(0, -done) if tokens else prompt_tokens
         self._to_boundary(now)
+        if not tokens:
+            self._forget(trajectory)  # an episode that begins again
+        self.work.reprefilled += prompt_tokens + tokens - given if tokens else 0
+        self.work.prefilled += given + max(0, -done) if tokens else prompt_tokens
         self._waiting.append(request)
         self._settle()
 
@@ -186,6 +209,8 @@ class DecodingInstance:
         keeps the cache computed with the old weights instead."""
         self._to_boundary(now)
         self._settle()
+        self._kept.clear()
+        self._kv_kept = 0
         self.clock += seconds
         loaded_s = self.clock
         self.work.pull_s += seconds
@@ -227,6 +252,7 @@ class DecodingInstance:
         self.clock += seconds
         self._steps += steps
         self._kv += steps * running
+        self._make_room()
         self.work.decode_s += seconds
         self.work.tokens += steps * running
 
@@ -263,9 +289,13 @@ class DecodingInstance:
             self._admit(self._waiting.popleft())
 
     def _admit(self, request: Decoding) -> None:
-        self._prefill(request.to_prefill)
+        kept = min(self._forget(request.trajectory), request.to_prefill)
+        self.work.cached += kept
+        self.work.reprefilled -= kept
+        self._prefill(request.to_prefill - kept)
         request.since = self._steps
         self._kv += request.kv_tokens
+        self._make_room()
         self._decoding[request.trajectory] = request
         self._order += 1
         request.ticket = self._order
@@ -293,6 +323,8 @@ class DecodingInstance:
             self._finished.append(
                 Finished(trajectory=decoding.trajectory, epoch=decoding.epoch, tokens=decoding.tokens, at_s=self.clock)
             )
+            self._kept[decoding.trajectory] = decoding.kv_tokens
+            self._kv_kept += decoding.kv_tokens
             return
         decoding.left = decoding.turns[decoding.turn].tokens
         self._in_tool[decoding.trajectory] = decoding
@@ -300,6 +332,17 @@ class DecodingInstance:
         self._order += 1
         decoding.ticket = self._order
         heapq.heappush(self._returns, (self.clock + done.tool_s, self._order, decoding))
+
+    def _make_room(self) -> None:
+        """Evict what is kept for later turns, as far as running requests need the memory."""
+        while self._kept and self._kv + self._kv_in_tool + self._kv_kept > self._kv_capacity:
+            self._forget(next(iter(self._kept)))
+
+    def _forget(self, trajectory: int) -> int:
+        """Take what is kept for a trajectory out of the cache; returns its tokens."""
+        tokens = self._kept.pop(trajectory, 0)
+        self._kv_kept -= tokens
+        return tokens
 
 
 def _still_valid(held: dict[int, Decoding], scheduled: tuple[float, int, Decoding]) -> bool:

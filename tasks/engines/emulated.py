@@ -190,6 +190,7 @@ class EmulatedEngine:
                 busy_s=(work.decode_s + work.prefill_s + work.pull_s) / self._settings.time_scale,
                 tokens_sampled=work.tokens,
                 progress=progress,
+                kept_tokens=self._batch.kept_tokens,
             )
 
     def close(self) -> None:

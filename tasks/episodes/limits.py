@@ -15,6 +15,12 @@ class EnvironmentConfig:
     """Environments of many turns; docs/tasks.md says how to write one."""
 
     hosts: int = knob(1, "environment hosts: processes that hold episodes", low=1, high=1024)
+    max_failed_share: float = knob(
+        0.5,
+        "share of an environment's latest hundred answers that may be failures; beyond it the run stops",
+        low=0,
+        high=1,
+    )
     max_turns: int = knob(16, "most turns of an episode; the last one ends it", low=1, high=10_000)
     tools: list[str] = knob(
         [],

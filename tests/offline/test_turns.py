@@ -13,12 +13,13 @@ import pytest
 
 from cli.page import page
 from cli.show import coloured, legend, print_trajectory
-from pipeline.config import actor_settings, fields
+from pipeline.config import actor_settings, fields, loading
 from pipeline.offline import exporting, reprocessing, rescoring
 from pipeline.offline.views import ranked, view
 from stores import frames
 from stores.errors import ConfigError
 from stores.trajectory import TrajectoryId
+from tasks.workload import Turn
 from tests.commands import command
 from tests.support.stored_runs import Response, StoredRun
 
@@ -135,6 +136,15 @@ def test_an_environments_own_reward_is_not_to_be_had_again(run: StoredRun) -> No
     (run.run_dir / "config.toml").write_text(fields.to_toml(acting))
     with pytest.raises(ConfigError, match=r"rewards its episodes while they are played, .*name a function of your own"):
         reprocessing.refuse(run.run_dir, "task", "again")
+
+
+def test_a_simulation_repeats_the_turns_and_their_times(run: StoredRun) -> None:
+    config = loading.load(
+        "examples/dryrun.toml", ("workload.kind=recorded", f"workload.run={json.dumps(str(run.run_dir))}")
+    )
+    workload = actor_settings.make_workload(config)
+    assert workload.turns(0, 0) == (Turn(7, 1.25, 8), Turn(7, 0.5, 7), Turn(4))
+    assert [workload.turns(g, m) for g, m in ((0, 1), (1, 0), (2, 1))] == [(Turn(7),), (Turn(1),), (Turn(7),)]
 
 
 def test_only_sampled_tokens_are_compared_with_other_weights(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,12 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Act, Command, Route
 from pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event
 from pipeline.simulator.body import SimulatedRun
+from pipeline.simulator.measure import explanation, measure
 from pipeline.simulator.trace import Trace
+from tasks.engines.decoding import DecodingInstance
 from tasks.episodes.emulated import EmulatedEpisodes, StepFaults, left_to_sample
 from tasks.workload import Turn
-from tests.simulator.test_simulator import job, run
+from tests.simulator.test_simulator import COST, job, run
 
 AGENTS: dict[str, Any] = {
     "task__environment": "yes", "workload__kind": "agentic", "workload__turns": 4.0, "workload__tool_s": 0.5,
@@ -49,9 +51,9 @@ def test_an_episode_takes_its_turns_and_its_answers_one_after_the_other() -> Non
     turns = workload.turns(0, 0)
     assert len(turns) > 1
     assert trace.commands["Act"] == trace.commands["Route"] == len(turns)
-    expected_s, context = 0.0, workload.prompt_tokens(0)
+    expected_s, context = cost.prefill * workload.prompt_tokens(0), workload.prompt_tokens(0)
     for turn in turns:
-        expected_s += cost.prefill * context + cost.decode_s(1, context, turn.tokens) + turn.tool_s
+        expected_s += cost.decode_s(1, context, turn.tokens) + turn.tool_s + cost.prefill * turn.tool_tokens
         context += turn.tokens + turn.tool_tokens
     assert trace.steps[0].ready_s == pytest.approx(expected_s + 0.25)
     given = [event.tokens for _, event, _ in heard if isinstance(event, EnvironmentAnswered)]
@@ -176,3 +178,72 @@ def test_steps_wait_for_a_place_when_as_many_are_under_way_as_hosts_take() -> No
     plenty, few = agents(), agents(environment__concurrency=2)
     assert plenty.environment.concurrency > plenty.max_trajectories_in_flight
     assert run(few).finished_s > 2 * run(plenty).finished_s
+
+
+def test_a_later_turn_prefills_what_is_new_while_the_cache_holds_the_rest() -> None:
+    instance = DecodingInstance(COST, kv_capacity=100, max_running=4)
+    instance.submit(0.0, 0, 1, 10, 0, (Turn(20),))
+    (first,) = instance.advance(1e3)
+    assert (instance.kv_tokens, instance.kept_tokens) == (0, 30)
+    instance.submit(first.at_s, 0, 2, 10, 25, (Turn(40),), given=5)
+    (second,) = instance.advance(1e3)
+    assert second.at_s - first.at_s == pytest.approx(COST.prefill * 5 + COST.decode_s(1, 35, 15))
+    work = instance.work
+    assert (work.prefilled, work.cached, work.reprefilled, instance.kept_tokens) == (15, 30, 0, 50)
+    # Running requests need the memory: the least recently used goes first.
+    instance.submit(second.at_s, 1, 1, 10, 0, (Turn(10),))
+    (third,) = instance.advance(1e3)
+    assert instance.kept_tokens == 70
+    instance.submit(third.at_s, 2, 1, 30, 0, (Turn(15),))
+    (fourth,) = instance.advance(1e3)
+    assert instance.kept_tokens == 20 + 45
+    instance.submit(fourth.at_s, 1, 2, 10, 12, (Turn(14),), given=2)
+    instance.advance(1e3)
+    assert (work.cached, work.reprefilled) == (50, 0)
+    instance.load(1e3, 1.0)
+    assert instance.kept_tokens == 0
+    instance.submit(1e4, 0, 3, 10, 45, (Turn(50),), given=5)
+    instance.advance(1e5)
+    assert (work.cached, work.reprefilled) == (50, 50)
+
+
+def test_turns_that_go_back_where_their_context_is_prefill_less() -> None:
+    long = {"workload__turns": 10.0, "workload__median": 200.0, "rollout__max_new_tokens": 1000,
+            "rollout__engine__kv_tokens": 20_000, "workload__tool_tokens": 20,
+            "rollout__routing": "random"}  # fmt: skip
+    measured = {}
+    for affinity in (True, False):
+        config = agents(**long, rollout__affinity=affinity)
+        m = measure(config, run(config))
+        measured[affinity] = m
+        prefilled = sum(i.work.prefilled for i in run(config).instances)
+        assert m.cached_tokens + m.reprefilled_tokens > 2 * prefilled
+    shares = {a: m.cached_tokens / (m.cached_tokens + m.reprefilled_tokens) for a, m in measured.items()}
+    assert shares[True] > 0.8
+    assert shares[False] < shares[True] - 0.2
+    assert "were still cached" in "\n".join(explanation(config, measured[True]))
+    assert 0 < measured[True].most_kept_tokens <= 20_000
+
+
+def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_environment() -> None:
+    calls = {"workload__tool_latency": "normal", "workload__tool_s": 10.0, "workload__tool_spread": 10.0,
+             "workload__fixed_turns": True, "workload__turns": 5.0, "workload__sigma": 0.0,
+             "environment__step_s": 1e9, "environment__episode_s": 1e9, "environment__concurrency": 1000}  # fmt: skip
+    batch = {"steps": 1, "staleness__eta": 0, "batch__groups_per_step": 16, "batch__group_size": 8,
+             "rollout__engine__max_running": 128, "rollout__engine__kv_tokens": 100_000}  # fmt: skip
+    config = agents(**calls, **batch)
+    free, locked = (
+        run(dataclasses.replace(config, simulation=dataclasses.replace(config.simulation, lock_step=locked)))
+        for locked in (False, True)
+    )
+    workload = actor_settings.make_workload(config)
+    seconds = np.array([[t.tool_s for t in workload.turns(g, m)[:-1]] for g in range(16) for m in range(8)])
+    assert free.steps[0].ready_s == pytest.approx(seconds.sum(1).max(), abs=5)
+    assert locked.steps[0].ready_s == pytest.approx(seconds.max(0).sum(), abs=5)
+    assert free.steps[0].tokens == locked.steps[0].tokens
+
+
+def test_episodes_that_end_for_want_of_room_count_what_was_sampled() -> None:
+    """Two answers of 300 tokens each do not fit into 400: no step has trained on fewer tokens than none."""
+    trace = run(agents(rollout__max_new_tokens=400, workload__tool_tokens=300, workload__median=100.0))
+    assert all(step.tokens >= step.longest_tokens > 0 and step.context_tokens >= 0 for step in trace.steps)

@@ -54,6 +54,7 @@ MODULES = (
     "pipeline.scheduler.dashboard",
     "reasoning_gym",
     "tensorboardX",
+    "tests.support.forked_scoring",
 )
 """What the processes of tests import."""
 REQUEST_BYTES = 2**20
@@ -92,7 +93,7 @@ def main(listener: int, alive: int) -> None:
         os.setsid()
         if os.isatty(0):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    _enter_namespaces(request["asker"])
+    _enter_namespaces(request["beside"])
     _become(request)
     if (code := _stand_by()) is not None:
         exec(code, {"__name__": "__main__"})
@@ -209,10 +210,10 @@ def _renew_streams() -> None:
                 handler.setStream(stream)
 
 
-def _enter_namespaces(asker: int) -> None:
-    """Be where the asker is, whose network and mounts may be its own."""
+def _enter_namespaces(beside: int) -> None:
+    """Be where another process is, whose network and mounts may be its own."""
     for name, flag in NAMESPACES.items():
-        theirs = Path(f"/proc/{asker}/ns/{name}")
+        theirs = Path(f"/proc/{beside}/ns/{name}")
         if theirs.readlink() != Path(f"/proc/self/ns/{name}").readlink():
             fd = os.open(theirs, os.O_RDONLY)
             if ctypes.CDLL(None, use_errno=True).setns(fd, flag) != 0:
