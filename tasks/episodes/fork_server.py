@@ -97,6 +97,7 @@ class Forking:
                 if self.control in ready and not self._obey((wake, woken)):
                     return
         finally:
+            signal.set_wakeup_fd(-1)  # its socket ends with this method, before the children do
             for process in self.numbers:
                 _kill_group(process)
             _kill_children(set())

@@ -309,11 +309,13 @@ asyncio.run(work({named!r}))
 
 def test_environments_end_with_a_host_that_is_killed(games: Path) -> None:
     script = HOST.format(named=f"{games}:Moody")
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as host:
-        assert host.stdout is not None
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdout=pipe, stderr=pipe, text=True) as host:
+        assert host.stdout is not None and host.stderr is not None
         pids = [int(host.stdout.readline()) for _ in range(3)]
         assert not any(map(is_gone, pids))
         host.kill()
+        assert not host.stderr.read(), "they end without a word"
 
     async def all_gone() -> None:
         await asyncio.gather(*map(until_gone, pids))
