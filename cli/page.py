@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pipeline.offline.conversations import Passage
     from pipeline.offline.views import TokenView, TrajectoryView
 
 HUES = (200, 30, 130, 290, 60, 350)
@@ -23,6 +24,9 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; padding: 
   background: #8881; font: 14px/1.7 ui-monospace, monospace; }
 .error { color: #c22; } .legend { font-size: .85rem; opacity: .8; }
 span[title] { border-radius: .2rem; }
+section { border-left: 3px solid #8886; padding-left: .8rem; margin: .6rem 0; }
+section.given { margin-left: 2rem; } section.given pre { opacity: .75; }
+h3 { font-size: .85rem; font-weight: 600; margin: 0; } h3 small { font-weight: 400; opacity: .7; }
 """
 
 
@@ -44,12 +48,21 @@ def _article(one: TrajectoryView) -> str:
         if name != "trajectory"
     )
     error = f'<p class="error">{escape(one.error)}</p>' if one.error else ""
-    versions = sorted({t.version for t in one.tokens})
-    tokens = "".join(_token(t, versions) for t in one.tokens)
+    versions = sorted({t.version for t in one.tokens if t.version >= 0})
+    said = "".join(_passage(one, passage, versions) for passage in one.passages) or "<pre></pre>"
     return (
         f'<article id="t{one.id}"><h2>trajectory {one.id}</h2><dl>{facts}</dl>{error}'
-        f"<pre>{escape(one.prompt)}</pre><pre>{tokens}</pre>{_legend(one, versions)}</article>"
+        f"<pre>{escape(one.prompt)}</pre>{said}{_legend(one, versions)}</article>"
     )
+
+
+def _passage(one: TrajectoryView, passage: Passage, versions: list[int]) -> str:
+    tokens = "".join(_token(t, versions) for t in one.tokens[passage.first : passage.last])
+    if len(one.passages) == 1:
+        return f"<pre>{tokens}</pre>"
+    seconds = f" · {passage.seconds:.2f} s" if passage.seconds else ""
+    given = "" if passage.sampled else " class=given"
+    return f"<section{given}><h3>{escape(passage.role)}<small>{seconds}</small></h3><pre>{tokens}</pre></section>"
 
 
 def _short(value: object) -> str:
@@ -57,6 +70,8 @@ def _short(value: object) -> str:
 
 
 def _token(token: TokenView, versions: list[int]) -> str:
+    if token.version < 0:
+        return f'<span title="{escape(f"given by {token.instance}, id {token.id}")}">{escape(token.text)}</span>'
     tooltip = f"version {token.version} on {token.instance}, logprob {token.logprob:.4f}, id {token.id}"
     if token.ratio is not None:
         tooltip += f", ratio {token.ratio:.4f}"
@@ -76,7 +91,7 @@ def _version_colour(place: int) -> str:
 
 
 def _legend(one: TrajectoryView, versions: list[int]) -> str:
-    if one.tokens and one.tokens[0].ratio is not None:
+    if any(token.ratio is not None for token in one.tokens):
         return "<p class=legend>Red: more likely under the model than when sampled; blue: less likely.</p>"
     marks = " ".join(
         f'<span style="background:{_version_colour(i)}">&nbsp;version {version}&nbsp;</span>'

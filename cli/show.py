@@ -17,6 +17,7 @@ from cli.stored import open_store, quiet_libraries, run_folder
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from pipeline.offline.conversations import Passage
     from pipeline.offline.views import TrajectoryView
     from stores.trajectory import TrajectoryId
     from stores.versioned import VersionedStore
@@ -147,8 +148,9 @@ def show_steps(store: VersionedStore, as_json: bool) -> None:
             parts = "".join(
                 f"{name.removeprefix(REWARD_PART)} {m[name]:.3f}  " for name in m if name.startswith(REWARD_PART)
             )
+            turns = f"turns {m['turns_mean']:.1f}  " if m.get("given_tokens") else ""
             figures = (
-                f"reward {m['reward']:.3f}  {parts}length {m['response_mean']:.1f}  "
+                f"reward {m['reward']:.3f}  {parts}length {m['response_mean']:.1f}  {turns}"
                 f"staleness {m['staleness_mean']:.2f}  loss {m['loss']:+.4f}  "
             )
         click.echo(f"{record.kind:<4} {record.step:>4}  {figures}{ended}, {record.ledger.num_live} in flight")
@@ -197,7 +199,8 @@ def _summary(row: Any) -> dict[str, Any]:
         "group": int(t.group),
         "v_traj": int(t.v_traj),
         "staleness": row.staleness,
-        "response_tokens": t.num_tokens,
+        "response_tokens": t.num_sampled,
+        "turns": len(t.turns),
         "reward": t.reward,
         "advantage": row.advantage,
         "error": t.error,
@@ -218,7 +221,11 @@ def print_trajectory(one: TrajectoryView) -> None:
         parts = ", ".join(f"{name} {value:g}" for name, value in one.reward_parts.items())
         console.print(Text(f"reward parts: {parts}", style="dim"), soft_wrap=True)
     console.print(Text.assemble(("prompt   ", "dim"), printable(one.prompt)), soft_wrap=True)
-    console.print(Text.assemble(("response ", "dim"), coloured(one)), soft_wrap=True)
+    if len(one.passages) <= 1:
+        console.print(Text.assemble(("response ", "dim"), coloured(one)), soft_wrap=True)
+    for passage in one.passages if len(one.passages) > 1 else ():
+        console.print(speaker(passage), soft_wrap=True)
+        console.print(coloured(one, passage.first, passage.last), soft_wrap=True)
     console.print(legend(one), soft_wrap=True)
     console.print()
 
@@ -232,14 +239,24 @@ def _short(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def coloured(one: TrajectoryView) -> Text:
-    """The response, each token in its colour."""
+def speaker(passage: Passage) -> Text:
+    """Who says a passage, and how long an environment took for it."""
     from rich.text import Text
 
-    versions = sorted({t.version for t in one.tokens})
+    seconds = f", {passage.seconds:.2f} s" if passage.seconds else ""
+    return Text(f"{printable(passage.role)} ({passage.last - passage.first} tokens{seconds})", style="dim")
+
+
+def coloured(one: TrajectoryView, first: int = 0, last: int | None = None) -> Text:
+    """The tokens of the response at first <= i < last, each in its colour; given ones are dim."""
+    from rich.text import Text
+
+    versions = _versions(one)
     text = Text()
-    for token in one.tokens:
-        if token.ratio is None:
+    for token in one.tokens[first:last]:
+        if token.version < 0:
+            style = "dim"
+        elif token.ratio is None:
             style = VERSION_STYLES[versions.index(token.version) % len(VERSION_STYLES)]
         else:
             style = next(style for below, style in RATIO_STYLES if token.ratio < below or below == float("inf"))
@@ -252,18 +269,22 @@ def legend(one: TrajectoryView) -> Text:
     from rich.text import Text
 
     text = Text("         ", style="dim")
-    if one.tokens and one.tokens[0].ratio is not None:
+    if any(token.ratio is not None for token in one.tokens):
         text.append("importance ratio: ")
         for below, style in RATIO_STYLES:
             text.append(f"< {below:g} " if below != float("inf") else ">= 2 ", style=style)
         return text
-    versions = sorted({t.version for t in one.tokens})
-    for i, version in enumerate(versions):
+    for i, version in enumerate(_versions(one)):
         where = ", ".join(dict.fromkeys(t.instance for t in one.tokens if t.version == version))
         count = sum(t.version == version for t in one.tokens)
         text.append(f"v{version}", style=VERSION_STYLES[i % len(VERSION_STYLES)])
         text.append(f" {count} tokens on {where}  ")
     return text
+
+
+def _versions(one: TrajectoryView) -> list[int]:
+    """The versions that sampled tokens, oldest first."""
+    return sorted({t.version for t in one.tokens if t.version >= 0})
 
 
 def write_page(path: Path, run: str, shown: Sequence[TrajectoryView], what: str) -> None:

@@ -4,7 +4,8 @@ were dropped, by reason, and of responses that were cut off.
 Siblings are alike, so the group is the unit: every number compared is a group's mean. Two kinds of groups are compared
 by Welch's t-test, lengths on a logarithmic scale, whose difference of means is the ratio of geometric means. Nothing is
 said with fewer than FEWEST groups on either side, or above P_LIMIT. A response that was stopped in the middle counts
-with the tokens it had: dropped responses may be longer than said, so they are not called shorter if some were stopped.
+with the tokens and turns it had: dropped responses may be longer than said, so they are not called shorter if some were
+stopped.
 
 Memory is a few numbers per group, and one block of rows at a time.
 """
@@ -64,7 +65,11 @@ class EndedKind:
     response_tokens: float
     prompt_tokens: float
     reward: float | None
+    turns: float = 0.0
+    tool_s: float = 0.0
     length_ratio: Contrast | None = None
+    turns_ratio: Contrast | None = None
+    tool_ratio: Contrast | None = None
     prompt_ratio: Contrast | None = None
     reward_difference: Contrast | None = None
 
@@ -90,6 +95,10 @@ class Bias:
             said = []
             if (d := kind.length_ratio) is not None:
                 said.append(f"{d.factor:.2g} times as long ({d.sure})")
+            if (d := kind.turns_ratio) is not None:
+                said.append(f"of {d.factor:.2g} times as many turns ({d.sure})")
+            if (d := kind.tool_ratio) is not None:
+                said.append(f"{d.factor:.2g} times as long with their environments ({d.sure})")
             if (d := kind.reward_difference) is not None:
                 more = "higher" if d.factor > 0 else "lower"
                 said.append(f"{abs(d.factor):.2g} {more} in reward ({d.sure})")
@@ -150,6 +159,8 @@ class _GroupSums:
     count: Array = field(default_factory=lambda: np.zeros(0))
     response_tokens: Array = field(default_factory=lambda: np.zeros(0))
     prompt_tokens: Array = field(default_factory=lambda: np.zeros(0))
+    turns: Array = field(default_factory=lambda: np.zeros(0))
+    tool_s: Array = field(default_factory=lambda: np.zeros(0))
     scored: Array = field(default_factory=lambda: np.zeros(0))
     reward: Array = field(default_factory=lambda: np.zeros(0))
 
@@ -164,6 +175,8 @@ class _GroupSums:
             ("count", np.ones(len(group))),
             ("response_tokens", rows["response_tokens"]),
             ("prompt_tokens", rows["prompt_tokens"]),
+            ("turns", rows["turns"]),
+            ("tool_s", rows["tool_s"]),
             ("scored", scored),
             ("reward", np.where(scored, rows["reward"], 0.0)),
         ):
@@ -189,20 +202,26 @@ def _kind(name: str, sums: _GroupSums, **differences: Contrast | None) -> EndedK
         groups=int((sums.count > 0).sum()),
         response_tokens=_mean(sums.means("response_tokens")),
         prompt_tokens=_mean(sums.means("prompt_tokens")),
+        turns=_mean(sums.means("turns")),
+        tool_s=_mean(sums.means("tool_s")),
         reward=_mean(rewards) if len(rewards) else None,
         **differences,
     )
 
 
 def _compared(name: str, sums: _GroupSums, other: _GroupSums) -> EndedKind:
-    length = _ratio(sums.means("response_tokens"), other.means("response_tokens"))
-    if name == TRUNCATED or (length is not None and length.factor < 1 and sums.stopped):
-        length = None
+    grown: dict[str, Contrast | None] = {}
+    for column in ("response_tokens", "turns", "tool_s"):
+        ratio = _ratio(sums.means(column), other.means(column))
+        cut = ratio is not None and ratio.factor < 1 and sums.stopped  # it may yet have become more
+        grown[column] = None if cut or name.endswith(AbortReason.RUN_ENDED.value) else ratio
     reward = difference(sums.means("reward", "scored"), other.means("reward", "scored"))
     return _kind(
         name,
         sums,
-        length_ratio=None if name.endswith(AbortReason.RUN_ENDED.value) else length,
+        length_ratio=None if name == TRUNCATED else grown["response_tokens"],
+        turns_ratio=grown["turns"],
+        tool_ratio=grown["tool_s"],
         prompt_ratio=_ratio(sums.means("prompt_tokens"), other.means("prompt_tokens")),
         reward_difference=reward if reward is not None and abs(reward.factor) >= REWARD_LIMIT else None,
     )

@@ -1,7 +1,7 @@
 """Branches of a store: the same trajectories with other rewards or logprobs. The original is never changed.
 
-A branch shares every chunk with its parent snapshot except those of the columns that differ, and records how it was
-made, its lineage. It is created atomically: until it is complete it has a temporary name that is never listed.
+A branch shares every chunk with its parent snapshot except those of what differs, and records how it was made, its
+lineage. It is created atomically: until it is complete it has a temporary name that is never listed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import numpy.typing as npt
 import zarr
 
 from stores.errors import ConfigError, StoreError
-from stores.layout import FLOAT_COLUMNS, INT_COLUMNS
-from stores.reading import RESCORED, StoreReader
+from stores.layout import AT, FLOAT_COLUMNS, INT_COLUMNS
+from stores.reading import RESCORED, StoreReader, stored_chunk
 from stores.repository import INCOMPLETE, MAIN, branch_names, repository_at
+from stores.trajectory import NO_VERSION
 
 COPIED_AT_ONCE = 16 * 65_536
 """Elements copied at once: 4 MiB."""
@@ -65,10 +66,31 @@ def derive(store: StoreReader, path: Path, name: str, new: Rewards, lineage: Map
             raise StoreError(f"{path}: {root['rows/float'].shape[0]} rows, but rewards for {count}")
         root["rows/float"][:, FLOAT_COLUMNS.index("reward")] = new.rewards
         root["rows/float"][:, FLOAT_COLUMNS.index("advantage")] = new.advantages
+        _change_masks(root, new.loss_mask)
         root["rows/int"][:, INT_COLUMNS.index("loss_mask")] = new.loss_mask.astype(np.int64)
         root.attrs["errors"] = {str(trajectory): error for trajectory, error in new.errors.items()}
 
     return _commit_branch(store, path, name, "rewards", change, lineage)
+
+
+def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
+    """Give the tokens of rows whose loss mask becomes another their new mask, file by file."""
+    ints = np.asarray(root["rows/int"][:])
+    rows = np.flatnonzero((ints[:, AT["loss_mask"]] != 0) != loss_mask)
+    begins = ints[rows, AT["offset"]] + ints[rows, AT["prompt_tokens"]]
+    ends = begins + ints[rows, AT["response_tokens"]]
+    mask, versions = root["tokens/mask"], root["tokens/versions"]
+    file = stored_chunk(mask)
+    for first in range(0, int(mask.shape[0]), file):
+        inside = (begins < first + file) & (ends > first) & (begins < ends)
+        if not inside.any():
+            continue
+        values = np.asarray(mask[first : first + file])
+        sampled = np.asarray(versions[first : first + file]) != NO_VERSION
+        for begin, end, trained in zip(begins[inside], ends[inside], loss_mask[rows[inside]], strict=True):
+            part = slice(max(0, begin - first), end - first)
+            values[part] = sampled[part] & trained
+        mask[first : first + file] = values
 
 
 def derive_logprobs(

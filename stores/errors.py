@@ -43,5 +43,9 @@ class ProtocolViolation(StaleflowError, AssertionError):
     """An invariant was about to be broken: a bug in staleflow. The message lists the events that led to it."""
 
 
+class EnvironmentsFail(StaleflowError, RuntimeError):
+    """So many environments fail that a run makes no sense."""
+
+
 class RunStuck(StaleflowError, TimeoutError):
     """No progress within the deadline; the message says which step waits for which work on which instance."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -120,26 +121,41 @@ def to_xarray(table: Mapping[str, Any], offsets: Any, root: Any, attributes: Map
 
 
 def arrow_schema(texts: dict[str, str]) -> Any:
-    """The pyarrow schema of `arrow_table`. texts: names of the two text columns."""
+    """The pyarrow schema of `arrow_table`. texts: names of the columns of texts and messages."""
     arrow = require("pyarrow")
     fields = [(name, arrow.type_for_alias("string" if dtype == "str" else dtype)) for name, dtype in COLUMNS.items()]
     lists = [(name, arrow.list_(arrow.type_for_alias(dtype))) for name, dtype in ARRAYS.items()]
     # Not a map: the datasets library does not support maps.
     parts = ("reward_parts", arrow.list_(arrow.struct([("name", arrow.string()), ("value", arrow.float64())])))
-    return arrow.schema([*fields, *((name, arrow.string()) for name in texts.values()), *lists, parts])
+    said = [
+        ("role", arrow.string()),
+        ("content", arrow.string()),
+        ("tokens", arrow.int64()),
+        ("seconds", arrow.float64()),
+    ]
+    kinds = {**dict.fromkeys(texts, arrow.string()), "messages": arrow.list_(arrow.struct(said))}
+    return arrow.schema([*fields, *((name, kinds[what]) for what, name in texts.items()), *lists, parts])
 
 
-def arrow_table(rows: list[Ended], texts: dict[str, str], prompts: list[str], responses: list[str]) -> Any:
-    """A pyarrow.Table of rows and their texts. texts: names of the columns for `prompt` and `response`."""
+@dataclass(frozen=True, slots=True)
+class RowTexts:
+    """A row's texts. messages: what was said after the prompt, by the names role, content, tokens, seconds."""
+
+    prompt: str
+    response: str
+    messages: list[dict[str, Any]]
+
+
+def arrow_table(rows: list[Ended], texts: dict[str, str], read: list[RowTexts]) -> Any:
+    """A pyarrow.Table of rows and their texts. texts: names of the columns for `prompt`, `response` and `messages`."""
     arrow = require("pyarrow")
     records = [
         {
             **record(row),
-            texts["prompt"]: p,
-            texts["response"]: r,
+            **{name: getattr(one, what) for what, name in texts.items()},
             "reward_parts": [{"name": n, "value": v} for n, v in row.trajectory.reward_parts.items()],
         }
-        for row, p, r in zip(rows, prompts, responses, strict=True)
+        for row, one in zip(rows, read, strict=True)
     ]
     schema = arrow_schema(texts)
     if len(schema) != len({*COLUMNS, *ARRAYS, *texts.values(), "reward_parts"}):

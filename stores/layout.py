@@ -93,7 +93,8 @@ def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
         )  # fmt: skip
         timings = (t.timings.arrived_s, t.timings.routed_s, t.timings.sampled_s, t.timings.rewarded_s)
         floats[i] = (t.reward, row.advantage, *timings)
-        turns[i] = (len(t.turns), t.num_given, t.tool_s)
+        # Of the seconds as they are stored with the spans, which are rounded.
+        turns[i] = (len(t.turns), t.num_given, sum(_seconds(s) for s in t.spans if isinstance(s, Given)))
         text += extra
         offset += prompt + len(response)
     return Packed(
@@ -182,5 +183,9 @@ def _extra(trajectory: Trajectory) -> dict[str, Any]:
 def _stored(span: Span) -> list[str | int | float]:
     """A span as stored: [instance, version, tokens]; of a given one [role, NO_VERSION, tokens, seconds]."""
     if isinstance(span, Given):
-        return [span.role, NO_VERSION, len(span.tokens), round(span.seconds, 6)]
+        return [span.role, NO_VERSION, len(span.tokens), _seconds(span)]
     return [span.instance, span.version, len(span.tokens)]
+
+
+def _seconds(span: Given) -> float:
+    return round(span.seconds, 6)

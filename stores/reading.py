@@ -49,7 +49,7 @@ ARRAYS = (*(f"tokens/{name}" for name in TOKEN_ARRAYS), "rows/int", "rows/float"
 TURNS = "rows/turns"
 """float64 [R, len(TURN_COLUMNS)], in stores of format 3."""
 RESCORED = "tokens/rescored"
-"""float32 [T], on branches with logprobs: of each response token under another model, nats; 0 elsewhere."""
+"""float32 [T], on branches with logprobs: of each sampled token under another model, nats; 0 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

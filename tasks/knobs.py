@@ -10,6 +10,7 @@ outside its limits fails where it is declared.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -37,7 +38,8 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """Meaning and limits of a field. low <= value <= high, value > above, or one of `choices`.
+    """Meaning and limits of a field, or of each item of a list. low <= value <= high, value > above, or one of
+    `choices`.
 
     own: it may also name user code, file.py:NAME or module:NAME. shown: listed even while it has its default.
     """
@@ -60,6 +62,8 @@ class Knob:
 
     def fault(self, value: object) -> str:
         """What is wrong with a value of the right type, worded to follow its key; empty if it is within the limits."""
+        if isinstance(value, list):
+            return next((f": each {fault}" for item in value if (fault := self.fault(item))), "")
         if self.choices and value not in self.choices and not (self.own and names_user_code(value)):
             near = difflib.get_close_matches(str(value), self.choices, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -102,6 +106,8 @@ def knob(
 def knob(default: str, doc: str, *, choices: Sequence[str] = ()) -> str: ...
 @overload
 def knob(default: dict[str, T], doc: str, *, shown: bool = True) -> dict[str, T]: ...
+@overload
+def knob(default: list[T], doc: str, *, choices: Sequence[str] = ()) -> list[T]: ...
 def knob(
     default: object,
     doc: str,
@@ -121,9 +127,9 @@ def knob_field(default: object, spec: Knob, **more: object) -> Any:
     if fault := spec.fault(default):
         raise ValueError(f"a knob's default breaks its own limits ({spec.doc!r}): {fault}")
     metadata = {METADATA: spec, **more}
-    if isinstance(default, dict):
-        kept = dict(default)
-        return field(default_factory=lambda: dict(kept), metadata=metadata)
+    if isinstance(default, (dict, list)):
+        kept = copy.copy(default)
+        return field(default_factory=lambda: copy.copy(kept), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -233,6 +239,9 @@ def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:
         or (isinstance(value, bool) and kind is not bool)
     ):
         raise ConfigError(f"{where} must be {_article(kind.__name__)}, not {shown(value)}")
+    if kind is list:
+        (each,) = typing.get_args(hint)
+        return [_checked(item, each, spec, f"{where}: each") for item in value]
     if fault := spec.fault(value):
         raise ConfigError(f"{where} {fault}")
     return value
@@ -257,6 +266,7 @@ def _article(kind: str) -> str:
         "str": "a string",
         "bool": "true or false",
         "dict": "a table",
+        "list": "a list",
     }
     return names.get(kind, kind)
 

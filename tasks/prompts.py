@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stores.errors import ConfigError
-from stores.trajectory import Trajectory
+from tasks.bridging import Bridge, make_bridge
 from tasks.drawn_texts import DrawnTexts
 from tasks.engines.emulated import words
 from tasks.environments import SourceSettings
@@ -35,6 +35,8 @@ class PromptSettings:
     template: str
     chat: bool
     system: str
+    observation: str = "{observation}"
+    """Put around what an environment says, without a chat template; see EnvironmentConfig.template."""
     max_new_tokens: int
     context: int
     kv_tokens: int
@@ -68,9 +70,8 @@ class Prompts(Protocol):
 
     def text(self, tokens: Sequence[int]) -> str: ...
 
-    def bridge(self, trajectory: Trajectory, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The token ids that are given after a trajectory's newest turn: what closes it, messages, and what opens the
-        next turn."""
+    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        """The token ids between two turns: what closes the first, messages, and what opens the next; see Bridge.ids."""
         ...
 
 
@@ -96,10 +97,10 @@ class EmulatedPrompts:
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)
 
-    def bridge(self, trajectory: Trajectory, messages: Sequence[Message]) -> tuple[int, ...]:
-        """As many meaningless tokens as each message says."""
+    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        """As many meaningless tokens as the messages say."""
         count = sum(int(message.content) for message in messages)
-        return tuple(words(trajectory.id, trajectory.num_tokens, count).tolist())
+        return [int(t) for t in words(0, len(before) + len(turn), count)]
 
 
 class TokenizedPrompts:
@@ -116,6 +117,17 @@ class TokenizedPrompts:
         if settings.longest is not None:
             self._source = FittingSource(self._source, self._fits)
         self._texts = texts or tokenizer_texts(settings.tokenizer)
+        self._bridge: Bridge | None = None
+
+    @property
+    def bridge(self) -> Bridge:
+        """Makes the given tokens between the turns of an episode."""
+        if self._bridge is None:
+            settings = self._settings
+            self._bridge = make_bridge(
+                self._texts, settings.tokenizer, chat=settings.chat, template=settings.observation
+            )
+        return self._bridge
 
     def encode(self, task: Task) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
@@ -175,5 +187,5 @@ class TokenizedPrompts:
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)
 
-    def bridge(self, trajectory: Trajectory, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self._texts.ids("".join(message.content for message in messages))
+    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        return self.bridge.ids(before, turn, messages, number)

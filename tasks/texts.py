@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from stores.errors import ConfigError
+from tasks.model_renderers import known_renderer
 from tasks.task_source import Message
 from tasks.user_code import said
 
@@ -50,17 +51,32 @@ class TokenizerTexts:
     def chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a conversation in the tokenizer's chat template, up to where the assistant's answer begins.
         Raises ConfigError if the template fails."""
+        return self.ids(self.chat_text(messages))
+
+    def chat_text(self, messages: Sequence[Message]) -> str:
+        """That conversation as text. Raises ConfigError if the template fails."""
         with self._lock:
             try:
-                text = self._tokenizer.apply_chat_template(
-                    [message._asdict() for message in messages], tokenize=False, add_generation_prompt=True
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        [message._asdict() for message in messages], tokenize=False, add_generation_prompt=True
+                    )
                 )
             except Exception as error:  # a model's template may raise anything
                 roles = ", ".join(message.role for message in messages)
                 raise ConfigError(
                     f"task.chat = true: the chat template fails on messages of {roles}: {said(error)}"
                 ) from error
-        return self.ids(text)
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is one that texts leave out, such as an end of a turn."""
+        return not self.text([token]) and bool(self.text([token], special=True))
+
+    def renderer(self, model: str) -> Any:
+        """The `renderers` package's renderer of a model, if it is installed and knows it, and renders as the chat
+        template does; else None."""
+        with self._lock:
+            return known_renderer(self._tokenizer, model)
 
 
 class NumberTexts:

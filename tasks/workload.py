@@ -6,6 +6,7 @@ order, so runs differ in their decisions only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -151,22 +152,26 @@ class DrawnWorkload:
 
 
 class RecordedWorkload:
-    """The prompt lengths, response lengths and rewards of a stored run, group by group, repeated at the end."""
+    """The prompt lengths, response lengths, turns and rewards of a stored run, group by group, repeated at the end."""
 
     def __init__(
-        self, prompts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], rewards: npt.NDArray[np.float64]
+        self,
+        prompts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        rewards: npt.NDArray[np.float64],
+        turns: Mapping[tuple[int, int], tuple[Turn, ...]] | None = None,
     ) -> None:
-        """prompts: [G] tokens; lengths: [G, M] tokens; rewards: [G, M]."""
+        """prompts: [G] tokens; lengths: [G, M] tokens; rewards: [G, M]. turns: by (g, m), of responses of many."""
         if not len(prompts) or lengths.shape != rewards.shape or len(lengths) != len(prompts):
             raise ValueError("a recorded workload needs prompts [G], lengths and rewards [G, M], G > 0")
-        self._prompts, self._lengths, self._rewards = prompts, lengths, rewards
+        self._prompts, self._lengths, self._rewards, self._turns = prompts, lengths, rewards, turns or {}
 
     def prompt_tokens(self, group: int) -> int:
         return int(self._prompts[group % len(self._prompts)])
 
     def turns(self, group: int, member: int) -> tuple[Turn, ...]:
-        row = self._lengths[group % len(self._lengths)]
-        return (Turn(int(row[member % len(row)])),)
+        place = (group % len(self._lengths), member % self._lengths.shape[1])
+        return self._turns.get(place) or (Turn(int(self._lengths[place])),)
 
     def reward(self, group: int, member: int) -> float:
         row = self._rewards[group % len(self._rewards)]

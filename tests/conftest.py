@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pipeline.runtime import local_cluster
-from tests.support import browser
+from tests.support import browser, forking
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,6 +26,38 @@ settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+HEAVIEST = (
+    "test_soak.py",
+    "runtime/test_run.py",
+    "jobs/test_jobs.py",
+    "stores/test_audit.py",
+    "jobs/test_resume.py",
+    "jobs/test_bucket.py",
+    "cli/test_ctrl_c.py",
+    "test_earlier_versions.py",
+    "offline/test_offline.py",
+    "run_page/test_browser.py",
+    "tasks/test_engine_transformers.py",
+    "runtime/test_run_folder.py",
+    "offline/test_reprocessing.py",
+    "runtime/test_driver.py",
+    "offline/test_threads.py",
+    "stores/test_history.py",
+    "runtime/test_mutations.py",
+    "test_benchmarks.py",
+)
+"""The files that take longest. Processes that share the tests by file begin with them: the last ones are short, and no
+process works alone for long at the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = config.rootpath / "tests"
+        ranks = {folder / name: rank for rank, name in enumerate(HEAVIEST)}
+        assert all(path.is_file() for path in ranks), "HEAVIEST names what is not there"
+        items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare the garbage collector what all imports have made: with torch loaded a full collection takes a second, and
     closing an engine of transformers asks for two. Where some test samples from a model, all tests' local workers are
@@ -33,7 +65,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
-        local_cluster.prepare(1, local_cluster.modules(emulated=False))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(session.config.rootpath), prepend=os.pathsep)
+            modules = local_cluster.modules(emulated=False)
+            if any("job" in getattr(item, "fixturenames", ()) for item in session.items):  # there will be runs
+                patch.setenv(forking.ADDRESS, forking.served())
+                modules += ("tests.support.forked_scoring",)
+            local_cluster.prepare(1, modules)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.earlier import asking
+from tests.support import forking
 
 
 @pytest.fixture(scope="module", params=asking.NAMES)
@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_goes_on_and_the_audit_is_clean(tmp_path: Path) ->
     before = expected("killed")
     trained = sum(record["kind"] == "step" for record in before["store show"])
     words = ["resume", str(run), "--set", f"steps={trained + 2}", "--set", "rollout.instances=1", "--json"]
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-m", "cli.main", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip

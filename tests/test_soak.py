@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from stores.base import RunHeader
 from stores.trajectory import AbortReason, Ended, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from stores.versioned import VersionedStore
 from tests.stores.store_conformance import ended, record
+from tests.support import forking
 
 HEADER = RunHeader(run="soak", eta=1, groups_per_step=1, group_size=2, members_started=2)
 GIVEN_UP = {"fate": Fate.ABORTED, "reason": AbortReason.RUN_ENDED}
@@ -124,8 +124,8 @@ def test_the_job_is_valid(tmp_path: Path) -> None:
 
 
 def soak(tmp_path: Path, *words: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.soak", "--folder", str(tmp_path / "soak"), *words]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    command = [sys.executable, "-m", "tests.support.soaking", "--folder", str(tmp_path / "soak"), *words]
+    ran = forking.run(command, capture_output=True, text=True, timeout=3000)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "no findings" in ran.stdout
 

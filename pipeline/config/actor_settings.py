@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.config import fields
-from pipeline.config.deciding import instance_cost
+from pipeline.config.deciding import instance_cost, make_episodes
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
+from stores.trajectory import Ended, Given
 from tasks.engines.settings import ENGINES, EngineSettings
 from tasks.knobs import values
 from tasks.seeds import engine_seed
-from tasks.workload import DrawnWorkload, RecordedWorkload, Workload, WorkloadSettings
+from tasks.workload import DrawnWorkload, RecordedWorkload, Turn, Workload, WorkloadSettings
 
 if TYPE_CHECKING:
+    from stores.versioned import VersionedStore
     from tasks.actors.trajectory_server import ServerSettings
     from tasks.environments import SourceSettings
+    from tasks.episodes.emulated_host import EmulatedHostSettings
     from tasks.episodes.host import EpisodeSettings
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
@@ -59,10 +63,51 @@ def source_settings(config: RunConfig) -> SourceSettings:
     )
 
 
-def environment_settings(config: RunConfig) -> EpisodeSettings:
-    """Settings of the environment hosts of a job that acts."""
-    from tasks.episodes.host import EpisodeSettings
+def environment_settings(config: RunConfig) -> EpisodeSettings | EmulatedHostSettings:
+    """Settings of the environment hosts of a job that acts: those of an emulated run's unless it has texts. Loads a
+    user's file that the job names as its source. Raises ConfigError."""
+    if not config.has_texts:
+        from tasks.episodes.emulated_host import EmulatedHostSettings
 
+        return EmulatedHostSettings(
+            episodes=make_episodes(config, make_workload(config)),
+            limits=config.environment,
+            time_scale=config.time_scale,
+        )
+    return episode_settings(config)
+
+
+def episode_settings(config: RunConfig) -> EpisodeSettings:
+    """Settings of the environment hosts of a job whose task source is an environment, or that has tools. Raises
+    ConfigError."""
+    from tasks.episodes.host import EpisodeSettings
+    from tasks.episodes.loading import is_environment
+
+    plays = is_environment(config.task.source, "task.source")
+    if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != plays:
+        raise ConfigError(
+            f"task.eval_source = {config.task.eval_source!r}: either both it and task.source = {config.task.source!r} "
+            "are environments of many turns, or neither is"
+        )
+    if config.environment.tools:
+        if plays:
+            raise ConfigError(
+                f"environment.tools: task.source = {config.task.source!r} is an environment of many turns, which "
+                "brings its own tools; remove environment.tools"
+            )
+        return EpisodeSettings(
+            source=source_settings(config), limits=config.environment, scoring=scoring_settings(config)
+        )
+    if not plays:
+        raise ConfigError(
+            f"task.environment = 'yes': task.source = {config.task.source!r} is no environment of many turns, and "
+            "environment.tools names no tool; remove it"
+        )
+    if config.reward.parts or config.reward.function != "task":
+        raise ConfigError(
+            f"{config.reward.named}: task.source = {config.task.source!r} rewards its episodes itself; set "
+            'reward.function = "task", and return the reward from the environment'
+        )
     return EpisodeSettings(source=source_settings(config), limits=config.environment)
 
 
@@ -91,6 +136,7 @@ def prompt_settings(
         template=config.task.template,
         chat=config.task.chat,
         system=config.task.system,
+        observation=config.environment.template,
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,
@@ -185,10 +231,11 @@ def make_workload(config: RunConfig) -> Workload:
 
 
 def _recorded_workload(run: Path) -> RecordedWorkload:
-    """Prompts, lengths and rewards of the groups that a stored run consumed, ordered by group id."""
+    """Prompts, lengths, turns and rewards of the groups that a stored run consumed, ordered by group id."""
     from stores.versioned import VersionedStore
 
-    table = VersionedStore.open(run / "store").table()
+    store = VersionedStore.open(run / "store")
+    table = store.columns()
     consumed = np.flatnonzero(table["staleness"] >= 0)
     groups: dict[int, list[int]] = {}
     for row in consumed[np.argsort(table["trajectory"][consumed], kind="stable")]:
@@ -200,4 +247,29 @@ def _recorded_workload(run: Path) -> RecordedWorkload:
         table["prompt_tokens"][rows[:, 0]].astype(np.int64),
         table["response_tokens"][rows].astype(np.int64),
         table["reward"][rows].astype(np.float64),
+        _recorded_turns(store, rows, table["given_tokens"][rows] > 0),
     )
+
+
+def _recorded_turns(
+    store: VersionedStore, rows: npt.NDArray[np.int64], many: npt.NDArray[np.bool_]
+) -> dict[tuple[int, int], tuple[Turn, ...]]:
+    """The turns of the rows that have many, by their place among `rows`; of a row that cannot be read, none."""
+    places = {int(rows[g, m]): (int(g), int(m)) for g, m in np.argwhere(many)}
+    positions = sorted(places)  # adjacent ones are read together
+    found = {}
+    for position, row in zip(positions, store.picked(positions), strict=True):
+        turns: list[Turn] = []
+        for span in row.trajectory.spans if isinstance(row, Ended) else ():
+            last = turns[-1] if turns else Turn(0)
+            if isinstance(span, Given):
+                turns[-1:] = [
+                    last._replace(tool_s=last.tool_s + span.seconds, tool_tokens=last.tool_tokens + len(span.tokens))
+                ]
+            elif last.tool_tokens:
+                turns.append(Turn(len(span.tokens)))
+            else:
+                turns[-1:] = [last._replace(tokens=last.tokens + len(span.tokens))]
+        if turns:
+            found[places[position]] = (*turns[:-1], Turn(turns[-1].tokens))
+    return found

@@ -6,6 +6,7 @@ loaded, unless a tokenizer without tokenizer.json needs it. A failure is a Confi
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib.util
 import itertools
@@ -15,6 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +29,7 @@ from tasks.file_tokenizer import FileTokenizer, chat_template
 from tasks.knobs import names_user_code, shown
 
 if TYPE_CHECKING:
+    from tasks.episodes.host import EpisodeSettings
     from tasks.prompts import TokenizedPrompts
     from tasks.task_source import Task
 
@@ -74,13 +77,13 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     user_files.check(config)
     if not here and _elsewhere(config, unchecked):
         return unchecked
-    task = _first_prompt(config, folder)
-    if not user_files.settled(config).acts:
+    task, prompts = _first_prompt(config, folder)
+    acts = user_files.settled(config).acts
+    environments = actor_settings.episode_settings(config) if acts else None
+    if environments is None or environments.scoring is not None:
         _try_reward(config, task)
-    elif config.reward.function != "task" or config.reward.parts:
-        raise ConfigError(
-            f"{config.reward.named}: task.source is an environment, which rewards its episodes itself; remove it"
-        )
+    if environments is not None:
+        _try_environment(environments, prompts)
     return unchecked
 
 
@@ -233,13 +236,14 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
             yield key, kind, path
 
 
-def _first_prompt(config: RunConfig, folder: Path | None) -> Task:
-    """Draw the run's first prompt. With the model's folder, encode it, and any of the run's that may be too long."""
+def _first_prompt(config: RunConfig, folder: Path | None) -> tuple[Task, TokenizedPrompts | None]:
+    """Draw the run's first prompt. With the model's folder, encode it, and any of the run's that may be too long, and
+    return the prompts too."""
     from tasks.prompts import TokenizedPrompts
     from tasks.texts import TokenizerTexts
 
     if folder is None:
-        return actor_settings.source_settings(config).build().task(0)
+        return actor_settings.source_settings(config).build().task(0), None
     context = read_context(folder, f"model.path = {config.model.path!r}")
     longest = actor_settings.longest_prompt(config, context)
     settings = actor_settings.prompt_settings(config, context, held_out=config.task.eval_prompts, longest=longest)
@@ -251,13 +255,35 @@ def _first_prompt(config: RunConfig, folder: Path | None) -> Task:
                 prompts.encode(task)
             except ConfigError as error:
                 raise ConfigError(f"{_place(config, task, number)}: {error}") from error
-    return first
+    return first, prompts
+
+
+def _try_environment(settings: EpisodeSettings, prompts: TokenizedPrompts | None) -> None:
+    """Begin an episode as a host would, and see that what it will say can follow a turn of the model. Raises
+    ConfigError."""
+    from tasks.episodes.host import Episodes
+
+    async def tried() -> None:
+        episodes = Episodes(settings)
+        try:
+            await episodes.check()
+        finally:
+            await episodes.close()
+
+    if prompts is not None:
+        prompts.bridge.check(settings.roles)
+    # In a thread: the caller may have an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, tried()).result()
 
 
 def _drawn(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, Task]]:
     """The prompts that the run will use, numbered, as far as they can be drawn in a moment."""
+    begin = time.monotonic()
+    prompts.task(0)
+    each_s = time.monotonic() - begin  # an environment may take its time to reset
     end = time.monotonic() + DRAWN_S
-    held_out = prompts.held_out(min(config.task.eval_prompts, DRAWN // 100))
+    held_out = prompts.held_out(min(config.task.eval_prompts, DRAWN // 100, 1 + int(DRAWN_S / max(each_s, 1e-6))))
     yield from ((-1 - i, task) for i, task in enumerate(held_out))
     for i in itertools.takewhile(
         lambda _: time.monotonic() < end, range(min(DRAWN, config.steps * config.groups_started))

@@ -10,7 +10,7 @@ from typing import Any
 from tasks.knobs import NAME, Knob, default_of, entry_type, spec_of
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
+TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 USER_CODE = r"^.+:[A-Za-z_]\w*$"
 """file.py:NAME or module:NAME."""
 
@@ -40,6 +40,8 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
         user_code = {"type": kind, "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}
         return schema | {"anyOf": [{"enum": list(spec.choices)}, user_code]}
     schema["type"] = kind
+    if kind == "array":
+        return schema | {"items": {"type": TYPES[typing.get_args(hint)[0]], "enum": list(spec.choices)}}
     if spec.choices:
         schema["enum"] = list(spec.choices)
     limits = (("minimum", spec.low), ("maximum", spec.high), ("exclusiveMinimum", spec.above))

@@ -85,6 +85,15 @@ def _check_texts(config: RunConfig, where: str) -> None:
     template, pattern = config.task.template, config.task.answer_pattern
     if "{prompt}" not in template:
         raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {shown(template)}")
+    if "{observation}" not in config.environment.template:
+        raise ConfigError(
+            f"{where}: environment.template must contain {{observation}}, it is {shown(config.environment.template)}"
+        )
+    if config.environment.tools and config.environment.tool_s >= config.environment.step_s:
+        raise ConfigError(
+            f"{where}: environment.tool_s = {config.environment.tool_s:g} must be less than environment.step_s = "
+            f"{config.environment.step_s:g}, which ends the episode"
+        )
     doubled = "{prompt}".join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{prompt}"))
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]

@@ -397,7 +397,9 @@ class RunConfig:
         tells; a run's own job file says yes or no."""
         kind = self.task.source.partition(":")[0]
         return self.task.environment == "yes" or (
-            self.task.environment == "auto" and self.has_texts and kind in ENVIRONMENT_KINDS
+            self.task.environment == "auto"
+            and self.has_texts
+            and (kind in ENVIRONMENT_KINDS or bool(self.environment.tools))
         )
 
     @property

@@ -64,7 +64,7 @@ def settled(config: RunConfig) -> RunConfig:
     if config.task.environment != "auto" or not config.has_texts:
         return config
     try:
-        plays = is_environment(config.task.source, "task.source")
+        plays = bool(config.environment.tools) or is_environment(config.task.source, "task.source")
     except ConfigError:
         return config
     return _set(config, "task.environment", "yes" if plays else "no")

@@ -107,9 +107,10 @@ def diagnosed(diagnosis: Diagnosis, expectation: Expectation) -> dict[str, Any]:
 def step_line(step: Mapping[str, float], num_steps: int, limit: str = "") -> str:
     """A training step as one line of text. limit: what limited it, in a few words."""
     failed = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
+    turns = f"turns {step['turns_mean']:.1f}  tools {step['tool_s']:.1f} s  " if step.get("given_tokens") else ""
     return (
         f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}{failed}  "
-        f"length {step['response_mean']:.1f}  "
+        f"length {step['response_mean']:.1f}  {turns}"
         f"staleness {step['staleness_mean']:.2f} (max {step['staleness_max']:.0f})  loss {step['loss']:+.4f}  "
         f"grad {step['grad_norm']:.2f}  train {step['train_s']:.2f} s  wait {step['wait_s']:.2f} s  "
         f"at {step['elapsed_s']:.1f} s" + (f"  {limit}" if limit else "")

@@ -6,6 +6,7 @@ Each task writes one file of at most PART_ROWS trajectories; the output appears 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,16 +17,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.offline.conversations import messages
 from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.offline.texts import texts_of
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores import frames
 from stores.errors import ConfigError, StaleflowError, StoreError
 from stores.files import publish
+from stores.frames import RowTexts
 from stores.reading import Damaged
 from stores.selection import Selection
-from stores.trajectory import Ended
+from stores.trajectory import Ended, IntArray, Trajectory
 from stores.versioned import VersionedStore
+from tasks.texts import Texts
 
 FORMATS = ("parquet", "jsonl", "hf")
 PART_ROWS = 8192
@@ -34,8 +38,12 @@ READ_ROWS = 512
 """Trajectories read and written at once."""
 FEW = 8
 """Fewer chosen rows than this are read one by one, more together with the rows between them."""
-TEXTS = {"parquet": {"prompt": "prompt", "response": "response"}, "hf": {"prompt": "prompt", "response": "completion"}}
-"""Names of the text columns, for `datasets` those that trainers which read it expect."""
+TEXTS = {
+    "parquet": {"prompt": "prompt", "response": "response", "messages": "messages"},
+    "hf": {"prompt": "prompt", "response": "completion", "messages": "conversation"},
+}
+"""Names of the text columns, for `datasets` those that trainers which read it expect. They would take `messages` for
+what to train on, in place of prompt and completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +175,8 @@ def _card(name: str, rows: int, store: VersionedStore) -> str:
         "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*.parquet\n"
         "tags:\n- reinforcement-learning\n- staleflow\n---\n\n"
         f"# Trajectories of the run {name}\n\n"
-        f"{rows} responses with their tokens, behaviour logprobs and the policy version of each token. `staleness` is "
+        f"{rows} responses with their tokens, behaviour logprobs and the policy version of each token. Of many turns, "
+        "`conversation` has each with its role; `sampled` tells the model's own tokens. `staleness` is "
         f"the training step's version less the trajectory's oldest (bound {store.header.eta}), -1 if it was not "
         f"trained on; `fate` and `reason` say how it ended.\n\nSnapshot `{store.snapshot}`.\n{lineage}"
     )
@@ -185,7 +194,7 @@ def write_part(
     texts = _texts(run_dir)
     errors: dict[int, str] = {}
 
-    def read() -> Iterator[tuple[list[Ended], list[str], list[str]]]:
+    def read() -> Iterator[tuple[list[Ended], list[RowTexts]]]:
         for chosen in windows(rows):
             first, last = int(chosen[0]), int(chosen[-1]) + 1
             if len(chosen) < FEW:
@@ -195,10 +204,25 @@ def write_part(
                 picked = [found[i - first] for i in chosen.tolist()]
             errors.update({int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)})
             kept = [row for row in picked if isinstance(row, Ended)]
-            prompts = [texts.text(row.trajectory.prompt_tokens.tolist(), special=True) for row in kept]
-            yield kept, prompts, [texts.text(row.trajectory.response_tokens.tolist()) for row in kept]
+            yield kept, [_row_texts(row.trajectory, texts) for row in kept]
 
     return (_write_lines if to == "jsonl" else _write_parquet)(to, Path(file), read()), errors
+
+
+def _row_texts(trajectory: Trajectory, texts: Texts) -> RowTexts:
+    """Texts without special tokens, but for what the model was given: there they are the marks of the template, and
+    tell who speaks."""
+
+    def plain(tokens: IntArray) -> str:
+        return texts.text(tokens.tolist())
+
+    def marked(tokens: IntArray) -> str:
+        return texts.text(tokens.tolist(), special=True)
+
+    whole = marked if trajectory.num_given else plain
+    return RowTexts(
+        marked(trajectory.prompt_tokens), whole(trajectory.response_tokens), messages(trajectory, plain, marked)
+    )
 
 
 def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
@@ -214,25 +238,25 @@ def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
         begin = end
 
 
-def _write_lines(to: str, file: Path, read: Iterator[tuple[list[Ended], list[str], list[str]]]) -> int:
+def _write_lines(to: str, file: Path, read: Iterator[tuple[list[Ended], list[RowTexts]]]) -> int:
     written = 0
     with file.open("w") as out:
-        for rows, prompts, responses in read:
-            for row, prompt, response in zip(rows, prompts, responses, strict=True):
+        for rows, texts in read:
+            for row, text in zip(rows, texts, strict=True):
                 record = frames.record(row)
                 line = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in record.items()}
-                line |= {"prompt": prompt, "response": response, "reward_parts": row.trajectory.reward_parts}
+                line |= {**dataclasses.asdict(text), "reward_parts": row.trajectory.reward_parts}
                 out.write(json.dumps(line, separators=(",", ":")) + "\n")
             written += len(rows)
     return written
 
 
-def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[Ended], list[str], list[str]]]) -> int:
+def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[Ended], list[RowTexts]]]) -> int:
     parquet = frames.require("pyarrow.parquet")
     written = 0
     with parquet.ParquetWriter(file, frames.arrow_schema(TEXTS[to]), compression="zstd") as out:
-        for rows, prompts, responses in read:
-            out.write_table(frames.arrow_table(rows, TEXTS[to], prompts, responses))
+        for rows, texts in read:
+            out.write_table(frames.arrow_table(rows, TEXTS[to], texts))
             written += len(rows)
     return written
 

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from pipeline.config import actor_settings
 from pipeline.config.schema import RunConfig
 from pipeline.config.user_files import SCORING, with_code
+from pipeline.offline.conversations import messages
 from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.offline.texts import texts_of
 from pipeline.runtime.run_folder import load_job
@@ -31,7 +32,7 @@ from stores import branches
 from stores.errors import ConfigError
 from stores.reading import Damaged
 from stores.repository import MAIN
-from stores.trajectory import Fate, Trajectory
+from stores.trajectory import Fate, IntArray, Trajectory
 from stores.versioned import VersionedStore
 from tasks.training.advantage import advantages
 
@@ -118,6 +119,12 @@ def _with_reward(config: RunConfig, reward: str) -> RunConfig:
 
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts to score")
+    if config.acts and reward == "task":
+        raise ConfigError(
+            f"--reward task: the environment {config.task.source} rewards its episodes while they are played, and "
+            "stored ones cannot be played again; name a function of your own, FILE.py:NAME, which gets the text of the "
+            'last turn, and all turns as record["turns"]'
+        )
     file, _, name = reward.rpartition(":")
     if file.endswith(".py"):
         reward = f"{Path(file).resolve()}:{name}"
@@ -167,17 +174,29 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
     for i, row in enumerate(rows):
         if isinstance(row, Damaged):
             valid[i] = False
-        elif row.trajectory.num_tokens:
+        elif row.trajectory.num_sampled:
             answered.append((i, row.trajectory))
-    texts = [prompts.text(t.response_tokens.tolist()) for _, t in answered]
-    records = [prompts.task(int(t.group)).record for _, t in answered]
-    scores = _scorer(scoring).score(list(zip(texts, records, strict=True)))
+    scores = _scorer(scoring).score([_item(prompts, t) for _, t in answered])
     for (i, trajectory), score in zip(answered, scores, strict=True):
         rewards[i] = score.reward
         if score.error:
             valid[i] = False
             errors[int(trajectory.id)] = score.error
     return first, Block(rewards=rewards, valid=valid, errors=errors)
+
+
+def _item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, Any]]:
+    """What the reward function gets: the text of the last turn, and the record; of many turns with all of them, as
+    `turns`."""
+
+    def text(tokens: IntArray) -> str:
+        return prompts.text(tokens.tolist())
+
+    record = prompts.task(int(trajectory.group)).record
+    if trajectory.num_given:
+        said = [{"role": m["role"], "content": m["content"]} for m in messages(trajectory, text, text)]
+        record = {**record, "turns": said}
+    return text(trajectory.turns[-1]), record
 
 
 @once_a_process(1)

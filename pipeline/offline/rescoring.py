@@ -40,7 +40,7 @@ MAX_LOG_RATIO = 300.0
 SUMS = (
     "tokens", "log_ratio", "distance", "farthest", "kl", "ratio", "ratio_squared", "clipped",
 )  # fmt: skip
-"""What a worker returns per trajectory: sums over its tokens, except for `farthest`, a maximum."""
+"""What a worker returns per trajectory: sums over its sampled tokens, except for `farthest`, a maximum."""
 _SUM = {name: i for i, name in enumerate(SUMS)}
 
 
@@ -271,20 +271,21 @@ def read_rows(
     for i, new in zip(at, read, strict=True):
         row = rows[i]
         assert isinstance(row, Ended)
-        sums[i] = _sums(row.trajectory.logprobs, new, settings)
+        sampled = row.trajectory.sampled
+        sums[i] = _sums(row.trajectory.logprobs[sampled], new[sampled], settings)
         if table is not None:
             logprobs.append((int(table[i]), new))
     return RescoredRows(first=first, read=int(chosen.sum()), sums=sums, errors=errors, logprobs=logprobs)
 
 
 def response_logprobs(settings: LogprobSettings, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
-    """[T] logprobs of each response under the model, nats. Threads take turns."""
+    """[T] logprobs of each response under the model, nats; 0 of given tokens. Threads take turns."""
     from tasks.training.packing import Row
 
     packed = [Row.of(row) for row in rows]
     with _model_lock:
         found = _logprob_model(settings).rows(packed, range(len(packed)))
-    return [found[i] for i in range(len(packed))]
+    return [np.where(row.sampled, found[i], np.float32(0)) for i, row in enumerate(packed)]
 
 
 def _sums(

@@ -29,7 +29,8 @@ from pipeline.config.model_facts import inspect_model
 from pipeline.config.schema import RunConfig
 from pipeline.offline.pool import Pool, making, store_at
 from pipeline.runtime import fingerprints
-from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
+from pipeline.runtime.evaluated_episodes import NO_RESPONSE
+from pipeline.runtime.evaluation import Evaluation, fewer_prompts
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores.errors import ConfigError, StoreError
 from stores.files import publish, replace_text
@@ -324,6 +325,10 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     config = plan.config
     count = config.task.eval_prompts
     if not count:
+        return None
+    if config.acts:
+        if not version:
+            report({"say": "no evaluation: environments are played by runs only"})
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
     store = store_at(plan.path, plan.snapshot)

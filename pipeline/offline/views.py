@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.offline.conversations import Passage, passages
 from pipeline.offline.texts import shown_texts
 from pipeline.runtime.run_folder import load_job
 from stores.errors import ConfigError
 from stores.selection import Selection
-from stores.trajectory import Ended, TrajectoryId
+from stores.trajectory import Ended, Given, TrajectoryId
 from stores.versioned import VersionedStore
 from tasks.texts import Texts, pieces
 
@@ -27,7 +28,8 @@ ORDERS = {"worst": ("reward", 1), "best": ("reward", -1), "longest": ("response_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenView:
-    """A sampled token. ratio: pi_model / pi_rollout; None without a model's logprobs."""
+    """A token after the prompt. version, instance: that sampled it; NO_VERSION and the role of who said it, if it was
+    given. ratio: pi_model / pi_rollout; None without a model's logprobs, and of given ones."""
 
     id: int
     text: str
@@ -39,13 +41,14 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryView:
-    """A trajectory for display. facts: by name, in display order."""
+    """A trajectory for display. facts: by name, in display order. passages: who said which of the tokens."""
 
     id: int
     facts: dict[str, object]
     prompt: str
     response: str
     tokens: tuple[TokenView, ...]
+    passages: tuple[Passage, ...] = ()
     error: str = ""
     reward_parts: dict[str, float] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
@@ -99,13 +102,14 @@ def trajectory_view(row: Ended, texts: Texts, rescored: npt.NDArray[np.float32] 
     """The view of a stored row. rescored: [T] logprobs of its response under another model, nats, for the ratios."""
     t = row.trajectory
     ids, logprobs = t.response_tokens.tolist(), t.logprobs
-    ratios = [None] * len(ids) if rescored is None else np.exp(np.asarray(rescored, np.float64) - logprobs).tolist()
-    instances = [str(s.instance) for s in t.segments for _ in s.tokens]
+    ratios: list[float | None] = [None] * len(ids)
+    if rescored is not None:
+        found = np.exp(np.asarray(rescored, np.float64) - logprobs).tolist()
+        ratios = [ratio if sampled else None for ratio, sampled in zip(found, t.sampled, strict=True)]
+    where = [s.role if isinstance(s, Given) else str(s.instance) for s in t.spans for _ in s.tokens]
     tokens = tuple(
-        TokenView(id=i, text=text, version=int(v), instance=where, logprob=float(p), ratio=r)
-        for i, text, v, where, p, r in zip(
-            ids, pieces(texts, ids), t.versions, instances, logprobs, ratios, strict=True
-        )
+        TokenView(id=i, text=text, version=int(v), instance=place, logprob=float(p), ratio=r)
+        for i, text, v, place, p, r in zip(ids, pieces(texts, ids), t.versions, where, logprobs, ratios, strict=True)
     )
     return TrajectoryView(
         id=int(t.id),
@@ -113,6 +117,7 @@ def trajectory_view(row: Ended, texts: Texts, rescored: npt.NDArray[np.float32] 
         prompt=texts.text(t.prompt_tokens.tolist(), special=True),
         response=texts.text(ids, special=True),
         tokens=tokens,
+        passages=passages(t),
         error=t.error,
         reward_parts=t.reward_parts,
         timings={name: getattr(t.timings, name) for name in ("arrived_s", "routed_s", "sampled_s", "rewarded_s")},
@@ -122,6 +127,7 @@ def trajectory_view(row: Ended, texts: Texts, rescored: npt.NDArray[np.float32] 
 def facts(row: Ended) -> dict[str, object]:
     """What is shown of a stored row besides its tokens, by name, in display order."""
     t = row.trajectory
+    turns = {"turns": len(t.turns), "given_tokens": t.num_given, "tool_s": round(t.tool_s, 6)} if t.num_given else {}
     return {
         "trajectory": int(t.id),
         "group": int(t.group),
@@ -133,4 +139,5 @@ def facts(row: Ended) -> dict[str, object]:
         "finish": t.finish.value,
         "reward": t.reward,
         "advantage": row.advantage,
+        **turns,
     }

@@ -30,6 +30,10 @@ FEWEST = 8
 """Least number of points: about as many to validate the coefficients as there are of these."""
 
 
+LEAST_PROMISE = 1e-10
+"""Share of the times' norm that another coefficient must explain to be let in: less is rounding."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPoint:
     """A measured decode step: running trajectories, the KV tokens they held, and seconds. prefilled: tokens that were
@@ -137,25 +141,50 @@ def _robust(design: Array, seconds: Array) -> list[float]:
 
 
 def _non_negative(design: Array, target: Array) -> Array:
-    """Least squares with coefficients >= 0; they are four to six, so every subset of nonzero ones is tried."""
-    count = design.shape[1]
-    best, best_loss = np.zeros(count), float(target @ target)
-    for size in range(1, count + 1):
-        for chosen in itertools.combinations(range(count), size):
+    """Least squares with coefficients >= 0. Of columns that say the same, as two do if trajectories ran in one number
+    only, any may have the coefficient: the subset that rounding favours."""
+    # Columns differ by orders of magnitude: KV tokens next to ones.
+    norms = np.linalg.norm(design, axis=0)
+    useful = np.flatnonzero(norms)
+    unit = design[:, useful] / norms[useful]
+    solution = _active_set(unit, target)
+    tied = np.flatnonzero(np.abs(unit.T @ (target - unit @ solution)) <= LEAST_PROMISE * float(np.linalg.norm(target)))
+    best, best_loss = np.zeros(len(norms)), float(target @ target)
+    for size in range(max(1, int(np.count_nonzero(solution))), len(tied) + 1):
+        for chosen in map(list, itertools.combinations(useful[tied], size)):
             part = design[:, chosen]
-            # Columns differ by orders of magnitude: KV tokens next to ones.
             scale = np.linalg.norm(part, axis=0)
-            if not scale.all():
-                continue
             solved, *_ = np.linalg.lstsq(part / scale, target, rcond=None)
-            if (solved < 0).any():
-                continue
             loss = float(np.square(part / scale @ solved - target).sum())
-            if loss < best_loss:
-                best_loss = loss
-                best = np.zeros(count)
-                best[list(chosen)] = solved / scale
+            if (solved >= 0).all() and loss < best_loss:
+                best_loss, best = loss, np.zeros(len(norms))
+                best[chosen] = solved / scale
     return best
+
+
+def _active_set(unit: Array, target: Array) -> Array:
+    """Least squares with coefficients >= 0 of columns of norm 1 (Lawson and Hanson, Solving Least Squares Problems,
+    chapter 23): the coefficient that promises most is let in, and those that it makes negative are taken out again."""
+    solution = np.zeros(unit.shape[1])
+    chosen: list[int] = []
+    while True:
+        promise = unit.T @ (target - unit @ solution)
+        promise[chosen] = 0.0
+        if promise.max(initial=0.0) <= LEAST_PROMISE * float(np.linalg.norm(target)):
+            return solution
+        chosen.append(newest := int(promise.argmax()))
+        while True:
+            solved = np.zeros(len(solution))
+            solved[chosen], *_ = np.linalg.lstsq(unit[:, chosen], target, rcond=None)
+            if solved[newest] <= 0:  # rounding alone promised something
+                return solution
+            negative = [i for i in chosen if solved[i] <= 0]
+            if not negative:
+                break
+            share = min(solution[i] / (solution[i] - solved[i]) for i in negative)
+            solution = solution + share * (solved - solution)
+            chosen = [i for i in chosen if i not in negative or solution[i] > 0]
+        solution = solved
 
 
 def _huber_loss(residual: Array) -> Array:

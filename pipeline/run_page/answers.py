@@ -12,17 +12,18 @@ import numpy as np
 
 from pipeline.coordination.journal import files, num_bytes
 from pipeline.jobs.replaying import replay_run
+from pipeline.offline.conversations import passages
 from pipeline.offline.differences import difference
 from pipeline.offline.views import facts, trajectory_view
 from pipeline.run_page import listing
 from pipeline.run_page.reading import RunReader, Stored
-from pipeline.run_page.series import CHARTS, in_words, series
+from pipeline.run_page.series import any_many_turns, charts, in_words, series
 from pipeline.runtime.evaluation import not_comparable
 from pipeline.runtime.resumption import parts
 from stores.errors import ConfigError
 from stores.reading import Damaged
 from stores.repository import MAIN
-from stores.trajectory import Ended, TrajectoryId
+from stores.trajectory import NO_VERSION, Ended, Given, Span, Trajectory, TrajectoryId
 
 TEXT_SHOWN, TEXTS_SHOWN = 6_000, 400_000
 """Most characters of a prompt or response shown beside siblings, and of all on a page; a trajectory's own page shows
@@ -68,7 +69,8 @@ class Answers:
                 for e in evaluations
             ],
             "notes": [*(told(self._reader.summary()) if state != "running" else []), *not_comparable(evaluations)],
-            "charts": [chart.plain() for chart in CHARTS],
+            "many_turns": any_many_turns(stored.records) if stored else False,
+            "charts": [chart.plain() for chart in charts(stored.records if stored else ())],
         }
 
     def steps(self, branch: str, first: int) -> dict[str, Any]:
@@ -151,14 +153,28 @@ class Answers:
         text = self._reader.texts.text(t.response_tokens[: limit + 1].tolist(), special=True)
         return {
             **plain(facts(row)),
-            "response_tokens": t.num_tokens,
+            "response_tokens": t.num_sampled,
+            "turns": len(t.turns),
+            "said": self._said(t, limit) if t.num_given else [],
             "scored": bool(t.timings.rewarded_s > 0 or row.staleness >= 0),
             "loss_mask": row.loss_mask,
             "error": t.error,
             "text": text[:limit],
             "cut": len(text) > limit or t.num_tokens > limit + 1,
-            "segments": [[int(s.version), str(s.instance), len(s.tokens)] for s in t.segments],
+            "segments": [_strip_part(span) for span in t.spans],
         }
+
+    def _said(self, trajectory: Trajectory, limit: int) -> list[dict[str, Any]]:
+        """The beginning of a conversation, by who speaks, of about so many characters."""
+        said = []
+        for one in passages(trajectory):
+            if limit <= 0:
+                break
+            ids = trajectory.response_tokens[one.first : min(one.last, one.first + limit + 1)]
+            text = self._reader.texts.text(ids.tolist(), special=True)[:limit]
+            said.append({"role": one.role, "sampled": one.sampled, "seconds": one.seconds, "text": text})
+            limit -= len(text)
+        return said
 
     def trajectories(self, branch: str, where: str, sort: str, page: int) -> dict[str, Any]:
         """A page of trajectories: their columns."""
@@ -222,9 +238,11 @@ class Answers:
         view = trajectory_view(row, self._reader.texts, stored.store.rescored(TrajectoryId(id)))
         with self._reader.journal() as journal:
             story, read_share = journal.story(id), journal.read_share
+        ratios = [None if t.ratio is None else _plain(round(t.ratio, 5)) for t in view.tokens]
         return {
             **around,
             **self._member(row, 0),
+            "passages": [asdict(one) for one in view.passages],
             "facts": plain(view.facts),
             "prompt": view.prompt,
             "text": view.response,
@@ -233,7 +251,7 @@ class Answers:
                 "id": [t.id for t in view.tokens],
                 "version": [t.version for t in view.tokens],
                 "logprob": [_plain(round(t.logprob, 5)) for t in view.tokens],
-                "ratio": [_plain(round(t.ratio, 5)) for t in view.tokens if t.ratio is not None] or None,
+                "ratio": ratios if any(ratio is not None for ratio in ratios) else None,
             },
             "reward_parts": plain(view.reward_parts),
             "timings": plain(view.timings),
@@ -275,6 +293,13 @@ class Answers:
         if stored is None:
             raise ConfigError("nothing is stored yet: the first step has not ended")
         return stored
+
+
+def _strip_part(span: Span) -> list[Any]:
+    """[version, instance, tokens] of a segment; [NO_VERSION, role, tokens, seconds] of given tokens."""
+    if isinstance(span, Given):
+        return [int(NO_VERSION), span.role, len(span.tokens), span.seconds]
+    return [int(span.version), str(span.instance), len(span.tokens)]
 
 
 def told(summary: Mapping[str, Any]) -> list[str]:

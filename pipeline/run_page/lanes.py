@@ -22,6 +22,7 @@ Plain = Mapping[str, Any]
 Floats = npt.NDArray[np.float64]
 
 ARRIVED, ROUTED, SAMPLED, INTERRUPTED, FAILED, SCORED, TRAINED, RETIRED, ABORTED, LOST = range(10)
+TURN_SAMPLED, ASKED, ANSWERED, RESTARTED = range(10, 14)
 """Kinds of marks in a trajectory's life."""
 STORIES = {
     ARRIVED: ("arrived", "waiting"),
@@ -34,11 +35,20 @@ STORIES = {
     RETIRED: ("{detail}", ""),
     ABORTED: ("sampling aborted on {where}", "waiting"),
     LOST: ("{where} was lost", "waiting"),
+    TURN_SAMPLED: ("sampled a turn, {detail} tokens so far", "acting"),
+    ASKED: ("its environment is asked", "acting"),
+    ANSWERED: ("its environment answered, {detail} tokens so far", "waiting"),
+    RESTARTED: ("its environment failed: {detail}", "waiting"),
 }
 """What happened at each kind of mark, in words, and the phase that begins with it."""
-WAITING, RUNNING, SCORING, READY = range(4)
+WAITING, RUNNING, SCORING, READY, ACTING = range(5)
 """Where a live trajectory is; the order of `Lanes.counts`."""
-PLACES = ("waiting for an instance", "being sampled", "being scored", "ready or waiting for siblings")
+PLACES = (
+    "waiting for an instance", "being sampled", "being scored", "ready or waiting for siblings",
+    "answered by their environment",
+)  # fmt: skip
+WORDS = (SCORED, RETIRED, RESTARTED)
+"""Kinds of marks whose detail is the number of a word."""
 MOST_BINS = 1_000
 
 
@@ -116,6 +126,8 @@ class JournalIndex:
             "TrajectorySampled": lambda event, now: self._sampling_ended(event, now, SAMPLED),
             "TrajectoryInterrupted": lambda event, now: self._sampling_ended(event, now, INTERRUPTED),
             "TrajectoryFailed": lambda event, now: self._sampling_ended(event, now, FAILED),
+            "EnvironmentAnswered": lambda event, now: self._acted(event, now, ANSWERED, event["tokens"]),
+            "EnvironmentFailed": lambda event, now: self._acted(event, now, RESTARTED, self._word(event["error"])),
             "TrajectoryScored": self._scored,
             "InstanceJoined": self._serves,
             "PullFinished": self._serves,
@@ -123,6 +135,7 @@ class JournalIndex:
             "VersionPublished": self._published,
             "StopRequested": self._stopped,
             "Route": self._routed,
+            "Act": self._asked,
             "Abort": self._aborted,
             "Pull": self._pulled,
             "Train": self._trained,
@@ -183,7 +196,7 @@ class JournalIndex:
                 self._move(member["trajectory"], place)
 
     def _scored(self, event: Plain, now: float) -> None:
-        if self._where.get(event["trajectory"], (READY, ""))[0] == SCORING:
+        if self._where.get(event["trajectory"], (READY, ""))[0] in (SCORING, ACTING):
             self._mark(event["trajectory"], now, SCORED, detail=self._word(f"{event['reward']:g}"))
             self._move(event["trajectory"], READY)
 
@@ -198,6 +211,19 @@ class JournalIndex:
         if lane is not None:  # else an answer to an earlier routing
             self._mark(event["trajectory"], now, kind, lane, event.get("tokens", 0))
             self._move(event["trajectory"], SCORING if kind == SAMPLED else WAITING)
+
+    def _asked(self, command: Plain, now: float) -> None:
+        id = command["trajectory"]
+        if self._ids and self._ids[-1] == id and self._kinds[-1] == SAMPLED:
+            self._kinds[-1] = TURN_SAMPLED
+        else:
+            self._mark(id, now, ASKED)
+        self._move(id, ACTING)
+
+    def _acted(self, event: Plain, now: float, kind: int, detail: int) -> None:
+        if self._where.get(event["trajectory"], (READY, ""))[0] == ACTING:  # else an answer that came too late
+            self._mark(event["trajectory"], now, kind, detail=detail)
+            self._move(event["trajectory"], WAITING)
 
     def _serves(self, event: Plain, now: float) -> None:
         name = event["instance"]
@@ -296,7 +322,7 @@ class JournalIndex:
             kind, detail = self._kinds[i], self._detail[i]
             where = self._names[self._lane[i]] if self._lane[i] >= 0 else ""
             what, phase = STORIES[kind]
-            word = words[detail] if kind in (SCORED, RETIRED) else str(detail)
+            word = words[detail] if kind in WORDS else str(detail)
             marks.append({"at_s": self._times[i], "what": what.format(where=where, detail=word), "phase": phase})
         for (_, end, _, _), (begin, _, phase, version) in itertools.pairwise(self._phases(at)):
             if phase == "sampling" and begin == end and not any(mark["at_s"] == begin for mark in marks):

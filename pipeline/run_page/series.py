@@ -24,6 +24,8 @@ class Chart:
     """Whether the staleness bound is drawn."""
     held_out: bool = False
     """Whether rewards on held-out prompts are drawn."""
+    many_turns: bool = False
+    """Whether it says nothing of a run whose trajectories have one turn."""
 
     def plain(self) -> dict[str, Any]:
         """For the page, with units and meanings."""
@@ -67,10 +69,23 @@ CHARTS = (
     Chart(title="KL(rollout || trainer)", names=("kl_rollout",), hint="fresh tokens"),
     Chart(title="throughput", names=("tokens_per_s",), hint="tokens trained on over wall time"),
     Chart(title="seconds of a step", names=("train_s", "wait_s", "publish_s", "fetch_s", "overhead_s")),
+    Chart(title="turns", names=("turns_mean", "turns_max"), hint="of the batch", many_turns=True),
+    Chart(title="tools", names=("tool_s",), hint="mean wait of a trajectory for its environment", many_turns=True),
     Chart(title="sampling time", names=("sampling_s",), hint="first routing to last token"),
     Chart(title="learning rate", names=("learning_rate",)),
     Chart(title="failed rewards", names=("reward_errors",), hint="trajectories not scored"),
 )
+
+
+def charts(records: Sequence[StepRecord]) -> list[Chart]:
+    """The charts that say something of a run with these commits."""
+    many_turns = any_many_turns(records)
+    return [chart for chart in CHARTS if many_turns or not chart.many_turns]
+
+
+def any_many_turns(records: Sequence[StepRecord]) -> bool:
+    """Whether a step of these commits trained on a trajectory of many turns."""
+    return any(r.metrics.get("given_tokens") for r in records)
 
 
 def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +17,18 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Act, Dismiss
 from pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event, TrajectoryScored
 from pipeline.runtime.actors import SERVER, Actors
+from pipeline.runtime.background import side_by_side
 from stores import errors
 from stores.trajectory import TrajectoryId
-from tasks.actors.environment_host import Acted, ActItem
+from tasks.actors.environment_host import Acted, ActItem, PlayItem
+from tasks.episodes.answers import Answer
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
 """Seconds that a host may wait for an outcome before it says that there is none."""
+LATEST = 100
+"""Outcomes of which only a share may be failures, once there are so many."""
 AGAIN_S = 0.5
 """Seconds until acts are asked for again whose host found no trajectory server."""
 
@@ -52,6 +57,8 @@ class Acting:
         count = config.environment.hosts if config.acts else 0
         self._hosts = [_Host(f"environment-{i}") for i in range(count)]
         self._failure_said = False
+        self._latest: deque[bool] = deque(maxlen=LATEST)
+        """Whether the latest outcomes were failures."""
 
     def put(self, command: Act | Dismiss) -> None:
         """Queue an act, or the end of one. A trajectory's episode stays on one host."""
@@ -65,6 +72,36 @@ class Acting:
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """Endless coroutines, to be run side by side."""
         return [work for host in self._hosts for work in (self._send(host), self._hear(host))]
+
+    async def play(self, items: Sequence[PlayItem], within_s: float) -> list[Answer]:
+        """Have environments answer turns of episodes that are no trajectory's, while no others are acted. A host that
+        is lost meanwhile is replaced and asked again."""
+        return await self._each("play", items, within_s)
+
+    async def end(self, items: Sequence[PlayItem], within_s: float) -> list[Answer]:
+        """End such episodes with their rewards so far."""
+        return await self._each("end", items, within_s)
+
+    async def _each(self, method: str, items: Sequence[PlayItem], within_s: float) -> list[Answer]:
+        found: list[Answer] = [Answer()] * len(items)
+
+        async def ask(number: int, host: _Host) -> None:
+            own = [i for i, item in enumerate(items) if item.key.task % len(self._hosts) == number]
+            while own:
+                generation = host.number
+                try:
+                    answers = await self._actors.ask(host.name, method, [items[i] for i in own], within_s=within_s)
+                except (errors.ActorLost, errors.ActorFailed) as lost:
+                    if lost.who != host.name:
+                        raise
+                    await self._replace(host, generation, lost)
+                    continue
+                for i, answer in zip(own, answers, strict=True):
+                    found[i] = answer
+                return
+
+        await side_by_side(*(ask(number, host) for number, host in enumerate(self._hosts)))
+        return found
 
     async def _send(self, host: _Host) -> None:
         """Hand a host its commands, in order."""
@@ -108,6 +145,7 @@ class Acting:
                     continue
                 del host.pending[outcome.trajectory]
                 self._tell(self._event(outcome))
+                self._check_failures(outcome)
 
     async def _replace(self, host: _Host, number: int, lost: errors.ActorLost | errors.ActorFailed) -> None:
         """Place a host anew, unless that was done since `number`, and ask it for all that is pending."""
@@ -119,6 +157,16 @@ class Acting:
             host.number += 1
             for act in host.pending.values():
                 host.outbox.put_nowait(act)
+
+    def _check_failures(self, outcome: Acted) -> None:
+        """Raise EnvironmentsFail if too many of the latest outcomes are failures: nothing could be trained on."""
+        self._latest.append(bool(outcome.failed))
+        allowed = self._config.environment.max_failed_share
+        if outcome.failed and len(self._latest) == LATEST and sum(self._latest) > allowed * LATEST:
+            raise errors.EnvironmentsFail(
+                f"environments failed in {sum(self._latest)} of their latest {LATEST} answers, "
+                f"environment.max_failed_share allows {allowed:g}; last: {outcome.failed}"
+            )
 
     def _event(self, outcome: Acted) -> Event:
         trajectory, epoch = outcome.trajectory, outcome.epoch

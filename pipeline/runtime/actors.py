@@ -441,10 +441,11 @@ class Actors:
         used = wanted | {i.version for i in self.instances.values()}
         used |= {i.fetching for i in self.instances.values() if i.fetching is not None}
         self._transfers.keep(used)
+        newest = max(self._published)
         for name, placed in list(self._workers.placed.items()):
             if placed.role == "parameters":
                 try:
-                    await self.ask(name, "prune", tuple(used))
+                    await self.ask(name, "prune", tuple(used), newest)
                 except (ActorLost, ActorFailed) as error:
                     logger.info("old versions are kept on %s for now: %s", placed.host, error)
 

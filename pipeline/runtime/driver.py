@@ -433,7 +433,14 @@ class Driver:
             return
         self._say(f"evaluating version {version}")
         evaluation = await evaluate(
-            self._actors, self._membership, self._scoring, self._config, version, self._prints, self._changed
+            self._actors,
+            self._membership,
+            self._scoring,
+            self._acting,
+            self._config,
+            version,
+            self._prints,
+            self._changed,
         )
         asked = self._config.task
         self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.eval_source or asked.source))

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.schema import RunConfig
 from pipeline.runtime.background import side_by_side
+from pipeline.runtime.evaluated_episodes import NO_RESPONSE, EpisodePlayer
 from stores.errors import StoreError
 from stores.files import replace_text
 from tasks.scoring import ScoredResponse
 
 if TYPE_CHECKING:  # else whoever only reads evaluations would load torch
+    from pipeline.runtime.acting import Acting
     from pipeline.runtime.actors import Actors, InstanceHandle
     from pipeline.runtime.membership import Membership
     from pipeline.runtime.scoring import Scoring
     from tasks.actors.rollout_instance import Evaluated
     from tasks.prompts import HeldOut
-
-NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +166,7 @@ async def evaluate(
     actors: Actors,
     membership: Membership,
     scoring: Scoring,
+    acting: Acting,
     config: RunConfig,
     version: int,
     prints: Mapping[str, str],
@@ -175,30 +176,37 @@ async def evaluate(
     lost had to answer is answered by its replacement. prints, changed: as in `Evaluation.of`."""
     limit_s = config.deadlines.train_s
     prompts = await actors.ask("server", "held_out", config.task.eval_prompts, within_s=limit_s)
+    scores: dict[bool, list[ScoredResponse]] = {}
+    for greedy in (False, True):
+        if config.acts:
+            scores[greedy] = await EpisodePlayer(actors, membership, acting, config).play(prompts, greedy, version)
+        else:
+            scores[greedy] = await _answered(actors, membership, scoring, prompts, greedy, limit_s)
+    return Evaluation.of(version, scores[False], scores[True], prints, changed)
+
+
+async def _answered(
+    actors: Actors, membership: Membership, scoring: Scoring, prompts: list[HeldOut], greedy: bool, limit_s: float
+) -> list[ScoredResponse]:
+    """The scores of one response to each prompt."""
     places = [instance.index for instance in actors.instances.values()]
     shares = [prompts[i :: len(places)] for i in range(len(places))]
 
-    def answering(share: list[HeldOut], greedy: bool) -> Callable[[InstanceHandle], Awaitable[list[Evaluated]]]:
+    def answering(share: list[HeldOut]) -> Callable[[InstanceHandle], Awaitable[list[Evaluated]]]:
         asked = [p.tokens for p in share]
         return lambda one: actors.ask(one.placed.name, "evaluate", asked, greedy, limit_s, within_s=limit_s)
 
-    scores: dict[bool, list[ScoredResponse]] = {}
-    for greedy in (False, True):
-        answers = await side_by_side(
-            *(
-                membership.while_resting(place, answering(share, greedy))
-                for place, share in zip(places, shares, strict=True)
-            )
-        )
-        tokens = [a.tokens for share in answers for a in share]
-        answered = [i for i, t in enumerate(tokens) if t is not None]
-        texts = await actors.ask("server", "decode", [tokens[i] for i in answered], within_s=limit_s)
-        records = [p.record for share in shares for p in share]
-        items = [(text, records[i]) for i, text in zip(answered, texts, strict=True)]
-        scored = await scoring.score_texts(items, limit_s)
-        found = dict(zip(answered, scored, strict=True))
-        scores[greedy] = [found.get(i, NO_RESPONSE) for i in range(len(tokens))]
-    return Evaluation.of(version, scores[False], scores[True], prints, changed)
+    answers = await side_by_side(
+        *(membership.while_resting(place, answering(share)) for place, share in zip(places, shares, strict=True))
+    )
+    tokens = [a.tokens for share in answers for a in share]
+    answered = [i for i, t in enumerate(tokens) if t is not None]
+    texts = await actors.ask("server", "decode", [tokens[i] for i in answered], within_s=limit_s)
+    records = [p.record for share in shares for p in share]
+    items = [(text, records[i]) for i, text in zip(answered, texts, strict=True)]
+    scored = await scoring.score_texts(items, limit_s)
+    found = dict(zip(answered, scored, strict=True))
+    return [found.get(i, NO_RESPONSE) for i in range(len(tokens))]
 
 
 def _mean(scores: Sequence[ScoredResponse]) -> tuple[float | None, float | None]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,8 @@ FIRE_AND_FORGET = "fire-and-forget"
 """The client in whose name Dask keeps tasks that no client waits for."""
 GONE = "the process that ran it is gone"
 UNSENT = "the process that submitted it was gone before it had sent it"
+END_S = 2.0
+"""Seconds a worker may take to end; one that is stopped never does, and is killed by its nanny after four more."""
 SERVE_S = 1.0
 """Seconds between two looks whether a waiting job can start, beside those at whatever may allow it."""
 
@@ -172,12 +176,25 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self._serve()
 
     async def _restart(self, addresses: Sequence[str]) -> None:
+        # Those with a nanny end at once: closed in order, they would go on with what is under way for four seconds.
+        workers = self._scheduler.workers
+        await asyncio.gather(*(self._end_process(a) for a in addresses if a in workers and workers[a].nanny))
         # Workers without a nanny are shut down; only whoever started them can start them again.
         with contextlib.suppress(Exception):
             await self._scheduler.restart_workers(
                 list(addresses), timeout=RETURN_S, wait_for_workers=False, on_error="return",
                 stimulus_id="staleflow-restart",
             )  # fmt: skip
+
+    async def _end_process(self, address: str) -> None:
+        """End a worker's process, which its nanny then starts again. Returns once the worker has left, or does not
+        answer."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(END_S):
+                with contextlib.suppress(OSError):  # that is how it answers
+                    await self._scheduler.rpc(address).run(function=pickle.dumps(os._exit), args=pickle.dumps((1,)))
+                while address in self._scheduler.workers:
+                    await asyncio.sleep(0.01)
 
     # -- waiting and starting ------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import pickle
 from typing import Any, TypeVar
 
 from distributed import Actor
+from distributed.comm.addressing import parse_host_port
 
 from stores.errors import ActorFailed, ActorLost, StaleflowError
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 PICKLED = "staleflow.pickled"
 """Before what is pickled, in arguments and results."""
+LOOK_S = 1.0
+"""Seconds after which an actor that waits for another's answer looks whether that one's process is there."""
 LEAST_BYTES_PER_S = 25e6
 """Bytes a second that a host reads, hashes or loads at least, a fifth of what gigabit Ethernet carries: what is slower
 counts as stuck."""
@@ -66,6 +69,33 @@ def _answering(method: Any) -> Any:
     return answering
 
 
+async def _watched(asked: Any, actor: Actor, who: str) -> Any:
+    """The result of an actor's call to another. Dask has it wait until the key of a lost one is back, which it never
+    is, or try for half a minute to connect; so it is looked whether there is anybody. Raises ActorLost if not."""
+    result = asyncio.ensure_future(asked)
+    try:
+        while not (await asyncio.wait({result}, timeout=LOOK_S))[0]:
+            if await _refused(actor._address):
+                raise ActorLost(f"{who} is gone: nothing listens at {actor._address}", who)
+        return await result
+    finally:
+        result.cancel()
+
+
+async def _refused(address: str) -> bool:
+    """Whether the machine is there and the process is not. False of what cannot be told within LOOK_S."""
+    try:
+        host, port = parse_host_port(address)
+        async with asyncio.timeout(LOOK_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError, TimeoutError):  # another kind of address, such as one within this process
+        return False
+    writer.transport.abort()
+    return False
+
+
 async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, limit: str = "") -> Any:
     """Return the result of `actor.method(*args)`. Raises ActorLost if the actor, `who` in messages, is gone or does not
     answer within `within_s` seconds, ActorFailed if the method fails; a StaleflowError of the method itself is passed
@@ -75,11 +105,8 @@ async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, l
         async with asyncio.timeout(within_s):  # wait_for may swallow a cancellation that comes with the answer
             if not isinstance(actor, Actor):  # it is in this process
                 return await getattr(actor, method)(*args)
-            if _within_actor.get():
-                # A lost connection must be an error. Dask would wait for the key of the lost one to come back, which is
-                # another's by then: it does so where an actor's handle has a future, as the driver's must have.
-                actor._future = None
-            result = await getattr(actor, method)(PICKLED, pickle.dumps(args, 5))
+            asked = getattr(actor, method)(PICKLED, pickle.dumps(args, 5))
+            result = await (_watched(asked, actor, who) if _within_actor.get() else asked)
             return result if type(result) is bytes else pickle.loads(result[1])
     except ActorFailed as error:
         if error.who:

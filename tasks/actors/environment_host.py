@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,6 +54,16 @@ class Acted:
     server_lost: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayItem:
+    """A turn of an episode that is no trajectory's. turns: the texts of all so far. cut: the episode ends with it."""
+
+    key: EpisodeKey
+    record: Record
+    turns: tuple[str, ...]
+    cut: bool
+
+
 class Environments(Protocol):
     """What answers the turns of episodes; see tasks/episodes/host.py."""
 
@@ -60,7 +71,7 @@ class Environments(Protocol):
 
     async def act(self, key: EpisodeKey, record: Record, turns: tuple[str, ...], *, cut: bool) -> Answer: ...
 
-    async def end(self, key: EpisodeKey) -> Answer: ...
+    async def end(self, key: EpisodeKey, record: Record) -> Answer: ...
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None: ...
 
@@ -83,6 +94,8 @@ class EnvironmentHost:
         self._keys: dict[TrajectoryId, EpisodeKey] = {}
         """The episodes that are open."""
         self._done: list[Acted] = []
+        self._error: Exception | None = None
+        """Of ours or of the job: no environment's."""
         self._changed = asyncio.Event()
 
     async def check(self) -> None:
@@ -97,14 +110,15 @@ class EnvironmentHost:
                 self._acts[place] = asyncio.create_task(self._act(server, item))
 
     async def outcomes(self, timeout_s: float) -> list[Acted]:
-        """Wait up to `timeout_s` for acts to end; returns their outcomes."""
-        if not self._done:
+        """Wait up to `timeout_s` for acts to end; returns their outcomes. Raises ConfigError if what an environment
+        says cannot be given to the model."""
+        if not self._done and self._error is None:
             self._changed.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
+        if self._error is not None:
+            raise self._error
         done, self._done = self._done, []
         return done
 
@@ -115,9 +129,14 @@ class EnvironmentHost:
             self._acts.pop(place).cancel()
         self._environments.cancel([self._keys.pop(t) for t in gone if t in self._keys])
 
-    async def play(self, key: EpisodeKey, record: Record, turns: tuple[str, ...], cut: bool) -> Answer:
-        """Have an environment answer a turn of an episode that is no trajectory's, such as an evaluation's."""
-        return await self._environments.act(key, record, turns, cut=cut)
+    async def play(self, items: list[PlayItem]) -> list[Answer]:
+        """Have environments answer turns of episodes that are no trajectory's, such as an evaluation's."""
+        acts = (self._environments.act(one.key, one.record, one.turns, cut=one.cut) for one in items)
+        return list(await asyncio.gather(*acts))
+
+    async def end(self, items: list[PlayItem]) -> list[Answer]:
+        """End such episodes, for whose next turn there is no room, with their rewards so far."""
+        return list(await asyncio.gather(*(self._environments.end(one.key, one.record) for one in items)))
 
     async def close(self) -> None:
         for task in self._acts.values():
@@ -128,10 +147,11 @@ class EnvironmentHost:
     async def _act(self, server: Any, item: ActItem) -> None:
         try:
             outcome = await self._outcome(server, item)
-        except ActorLost as lost:
-            if lost.who != "server":
-                raise
+        except ActorLost:  # nobody else is called
             outcome = Acted(trajectory=item.trajectory, epoch=item.epoch, server_lost=True)
+        except Exception as error:  # noqa: BLE001  it is raised where outcomes are asked for
+            self._error, outcome = error, None
+            self._changed.set()
         self._acts.pop((item.trajectory, item.epoch), None)
         if outcome is not None:
             self._done.append(outcome)
@@ -165,7 +185,7 @@ class EnvironmentHost:
             if not taken.problem:
                 return Acted(trajectory=trajectory, epoch=epoch, tokens=taken.tokens)
             if taken.problem == "full":
-                answer = await self._environments.end(key)
+                answer = await self._environments.end(key, state.record)
             else:
                 self._environments.cancel([key])
                 answer = Answer(ended=True, error=DIFFERS)

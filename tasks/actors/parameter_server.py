@@ -109,9 +109,11 @@ class ParameterServer:
         """Bytes that others have read here."""
         return self._bytes_read
 
-    async def prune(self, used: tuple[PolicyVersion, ...]) -> None:
-        """Remove all versions except those in `used` and the newest."""
-        await asyncio.to_thread(self._folder.prune, used)  # freeing gigabytes takes a while
+    async def prune(self, used: tuple[PolicyVersion, ...], newest: PolicyVersion) -> None:
+        """Remove all versions except those in `used` and the newest here. newest: the one that was published last when
+        this was decided; it and later ones may be in use by now."""
+        later = [version for version in self._folder.versions() if version >= newest]
+        await asyncio.to_thread(self._folder.prune, (*used, *later))  # freeing gigabytes takes a while
 
     async def close(self) -> None:
         """Stop fetching and free the shared memory."""

@@ -171,13 +171,16 @@ class RolloutInstance:
         safe, self._unreported = tuple(self._unreported.items()), {}
         return dataclasses.replace(load, safe=safe)
 
-    async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
-        """Sample one response to each prompt with the current weights. Only while the instance is otherwise idle."""
+    async def evaluate(
+        self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float, after: list[int] | None = None
+    ) -> list[Evaluated]:
+        """Sample one turn after each prompt with the current weights. Only while the instance is otherwise idle. after:
+        how many of each one's last tokens belong to the response already."""
+        earlier = after or [0] * len(prompts)
 
         def run() -> list[Evaluated]:
-            found = answers(
-                self._engine, prompts, max_new_tokens=self._max_new_tokens, greedy=greedy, deadline_s=deadline_s
-            )
+            most = [min(self._max_new_tokens - count, self._turn_tokens) for count in earlier]
+            found = answers(self._engine, prompts, max_new_tokens=most, greedy=greedy, deadline_s=deadline_s)
             return [Evaluated(tokens=tokens) for tokens in found]
 
         result: list[Evaluated] = await asyncio.get_running_loop().run_in_executor(self._waiting, run)

@@ -307,6 +307,13 @@ class TrajectoryServer:
         """One line on training prompts found to be held out so far; empty if there were none."""
         return self._prompts.held_out_notice
 
+    async def bridge(
+        self, turns: list[tuple[Sequence[int], Sequence[int], tuple[Message, ...], int]]
+    ) -> list[list[int]]:
+        """The token ids that are given after turns which are no trajectory's; the arguments of `Prompts.given` for
+        each."""
+        return await asyncio.to_thread(lambda: [self._prompts.given(*turn) for turn in turns])
+
     async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
         """Decode token ids to texts."""
         return await asyncio.to_thread(self._texts, responses)
@@ -387,7 +394,7 @@ class TrajectoryServer:
             return Bridged(tokens if t is None else t.num_tokens)
         if replayed and not await asyncio.to_thread(self._spoke_alike, t, replayed):
             return Bridged(tokens, "differs")
-        given = await asyncio.to_thread(self._prompts.bridge, t, messages)
+        given = await asyncio.to_thread(self._given, t, messages)
         if tokens + len(given) >= self._settings.prompts.max_new_tokens:
             return Bridged(tokens, "full")
         entry = AnswerGiven(
@@ -555,12 +562,17 @@ class TrajectoryServer:
         packed = await asyncio.to_thread(PackedRows.of, consumed[first:last])
         return BatchPart(packed=packed, rest=len(consumed) - last)
 
+    def _given(self, t: Trajectory, messages: tuple[Message, ...]) -> list[int]:
+        """Token ids that a trajectory is given after its newest turn."""
+        whole = [*t.prompt_tokens.tolist(), *t.response_tokens.tolist()]
+        middle = len(whole) - t.num_in_turn
+        return self._prompts.given(whole[:middle], whole[middle:], messages, len(t.turns))
+
     def _spoke_alike(self, t: Trajectory, replayed: tuple[tuple[Message, ...], ...]) -> bool:
         """Whether these are the answers that the first turns of a trajectory were given."""
         places = [i for i, span in enumerate(t.spans) if not isinstance(span, Segment)]
         for place, messages in zip(places, replayed, strict=False):
-            before = replace(t, spans=t.spans[:place])
-            if self._prompts.bridge(before, messages) != tuple(t.spans[place].tokens.tolist()):
+            if self._given(replace(t, spans=t.spans[:place]), messages) != t.spans[place].tokens.tolist():
                 return False
         return len(replayed) <= len(places)
 

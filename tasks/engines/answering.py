@@ -10,11 +10,18 @@ from tasks.engines.base import Engine, Request, Sampled
 
 
 def answers(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, greedy: bool, deadline_s: float
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    greedy: bool,
+    deadline_s: float,
 ) -> list[tuple[int, ...] | None]:
-    """Token ids of the responses, in the order of the prompts; None where the engine failed. Raises TimeoutError."""
+    """Token ids of the responses, in the order of the prompts; None where the engine failed. max_new_tokens: of each
+    response, or of all. Raises TimeoutError."""
+    most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     requests = [
-        Request(trajectory=TrajectoryId(-1 - i), epoch=0, tokens=prompt, max_new_tokens=max_new_tokens, greedy=greedy)
+        Request(trajectory=TrajectoryId(-1 - i), epoch=0, tokens=prompt, max_new_tokens=most[i], greedy=greedy)
         for i, prompt in enumerate(prompts)
     ]
     engine.submit(requests)

@@ -14,6 +14,9 @@ OBSERVED = "environment"
 LONGEST_ERROR = 500
 """Characters of an error that are kept."""
 
+LONGEST_TEXT = 1_000_000
+"""Characters of one message of an observation: more than any model's context holds."""
+
 
 class EpisodeFailed(RuntimeError):
     """An environment raised, hung, died or returned a bad value. The message is one line that says so."""
@@ -30,12 +33,14 @@ class EpisodeStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What an environment says to one turn. reward, parts: of the whole episode, once it has ended."""
+    """What an environment says to one turn. reward, parts: of the whole episode, once it has ended. answer: in their
+    place, a text that has yet to be scored."""
 
     messages: tuple[Message, ...] = ()
     ended: bool = False
     reward: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 class Episode(Protocol):
@@ -61,32 +66,31 @@ class Episode(Protocol):
 class Environment(Protocol):
     """An environment that is loaded: makes episodes."""
 
-    @property
-    def where(self) -> str:
-        """Its key and name in the job file, for messages."""
-        ...
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether an episode can be set back: reset with the same seed and given the same turns, it says the same."""
-        ...
-
-    @property
-    def blocking(self) -> bool:
-        """Whether its steps block the thread that they run in."""
-        ...
-
     def episode(self, start: EpisodeStart, *, threads: bool = False) -> Episode:
         """An episode that has not begun. threads: run what blocks in threads."""
         ...
 
 
 def observed(value: object, what: str) -> Prompt:
-    """An observation as a text or messages. what: it is, for the message. Raises EpisodeFailed."""
+    """An observation as a text or messages, of plain texts: a class of numpy or of the user's own could not be loaded
+    by the process that receives it. what: it is, for the message. Raises EpisodeFailed."""
     try:
-        return prompt_of(value)
+        found = prompt_of(value)
+        if isinstance(found, str):
+            return _plain(found)
+        return tuple(Message(_plain(message.role), _plain(message.content)) for message in found)
     except ValueError as error:
         raise EpisodeFailed(f"{what} {error}") from error
+
+
+def _plain(text: str) -> str:
+    """A text as plain Unicode of bounded length. Raises ValueError with a message that follows the value's name."""
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"has {len(text)} characters; at most {LONGEST_TEXT} are given to a model")
+    try:
+        return text.encode("utf-8").decode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"is no Unicode text: {error.reason} at character {error.start}") from error
 
 
 def given(value: object, what: str) -> tuple[Message, ...]:

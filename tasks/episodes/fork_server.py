@@ -172,6 +172,7 @@ def _be_an_episode(connection: socket.socket, environment: Environment, settings
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if settings.memory_mib:
             _limit_memory(settings.memory_mib * 2**20)
@@ -245,6 +246,7 @@ def main() -> None:
     os.dup2(2, 1)
     sys.stdout = sys.stderr  # line-buffered: output before a crash is not lost
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses Ctrl-C means its caller, which ends it
     try:
         settings: ForkSettings = read_value(control)
         try:

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from stores.errors import ConfigError
 from tasks.environments import SourceSettings
 from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.episode import Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
+from tasks.episodes.episode import OBSERVED, Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
 from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
-from tasks.episodes.loading import open_environment
+from tasks.episodes.loading import open_environment, traits_of
 from tasks.episodes.processes import ForkedEpisode, ForkServer
+from tasks.episodes.tools import GIVEN_BACK, TOOLS, ToolEpisode, check_tools
+from tasks.scoring import ScoredResponse, Scorer, ScoringSettings
 from tasks.seeds import task_seed
 from tasks.task_source import Message, Prompt, Record, prompt_of
 
@@ -33,10 +37,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSettings:
-    """Settings of an environment host; see TaskConfig and EnvironmentConfig."""
+    """Settings of an environment host; see TaskConfig and EnvironmentConfig. scoring: of tasks of a single turn, whose
+    answers are scored; None for environments, which reward their episodes themselves."""
 
     source: SourceSettings
     limits: EnvironmentConfig
+    scoring: ScoringSettings | None = None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of what is said to the model after its turns, as far as that is known beforehand."""
+        return (OBSERVED,) if self.scoring is None else (GIVEN_BACK,)
 
     def build(self) -> Episodes:
         return Episodes(self)
@@ -44,11 +55,13 @@ class EpisodeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeMaker:
-    """Makes episodes of an environment. repeatable: see Environment. close: releases what its episodes share."""
+    """Makes episodes of an environment. repeatable: see Traits. score: the verifier of answers that have yet to be
+    scored. close: releases what its episodes share."""
 
     make: Callable[[Record], Episode]
     repeatable: bool
-    close: Callable[[], None]
+    score: Callable[[str, Record], ScoredResponse] | None = None
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -74,10 +87,16 @@ class Episodes:
         self._ended: dict[EpisodeKey, tuple[tuple[str, ...], Answer]] = {}
         self._places = asyncio.Semaphore(settings.limits.concurrency)
         self._kinds: dict[bool, EpisodeMaker] = {}
+        self._making = threading.Lock()
         self._closing: set[asyncio.Task[None]] = set()
+        self._scoring = ThreadPoolExecutor(1, thread_name_prefix="score")
 
     async def check(self) -> None:
         """Raise ConfigError if the environment cannot be made, or begins in two ways with one seed."""
+        if self._settings.scoring is not None:
+            await asyncio.to_thread(self._kind, False)
+            await check_tools(self._limits)
+            return
         for held_out in (False, True) if self._settings.source.evaluation else (False,):
             source = self._settings.source
             where = f"{'task.eval_source' if held_out else 'task.source'} = " + repr(
@@ -139,21 +158,21 @@ class Episodes:
                 return _failed("the episode was cancelled")
             raise
 
-    async def end(self, key: EpisodeKey) -> Answer:
+    async def end(self, key: EpisodeKey, record: Record) -> Answer:
         """End an episode whose environment has answered, but whose model has no room for another turn: with the reward
         so far."""
         held = self._held.get(key)
         if held is None:
             return self._ended[key][1] if key in self._ended else _failed("the episode was cancelled")
-        held.answer = asyncio.ensure_future(self._stop(key, held, held.answer))
+        held.answer = asyncio.ensure_future(self._stop(key, record, held, held.answer))
         return await asyncio.shield(held.answer)
 
-    async def _stop(self, key: EpisodeKey, held: _Held, before: asyncio.Task[Answer]) -> Answer:
+    async def _stop(self, key: EpisodeKey, record: Record, held: _Held, before: asyncio.Task[Answer]) -> Answer:
         await asyncio.wait({before})
         spent_s = held.spent_s
         try:
             async with self._places:
-                answer = await self._step(held, "", held.num_taken, cut=True)
+                answer = await self._step(key, record, held, held.turns[-1], held.num_taken, cut=True)
         except EpisodeFailed as error:
             answer = _failed(str(error))
         answer = replace(answer, seconds=held.spent_s - spent_s)
@@ -176,6 +195,7 @@ class Episodes:
         for task in list(self._closing):
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
+        self._scoring.shutdown(wait=False, cancel_futures=True)
         for kind in self._kinds.values():
             kind.close()
         self._kinds.clear()
@@ -204,7 +224,7 @@ class Episodes:
                     if answer.ended:
                         raise EpisodeFailed(f"it ended with turn {number - 1}; it cannot take another one")
                     newest = number == len(turns)
-                    answer = await self._step(held, text, number, cut=cut and newest)
+                    answer = await self._step(key, record, held, text, number, cut=cut and newest)
                     if not newest:
                         held.said.append(answer.messages)
         except EpisodeFailed as error:
@@ -225,12 +245,24 @@ class Episodes:
         if prompt != prompt_of(record["prompt"]):
             raise EpisodeFailed(_UNLIKE)
 
-    async def _step(self, held: _Held, text: str, number: int, *, cut: bool) -> Answer:
+    async def _step(self, key: EpisodeKey, record: Record, held: _Held, text: str, number: int, *, cut: bool) -> Answer:
         assert held.episode is not None
         last = number >= self._limits.max_turns
         said: Said = await self._timed(held, held.episode.step(text, cut=cut, last=last), f"step {number}")
         held.num_taken = number
+        if said.answer is not None:
+            return await self._scored(key, said.answer, record)
         return Answer(messages=said.messages, ended=said.ended, reward=said.reward, parts=said.parts)
+
+    async def _scored(self, key: EpisodeKey, answer: str, record: Record) -> Answer:
+        """The end of an episode whose last turn is scored, within reward.timeout_s."""
+        score = self._kind(key.held_out).score
+        assert score is not None
+        try:
+            scored = await asyncio.get_running_loop().run_in_executor(self._scoring, score, answer, record)
+        except RuntimeError as error:  # it is closed
+            raise EpisodeFailed(told(error)) from error
+        return Answer(ended=True, reward=scored.reward, parts=scored.parts, error=scored.error)
 
     async def _timed(self, held: _Held, request: Coroutine[Any, Any, T], what: str) -> T:
         """The result of a request, within the limits of a step and of the episode. Raises EpisodeFailed."""
@@ -285,10 +317,14 @@ class Episodes:
 
     def _kind(self, held_out: bool) -> EpisodeMaker:
         """How episodes are made; held-out ones may be of another environment. Raises ConfigError."""
-        other = held_out and bool(self._settings.source.evaluation)
-        if other not in self._kinds:
-            self._kinds[other] = environment_kind(self._settings, other)
-        return self._kinds[other]
+        scoring = self._settings.scoring
+        other = held_out and scoring is None and bool(self._settings.source.evaluation)
+        with self._making:
+            if other not in self._kinds:
+                self._kinds[other] = (
+                    environment_kind(self._settings, other) if scoring is None else tool_episodes(scoring, self._limits)
+                )
+            return self._kinds[other]
 
 
 _UNLIKE = (
@@ -301,25 +337,38 @@ def environment_kind(settings: EpisodeSettings, other: bool) -> EpisodeMaker:
     source = settings.source
     key = "task.eval_source" if other else "task.source"
     named, options = (source.evaluation, source.evaluation_options) if other else (source.source, source.options)
-    environment = open_environment(named, options, key)
-    isolation = settings.limits.isolation
-    if isolation == "process" or (isolation == "auto" and environment.blocking):
+    traits, isolation = traits_of(named, key), settings.limits.isolation
+    if isolation == "process" or (isolation == "auto" and traits.blocking):
         server = ForkServer(
             ForkSettings(source=named, options=dict(options), key=key, memory_mib=settings.limits.memory_mib)
         )
         server.start()
         return EpisodeMaker(
             make=lambda record: ForkedEpisode(server, start_of(record)),
-            repeatable=environment.repeatable,
+            repeatable=traits.repeatable,
             close=server.close,
         )
-    threads = isolation == "thread" and environment.blocking
+    environment = open_environment(named, options, key)
+    threads = isolation == "thread" and traits.blocking
 
     def make(record: Record) -> Episode:
         start: EpisodeStart = start_of(record)
         return environment.episode(start, threads=threads)
 
-    return EpisodeMaker(make=make, repeatable=environment.repeatable, close=lambda: None)
+    return EpisodeMaker(make=make, repeatable=traits.repeatable)
+
+
+def tool_episodes(scoring: ScoringSettings, limits: EnvironmentConfig) -> EpisodeMaker:
+    """Episodes of tasks with a verifier, in which the model may call tools. Raises ConfigError."""
+    tools = {name: TOOLS[name] for name in limits.tools}
+    scorer = Scorer(scoring)
+    scorer.check()
+    return EpisodeMaker(
+        make=lambda record: ToolEpisode(record, tools, limits),
+        repeatable=True,
+        score=lambda text, record: scorer.score([(text, record)])[0],
+        close=scorer.close,
+    )
 
 
 def _failed(error: str) -> Answer:

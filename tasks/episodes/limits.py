@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tasks.knobs import knob
 
 ISOLATIONS = ("auto", "process", "thread")
+TOOL_NAMES = ("calculator", "python")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +15,26 @@ class EnvironmentConfig:
     """Environments of many turns; docs/tasks.md says how to write one."""
 
     hosts: int = knob(1, "environment hosts: processes that hold episodes", low=1, high=1024)
+    max_failed_share: float = knob(
+        0.5,
+        "share of an environment's latest hundred answers that may be failures; beyond it the run stops",
+        low=0,
+        high=1,
+    )
     max_turns: int = knob(16, "most turns of an episode; the last one ends it", low=1, high=10_000)
+    tools: list[str] = knob(
+        [],
+        "tools that the model may call before it answers a task of a single turn; the first turn that calls none is "
+        "scored",
+        choices=TOOL_NAMES,
+    )
+    tool_s: float = knob(
+        5.0, "seconds for all tool calls of one turn; the model is told of those that took longer", above=0
+    )
+    template: str = knob(
+        "{observation}",
+        "without task.chat: text around what an environment says after the first time; must contain {observation}",
+    )
     isolation: str = knob(
         "auto",
         "where environments run: auto: coroutines on their host's event loop, all else in a process each; process: all "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from stores.errors import ConfigError
 from tasks import user_code
@@ -28,35 +29,59 @@ def is_environment(source: str, key: str) -> bool:
     return _plays(user_code.load(source, key))
 
 
+class Traits(NamedTuple):
+    """What is known of an environment before it is loaded; see Environment."""
+
+    repeatable: bool
+    blocking: bool
+
+
+def traits_of(source: str, key: str) -> Traits:
+    """What is known of the environment with that name. Loads a user's file, and no package. Raises ConfigError."""
+    kind = source.partition(":")[0]
+    if kind in PACKAGED:
+        if importlib.util.find_spec(kind) is None:
+            raise ConfigError(
+                f"{key} = {source!r}: needs the package {kind}; pip install 'staleflow[{kind.replace('_', '-')}]'"
+            )
+        # A game may search the network, and textarena's draw from Python's own random numbers; the process that each
+        # has to itself makes those its own.
+        return Traits(repeatable=kind != "skyrl_gym", blocking=True)
+    found = user_code.load(source, key)
+    is_async = inspect.iscoroutinefunction(getattr(found, "step", found))
+    return Traits(
+        repeatable=bool(getattr(found, "repeatable", False)), blocking=bool(getattr(found, "blocking", not is_async))
+    )
+
+
 def open_environment(source: str, options: Mapping[str, Any], key: str = "task.source") -> Environment:
     """The environment named `kind:name`, `file.py:NAME` or `module:NAME`. key: of the job file. Raises ConfigError."""
     where = f"{key} = {source!r}"
     kind, _, name = source.partition(":")
     if kind in PACKAGED:
-        if importlib.util.find_spec(kind) is None:
-            raise ConfigError(f"{where}: needs the package {kind}; pip install 'staleflow[{kind.replace('_', '-')}]'")
-        make = _packaged(kind)(name, options, where)
-        return SteppedEnvironment(make, where, repeatable=True, blocking=True)
+        traits_of(source, key)  # which tells whether the package is there
+        games = importlib.import_module(_GAMES[kind])
+        return SteppedEnvironment(games.open_game(name, options, where))
     found = user_code.load(source, key)
     if not _plays(found):
         raise ConfigError(
             f"{where}: an environment is a class with reset and step, or an async def play(session, task)"
         )
-    repeatable = bool(getattr(found, "repeatable", False))
     if not isinstance(found, type):
         if not _accepts(found, "session", "task"):
             raise ConfigError(f"{where}: must take (session, task)")
-        blocking = bool(getattr(found, "blocking", False))
-        return PlayedEnvironment(found, dict(options), where, repeatable=repeatable, blocking=blocking)
-    blocking = bool(getattr(found, "blocking", not inspect.iscoroutinefunction(getattr(found, "step", None))))
+        return PlayedEnvironment(found, dict(options))
     if not _accepts(found, **options):
         raise ConfigError(f"{where}: {found.__name__}() does not take task.options = {dict(options)}")
-    make = functools.partial(found, **options)
-    return SteppedEnvironment(make, where, repeatable=repeatable, blocking=blocking)
+    return SteppedEnvironment(functools.partial(found, **options))
 
 
-def _packaged(kind: str) -> Callable[[str, Mapping[str, Any], str], Callable[[], Any]]:
-    raise ConfigError(f"{kind}: is not there yet")
+_GAMES = {
+    "textarena": "tasks.episodes.textarena_games",
+    "gymnasium": "tasks.episodes.gymnasium_games",
+    "skyrl_gym": "tasks.episodes.skyrl_games",
+}
+"""The module of each package's environments, loaded where they run."""
 
 
 def _plays(found: Any) -> bool:

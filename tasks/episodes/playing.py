@@ -69,11 +69,8 @@ Play = Callable[[Session, PlayedTask], Awaitable[Any]]
 class PlayedEnvironment:
     """An environment that is a coroutine."""
 
-    def __init__(self, play: Play, options: Mapping[str, Any], where: str, *, repeatable: bool, blocking: bool) -> None:
+    def __init__(self, play: Play, options: Mapping[str, Any]) -> None:
         self._play, self._options = play, options
-        self.where = where
-        self.repeatable = repeatable
-        self.blocking = blocking
 
     def episode(self, start: EpisodeStart, *, threads: bool = False) -> PlayedEpisode:
         return PlayedEpisode(self._play, self._options, start)

@@ -47,6 +47,7 @@ class ForkServer:
         self.settings = settings
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._stop: Any = None
         self._num_started = 0
         self._ended: dict[int, int] = {}
@@ -114,6 +115,8 @@ class ForkServer:
             self._forget()
 
     def _started(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is not None:
+            self._forget()  # it died
         if self._control is None:
             ours, theirs = socket.socketpair()
             threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ}
@@ -124,7 +127,7 @@ class ForkServer:
                 env={**os.environ, **threads},
             )
             theirs.close()
-            self._control = ours
+            self._control, self._process = ours, process
             self._stop = weakref.finalize(self, _stopped, process, ours)
             ours.settimeout(LOAD_S)
             try:
@@ -148,7 +151,7 @@ class ForkServer:
     def _forget(self) -> None:
         if self._stop is not None:
             self._stop()
-        self._control = self._stop = None
+        self._control = self._process = self._stop = None
         self._part = b""
 
 

@@ -24,11 +24,8 @@ class SteppedEnvironment:
     """An environment whose episodes are objects with `reset(seed) -> (observation, info)` and `step(action) ->
     (observation, reward, terminated, truncated, info)`, plain methods or coroutines."""
 
-    def __init__(self, make: Callable[[], Any], where: str, *, repeatable: bool, blocking: bool) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self.where = where
-        self.repeatable = repeatable
-        self.blocking = blocking
 
     def episode(self, start: EpisodeStart, *, threads: bool = False) -> SteppedEpisode:
         return SteppedEpisode(self._make, start, threads=threads)
@@ -79,12 +76,24 @@ class SteppedEpisode:
     async def _called(self, failed: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of a user's method. Raises EpisodeFailed."""
         try:
-            if self._threads and not inspect.iscoroutinefunction(function):
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **kwargs)
+            if self._threads:
                 return await in_thread(lambda: function(*args, **kwargs))
-            result = function(*args, **kwargs)
+            result = without_loop(lambda: function(*args, **kwargs))
             return await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
             raise EpisodeFailed(f"{failed}: {told(error)}") from error
+
+
+def without_loop(function: Callable[[], Any]) -> Any:
+    """The result of a function that is called as if no event loop ran: a plain method may use asyncio.run."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return function()
+    finally:
+        asyncio._set_running_loop(loop)
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:

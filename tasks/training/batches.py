@@ -50,6 +50,7 @@ def batch_metrics(consumed: Sequence[Ended], group_size: int) -> dict[str, float
     """Metrics of a consumed batch, by name (see stores/metrics.py)."""
     rewards, valid = _rewards([e.trajectory for e in consumed], group_size)
     lengths = np.asarray([e.trajectory.num_sampled for e in consumed])
+    turns = np.asarray([len(e.trajectory.turns) for e in consumed])
     staleness = np.asarray([e.staleness for e in consumed])
     parts: dict[str, list[float]] = {}
     for one in consumed:
@@ -64,6 +65,10 @@ def batch_metrics(consumed: Sequence[Ended], group_size: int) -> dict[str, float
         "response_tokens": float(lengths.sum()),
         "response_mean": float(lengths.mean()),
         "response_max": float(lengths.max()),
+        "turns_mean": float(turns.mean()),
+        "turns_max": float(turns.max()),
+        "given_tokens": float(sum(e.trajectory.num_given for e in consumed)),
+        "tool_s": float(np.mean([e.trajectory.tool_s for e in consumed])),
         "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in consumed])),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),

@@ -67,7 +67,7 @@ def test_the_first_ends_a_run_in_order_and_it_can_be_resumed_and_ended_again(job
 
 @pytest.mark.parametrize("cpu_s", [0.3, 1.0])
 def test_one_before_the_first_step_ends_a_run_too(tmp_path: Path, cpu_s: float) -> None:
-    with terminal("run", emulated(tmp_path, 1.0), cwd=tmp_path) as shown:
+    with terminal("run", emulated(tmp_path, 1.0), cwd=tmp_path, forked=False) as shown:
         shown.until_computed(cpu_s)
         shown.ctrl_c()
         ended_well(shown)

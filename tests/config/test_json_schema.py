@@ -22,9 +22,9 @@ from tasks.knobs import build, spec_of
 SCHEMA = json_schema(RunConfig)
 STORED = Path("docs/job.schema.json")
 EXAMPLES = sorted(Path("examples").glob("*.toml"))
-KINDS = {"boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict}
+KINDS = {"boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict, "array": list}
 KEYWORDS = {
-    "type", "properties", "additionalProperties", "propertyNames",
+    "type", "items", "properties", "additionalProperties", "propertyNames",
     "enum", "anyOf", "pattern", "minimum", "maximum", "exclusiveMinimum",
 }  # fmt: skip
 SAYS_NOTHING = {"$schema", "title", "description", "default"}
@@ -35,6 +35,8 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
     assert schema.keys() <= KEYWORDS | SAYS_NOTHING, "teach this test the new keyword"
     kind = schema.get("type")
     if kind and (not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "boolean")):
+        return False
+    if "items" in schema and not all(accepts(schema["items"], item) for item in value):
         return False
     if "enum" in schema and value not in schema["enum"]:
         return False
@@ -85,6 +87,7 @@ def leaves(cls: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
 def tried(spec: Any) -> list[Any]:
     """Values at and beyond the limits, and of every type."""
     values: list[Any] = [True, -1, 0, 1, 2.5, 10**12, "", "nonsense", "mine.py:Name", "module:Name", ":x", {}, {"a": 1}]
+    values += [[], [3], [[]], ["nonsense"], list(spec.choices)]
     for limit in (spec.low, spec.high, spec.above):
         if limit is not None:
             values += [limit, limit - 1e-6, limit + 1e-6, int(limit), int(limit) - 1, int(limit) + 1]

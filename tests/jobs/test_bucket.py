@@ -17,6 +17,7 @@ from stores.versioned import VersionedStore
 from tests.commands import command
 from tests.jobs.test_resume import until_step
 from tests.runtime.test_run import check
+from tests.support import forking
 from tests.support.bucket import BUCKET, served
 
 LOCAL = ("--set", "cluster.kind=local", "--set", "cluster.scheduler_file=")
@@ -33,7 +34,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def staleflow(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """A command whose workers have this test's environment, not that of the tests before it."""
-    return subprocess.run(
+    return forking.run(
         [sys.executable, "-m", "cli.main", *map(str, words)], capture_output=True, text=True, timeout=250
     )
 
@@ -50,7 +51,7 @@ def test_a_killed_run_goes_on_and_commands_take_its_url(tmp_path: Path) -> None:
 
     sets = ("--set", "steps=400", *LOCAL)
     start = [sys.executable, "-m", "cli.main", "run", str(one.file), "--store", URL, *sets]
-    with subprocess.Popen(start, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with forking.Popen(start, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         until_step(process, 3)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

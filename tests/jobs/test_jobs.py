@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stores.trajectory import Fate
 from stores.versioned import VersionedStore
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, staleflow
+from tests.support import forking
 
 PATIENCE_S = 150.0
 
@@ -34,13 +35,16 @@ class Cluster:
         self._started: list[subprocess.Popen[bytes]] = []
         self._dask("scheduler", "--port", "0")
 
-    def _dask(self, what: str, *options: str) -> None:
-        command = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self.file), "--no-dashboard", *options]
-        self._started.append(subprocess.Popen(command, env=ENVIRONMENT, cwd=self._folder, start_new_session=True))
+    def _dask(self, what: str, *options: str, within: Sequence[str] = ()) -> None:
+        dask = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self.file), "--no-dashboard", *options]
+        start = subprocess.Popen if within else forking.Popen  # another command cannot be forked
+        command = [*within, *dask]
+        self._started.append(start(command, env=ENVIRONMENT, cwd=self._folder, start_new_session=True))
 
-    def add(self, count: int) -> None:
+    def add(self, count: int, *options: str, within: Sequence[str] = ()) -> None:
+        """Start workers. within: the command that starts them, if not directly."""
         for _ in range(count):
-            self._dask("worker", "--nthreads", "1", "--local-directory", str(self._folder))
+            self._dask("worker", "--nthreads", "1", "--local-directory", str(self._folder), *options, within=within)
 
     def __call__(self, verb: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         return command(verb, *arguments, "--scheduler-file", self.file)
@@ -83,15 +87,22 @@ class Cluster:
                     process.wait()
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    one = Cluster(tmp_path)
+@contextlib.contextmanager
+def by_hand(folder: Path) -> Iterator[Cluster]:
+    """A cluster in a folder, without workers so far."""
+    one = Cluster(folder)
     deadline = time.monotonic() + PATIENCE_S
     while not one.file.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     yield one
     one.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with by_hand(tmp_path) as one:
+        yield one
 
 
 def where_is(cluster: Cluster) -> dict[str, int]:

@@ -25,13 +25,14 @@ from stores.trajectory import AbortReason, Fate, PolicyVersion
 from stores.versioned import VersionedStore
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, run, staleflow
+from tests.support import forking
 
 
 def start(job: Path, *overrides: str) -> subprocess.Popen[str]:
     """A run in a process group of its own, its workers included."""
     sets = [word for o in ("task.eval_prompts=0", *overrides) for word in ("--set", o)]
     command = [sys.executable, "-m", "cli.main", "run", str(job), *sets]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
+    return forking.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
 
 
 def until_step(process: subprocess.Popen[str], step: int) -> None:

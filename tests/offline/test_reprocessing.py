@@ -25,6 +25,7 @@ from stores.trajectory import Fate
 from stores.versioned import VersionedStore
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, staleflow
+from tests.support import forking
 
 
 def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path) -> None:
@@ -108,7 +109,7 @@ def test_killed_in_the_middle_it_leaves_no_trace(stored: Path, tmp_path: Path) -
         "    time.sleep(0.3)\n    return 1.0\n"
     )
     words = ["store", "reprocess", str(run), "--reward", f"{reward}:score", "--branch", "killed", "--workers", "1"]
-    with subprocess.Popen(
+    with forking.Popen(
         [sys.executable, "-m", "cli.main", *words], env=ENVIRONMENT, start_new_session=True, stderr=subprocess.DEVNULL
     ) as process:
         while not called.exists():

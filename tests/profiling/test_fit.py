@@ -30,6 +30,7 @@ from pipeline.coordination.events import (
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.journal import Journal
 from pipeline.coordination.pacing import Pacing, best_plan
+from pipeline.profiling import fit as fitting
 from pipeline.profiling.fit import CostWatch, Fit, StepPoint, fit_prefill, fit_steps
 from pipeline.profiling.measure import Grid, measure_prefill, measure_steps, profile_run
 from stores.errors import ActorLost, ConfigError
@@ -307,3 +308,35 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(tmp
     file.write_text("")
     with pytest.raises(ConfigError, match="choose another folder with --out"):
         CliRunner().invoke(command, [str(job), "--out", str(file / "p.json")], catch_exceptions=False)
+
+
+def plain_non_negative(design: fitting.Array, target: fitting.Array) -> fitting.Array:
+    """Least squares with coefficients >= 0: of every subset of nonzero ones, the best."""
+    count = design.shape[1]
+    best, best_loss = np.zeros(count), float(target @ target)
+    for size in range(1, count + 1):
+        for chosen in map(list, itertools.combinations(range(count), size)):
+            solved, *_ = np.linalg.lstsq(design[:, chosen], target, rcond=None)
+            loss = float(np.square(design[:, chosen] @ solved - target).sum())
+            if (solved >= 0).all() and loss < best_loss:
+                best_loss, best = loss, np.zeros(count)
+                best[chosen] = solved
+    return best
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_coefficients_are_those_of_the_best_subset_without_negative_ones(seed: int) -> None:
+    """Columns of one sign, as measurements are, so that some promise what others explain; some are zero or equal."""
+    rng = np.random.default_rng(seed)
+    rows, count = int(rng.integers(6, 60)), int(rng.integers(4, 7))
+    design = rng.random((rows, count)) * 10 ** rng.uniform(-1, 1, count)
+    if seed % 3 == 0:
+        design[:, rng.integers(count)] = 0.0
+    if seed % 4 == 0:
+        design[:, 0] = 2 * design[:, 1]
+    target = design @ rng.normal(size=count) + rng.normal(0, 0.1, rows) * (seed % 2)
+    best, expected = fitting._non_negative(design, target), plain_non_negative(design, target)
+    assert (best >= 0).all()
+    assert np.linalg.norm(design @ best - target) == pytest.approx(np.linalg.norm(design @ expected - target), rel=1e-9)
+    if seed % 4:
+        np.testing.assert_allclose(best, expected, rtol=1e-6, atol=1e-9)

@@ -244,3 +244,38 @@ def test_a_chart_is_zoomed_by_dragging_and_leads_to_a_step_by_clicking(tmp_path:
         assert "from=" not in page.url
 
     look(run, at)
+
+
+def test_a_conversation_is_walked_token_by_token_and_says_who_gave_what(tmp_path: Path) -> None:
+    stored = StoredRun(tmp_path)
+    turns = (("tool", f"4 {HOSTILE}", 2.5, "four"), ("user", "ok", 0.0, "bye"))
+    stored.train([("2+2", [Response("ask", 1.0, versions=(0,), turns=turns), Response("5")])])
+
+    async def at(page: Any, address: str) -> None:
+        await page.goto(f"{address}/trajectory/0")
+        block = page.locator(".tokens")
+        await block.wait_for()
+        assert await block.locator(".speaker b").all_inner_texts() == [
+            "assistant",
+            "tool",
+            "assistant",
+            "user",
+            "assistant",
+        ]
+        assert await block.locator(".passage.given").count() == 2
+        assert "2.5 s" in await block.locator(".speaker").nth(1).inner_text()
+        assert await page.evaluate("window.hacked") is None
+        await block.focus()
+        for _ in range(4):  # three sampled tokens, and the first that was given
+            await page.keyboard.press("ArrowRight")
+        details = await page.locator(".details").inner_text()
+        assert "given by" in details and "tool" in details and "logprob" not in details
+        assert await block.locator(".t.at").get_attribute("data-i") == "3"
+        await page.goto(f"{address}/trajectory/0?colour=probability")
+        await page.locator(".by-probability").wait_for()
+        assert await page.locator(".t.given").first.get_attribute("style") in (None, "")
+        await page.goto(f"{address}/group/0")
+        await page.locator(".sibling .passage").first.wait_for()
+        assert await page.locator(".sibling .passage").count() == 5
+
+    look(stored, at)

@@ -46,6 +46,40 @@ def ended(kind: str, trajectory: int, tokens: int = 5) -> dict[str, Any]:
 
 
 ARRIVED = {"type": "GroupsArrived", "groups": [{"type": "NewGroup", "group": 3, "prompt_tokens": 4}]}
+
+
+def act(trajectory: int) -> dict[str, Any]:
+    return {"type": "Act", "trajectory": trajectory, "epoch": 1, "cut": False, "cause": "c"}
+
+
+def test_the_life_of_an_episode_tells_its_turns_and_what_its_environment_did() -> None:
+    made = index(
+        (0.0, joined("a"), []),
+        (1.0, ARRIVED, [route(6, "a"), route(7, "a")]),
+        (2.0, ended("TrajectorySampled", 6, 9), [act(6)]),
+        (4.0, ended("EnvironmentAnswered", 6, 12), [route(6, "a")]),
+        (4.5, ended("EnvironmentAnswered", 6, 12), []),  # a late one
+        (5.0, ended("TrajectorySampled", 6, 15), [act(6)]),
+        (6.0, {"type": "EnvironmentFailed", "trajectory": 6, "epoch": 2, "error": "hung"}, [route(6, "a")]),
+        (7.0, ended("TrajectorySampled", 6, 4), [act(6)]),
+        (9.0, {"type": "TrajectoryScored", "trajectory": 6, "reward": 1.0}, []),
+    )
+    told = [(mark["at_s"], mark["what"], mark["phase"]) for mark in made.story(6)]
+    assert told[2:] == [
+        (2.0, "sampled a turn, 9 tokens so far", "acting"),
+        (4.0, "its environment answered, 12 tokens so far", "waiting"),
+        (4.0, "routed to a at version 0", "sampling"),
+        (5.0, "sampled a turn, 15 tokens so far", "acting"),
+        (6.0, "its environment failed: hung", "waiting"),
+        (6.0, "routed to a at version 0", "sampling"),
+        (7.0, "sampled a turn, 4 tokens so far", "acting"),
+        (9.0, "reward 1", "ready"),
+    ]
+    places = {place["name"]: place["count"] for place in made.window(2.0, 4.0, 2)["places"]}
+    assert places["answered by their environment"] == [1.0, 1.0]
+    assert places["being scored"] == [0.0, 0.0]
+
+
 LIFE = (
     (0.0, joined("a"), []),
     (0.0, joined("b"), []),
@@ -181,6 +215,7 @@ def test_a_next_start_shows_what_it_has_taken_up() -> None:
         "being sampled": [0, 1, 1, 1],
         "being scored": [1, 1, 0, 0],
         "ready or waiting for siblings": [1, 1, 2, 2],
+        "answered by their environment": [0, 0, 0, 0],
     }
 
 

@@ -84,7 +84,7 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
         try:
             actors: Any = Here({"server": server, "reward-0": reward, "rollout-0": instance, "rollout-1": instance})
             return await evaluate(
-                actors, actors, actors, config, 3, {"reward": "r", "data": "d", "template": "t"}, ["a change"]
+                actors, actors, actors, actors, config, 3, {"reward": "r", "data": "d", "template": "t"}, ["a change"]
             )
         finally:
             await reward.close()

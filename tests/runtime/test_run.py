@@ -30,13 +30,18 @@ from stores.audit import audit
 from stores.errors import RunStuck, StoreError
 from stores.trajectory import Fate
 from stores.versioned import VersionedStore
+from tasks import scoring
 from tests.commands import command
+from tests.support import forking
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run(job: Path, *overrides: str) -> RunEnd:
-    return asyncio.run(execute(loading.load(job, overrides), lambda *_: None, lambda _: None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(forking.ADDRESS, forking.served())
+        patch.setattr(scoring, "subprocess", forking.SUBPROCESS)
+        return asyncio.run(execute(loading.load(job, overrides), lambda *_: None, lambda _: None))
 
 
 def check(folder: Path, steps: int) -> VersionedStore:
@@ -57,7 +62,7 @@ def check(folder: Path, steps: int) -> VersionedStore:
 
 def staleflow(*args: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cli.main", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=200, **kwargs)
+    return forking.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=200, **kwargs)
 
 
 def test_a_run_trains_stores_and_explains_itself(job: Path, memory_folder: Path) -> None:
@@ -184,7 +189,7 @@ def test_ctrl_c_stops_cleanly_and_the_store_is_whole(job: Path) -> None:
 
 def test_ctrl_c_while_the_actors_start_stops_at_once(job: Path) -> None:
     command = [sys.executable, "-m", "cli.main", "run", str(job)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+    with forking.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "starting actors" in line:

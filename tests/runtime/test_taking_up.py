@@ -27,6 +27,15 @@ SHAPES = {
     "redundancy": (*BASE, "batch.extra_groups=1", "batch.extra_members=1"),
     "credits": (*BASE, "staleness.admission=credits", "staleness.alpha=2"),
     "synchronous": (*BASE, "staleness.admission=synchronous"),
+    "agents": (
+        *BASE,
+        "task.environment=yes",
+        "workload.kind=agentic",
+        "workload.turns=3",
+        "workload.tool_s=1",
+        "workload.tool_tokens=3",
+        "simulation.failed_step_share=0.03",
+    ),
     "retry": (*BASE, "batch.stragglers=retry", "batch.straggler_patience=0.2", "batch.straggler_share=1"),
 }
 

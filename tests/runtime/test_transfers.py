@@ -166,6 +166,25 @@ def test_an_instance_whose_own_process_does_not_answer_is_lost(body: Body) -> No
     body.place(script, hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", silent="before")])
 
 
+def test_versions_that_are_published_while_old_ones_are_removed_are_kept(body: Body) -> None:
+    """A host may be slow to begin: by then some of them are being loaded."""
+
+    async def script(stage: Stage) -> None:
+        await publish(stage, V1)
+        removing = asyncio.ensure_future(stage.actors.prune(set()))
+        await asyncio.sleep(0.5)
+        for version in (2, 3):
+            await publish(stage, PolicyVersion(version))
+        await removing
+        assert stage.world.weights["one"] == {0, 1, 2, 3}
+        for instance in stage.actors.instances.values():
+            await stage.actors.pull(instance, PolicyVersion(2))
+        await stage.actors.prune({PolicyVersion(3)})
+        assert stage.world.weights["one"] == {2, 3}
+
+    body.place(script, world=World(prune_s=1.0))
+
+
 def test_loading_may_take_as_long_as_its_bytes(body: Body) -> None:
     """A call is answered in 3 s; a load of 100 MB may take four more at the least rate."""
 

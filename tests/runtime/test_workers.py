@@ -43,8 +43,11 @@ class PlayedClient:
         self.error: Exception | None = None
         self.submitted: list[dict[str, Any]] = []
         self.restarted: list[str] = []
+        self.cancelled: list[Any] = []
+        """Actors that nobody may want any more, whoever still has a handle of one."""
         self.retiring: list[str] = []
-        """Each time a worker was asked to leave; the scheduler lets it go at the second time."""
+        """Each time a worker was asked to leave; the scheduler lets it go at the second time, if its actors were
+        cancelled."""
         self.scheduler = self
         self.id = "Scheduler-1"
 
@@ -65,7 +68,11 @@ class PlayedClient:
 
     async def retire_workers(self, addresses: list[str]) -> dict[str, Any]:
         self.retiring += addresses
-        return dict.fromkeys(addresses) if len(self.retiring) > 1 else {}
+        return dict.fromkeys(addresses) if len(self.retiring) > 1 and self.cancelled else {}
+
+    async def cancel(self, futures: list[Any], force: bool) -> None:
+        assert force, "others have handles, too"
+        self.cancelled += futures
 
     async def restart_workers(self, addresses: list[str], timeout: float, raise_for_error: bool) -> None:
         self.restarted += addresses
@@ -179,6 +186,22 @@ def test_an_actor_that_does_not_come_up_is_lost_at_start_s() -> None:
     on(script, ["a"], num_heavy=1)
 
 
+def test_an_actor_whose_worker_leaves_while_it_is_made_is_lost_at_once() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        client.create_s = 1000.0
+        begin = asyncio.get_running_loop().time()
+        waits = asyncio.ensure_future(placing.place("rollout-0", "rollout", object))
+        await asyncio.sleep(3.5)
+        del client.workers["a"]
+        with pytest.raises(ActorLost, match=r"^rollout-0 could not start on tcp://a: the worker is gone$"):
+            await waits
+        assert asyncio.get_running_loop().time() - begin < 5.0
+        client.create_s = 1.0
+        assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b"
+
+    on(script, ["a", "b"], num_heavy=2)
+
+
 def test_the_slot_of_an_actor_that_could_not_be_made_is_free_again() -> None:
     async def script(placing: DaskWorkers, client: PlayedClient) -> None:
         client.error = ConfigError("rollout: no such thing")
@@ -245,6 +268,7 @@ def test_a_retired_worker_leaves_the_cluster_once_the_scheduler_counts_no_actor_
         assert (placing.placed, client.restarted) == ({}, [])
         assert leaving.future.released
         assert beside.future.released
+        assert client.cancelled == [leaving.future, beside.future]
         assert client.retiring == ["tcp://a", "tcp://a"]
         assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b", "not there again, should it stay"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import atexit
 import contextlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -73,8 +75,9 @@ class Jobs:
     async def submit(self, id: str, seconds: float, **limits: Any) -> dict[str, Any]:
         limits = {"needs": NEEDS, "wait_s": 0.0, "by": self.client.id, **limits}
         await board.ask(self.client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=1, **limits)
-        self.client.submit(drive, id, seconds, key=board.KEY + id, pure=False, workers=[board.NOWHERE])
+        sent = self.client.submit(drive, id, seconds, key=board.KEY + id, pure=False, workers=[board.NOWHERE])
         while not (job := await board.ask(self.client, "arrived", id=id))["arrived"]:
+            assert sent.status in ("pending", "finished")  # and keep it: Dask drops what nobody holds
             await asyncio.sleep(0.02)
         return dict(job)
 
@@ -120,8 +123,9 @@ def on(workers: int, script: Callable[[Jobs], Awaitable[None]]) -> None:
 
 def test_a_waiting_job_runs_nothing_and_starts_when_the_one_before_it_has_ended() -> None:
     async def script(jobs: Jobs) -> None:
-        assert (await jobs.submit("one", 3.0))["why"] == "its driver starts"
+        await jobs.submit("one", 3.0)
         await jobs.until("one", "running")
+        assert await jobs.lines("one") == ["has its 3 workers"], "it has not waited"
         clients = len(jobs.cluster.scheduler.clients)
         two = await jobs.submit("two", 0.1)
         assert two["state"] == "waiting"
@@ -178,6 +182,37 @@ def test_a_job_whose_drivers_worker_dies_starts_again_before_those_that_wait() -
         await jobs.until("two", "done")
 
     on(3, script)
+
+
+class Closing:
+    """An actor that leaves a note when its process ends in order."""
+
+    def __init__(self, note: str) -> None:
+        atexit.register(Path(note).touch)
+
+
+def test_the_workers_of_a_dead_driver_end_at_once_and_start_again(tmp_path: Path) -> None:
+    """Nothing that is under way there is finished: a step, a commit."""
+
+    async def script() -> None:
+        async with (
+            LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await ensure(client)
+            before, _ = await client.run(os.getpid)
+            async with Client(cluster, asynchronous=True, set_as_default=False) as theirs:
+                await board.ask(theirs, "submit", id="run", name="run", run_dir="/runs/x", steps=1, by=theirs.id)
+                needs = {"instances": 0, "rewards": 1, "driver": False}
+                await board.ask(theirs, "queue", id="run", needs=needs, wait_s=0.0, driver=theirs.id)
+                assert await theirs.submit(Closing, str(tmp_path / "closed"), actor=True, workers=[before])
+                assert len(await board.ask(client, "held", id="run")) == 2
+            async with asyncio.timeout(60.0):
+                while len(now := await client.run(os.getpid, on_error="ignore")) < 2 or before in now:
+                    await asyncio.sleep(0.05)
+            assert not (tmp_path / "closed").exists()
+
+    asyncio.run(script())
 
 
 def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:

@@ -36,6 +36,7 @@ class Table:
                     "finish": np.full(count, finish.value), "fate": np.full(count, fate.value),
                     "reason": np.full(count, reason.value), "loss_mask": np.ones(count, int),
                     "reward": reward + rng.normal(0, 0.2, count), "rewarded_s": np.ones(count),
+                    "turns": np.ones(count, int), "tool_s": np.zeros(count),
                 }
             )  # fmt: skip
         self._columns = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
@@ -49,6 +50,20 @@ CONSUMED = (Fate.CONSUMED, AbortReason.NONE, 200, 5.0, 0.5, FinishReason.STOP)
 
 def dropped(groups: int, log_length: float, reward: float, finish: FinishReason = FinishReason.STOP) -> Table:
     return Table(CONSUMED, (Fate.ABORTED, AbortReason.TOO_STALE, groups, log_length, reward, finish))
+
+
+def test_more_turns_and_slower_environments_are_said() -> None:
+    table = dropped(60, 5.0, 0.5)
+    own = table._columns["fate"] == "aborted"
+    rng = np.random.default_rng(1)
+    table._columns["turns"] = rng.integers(2, 5, len(own)) * np.where(own, 3, 1)
+    table._columns["tool_s"] = rng.gamma(20.0, 1.0, len(own)) * np.where(own, 2.0, 1.0)
+    (both, _) = bias_report(table).others
+    assert both.turns_ratio is not None and both.turns_ratio.factor == pytest.approx(3, rel=0.1)
+    assert both.tool_ratio is not None and both.tool_ratio.factor == pytest.approx(2, rel=0.1)
+    assert both.tool_s == pytest.approx(40, rel=0.1)
+    (line, *_) = bias_report(table).lines
+    assert "were of 3 times as many turns (p < .001), 2 times as long with their environments (p < .001)" in line
 
 
 @pytest.mark.parametrize("block", [65_536, 100])

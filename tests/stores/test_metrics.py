@@ -110,6 +110,15 @@ def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:
     assert emulated.step(0, [row]).keys() == trainer(tiny_model).step(0, [row]).keys()
 
 
+def test_turns_and_tools_are_of_the_batch_and_lengths_of_what_was_sampled() -> None:
+    rows = [ended(np.random.default_rng(0), i, 1) for i in range(4)]  # 1 has three turns, with 1.5 and .25 s between
+    found = batch_metrics(rows, 2)
+    assert (found["turns_mean"], found["turns_max"], found["tool_s"]) == (1.5, 3.0, 1.75 / 4)
+    lengths = [sum(len(s.tokens) for s in r.trajectory.segments) for r in rows]
+    assert found["response_tokens"] == sum(lengths)
+    assert found["given_tokens"] == sum(len(r.trajectory.response_tokens) for r in rows) - sum(lengths) > 0
+
+
 def test_the_parts_of_a_reward_are_metrics_by_name() -> None:
     """Their means over the responses that could be scored and have such a part."""
     rows = [ended(np.random.default_rng(0), i, 1) for i in range(4)]  # 0 and 3 could not be scored

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stores import reading
+from stores import branches, reading
 from stores.audit import audit
 from stores.errors import ConfigError
 from stores.layout import INT_COLUMNS
@@ -18,7 +19,7 @@ from stores.reading import StoreReader
 from stores.trajectory import Given, TrajectoryId
 from stores.versioned import VersionedStore
 from tests.stores.plain_audit import plain_audit
-from tests.stores.store_conformance import HEADER, ended, record
+from tests.stores.store_conformance import HEADER, ended, given, record, segment
 from tests.stores.test_stores import edit, set_int, sound_store
 
 MANY_TURNS = 7
@@ -131,6 +132,32 @@ def test_spans_that_do_not_agree_with_the_arrays_are_found(tmp_path: Path, fault
     assert plain_audit(store).findings == found
 
 
+def test_a_branch_with_other_rewards_masks_the_tokens_that_it_would_train_on(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "s")
+    trained = np.arange(18) % 2 == 1
+    zeros = np.zeros(18, np.float32)
+    new = branches.Rewards(rewards=zeros, advantages=zeros, loss_mask=trained, errors={})
+    branches.derive(store, tmp_path / "s", "other", new, {})
+    branch = VersionedStore.open(tmp_path / "s", branch="other")
+    assert [f for f in audit(branch).findings if f.check == "arrays"] == []
+    assert int(branch.to_xarray().mask.sum()) == sum(
+        r.trajectory.num_sampled for r in store.ended() if r.trajectory.id % 2
+    )
+    assert audit(store).clean
+
+
+def test_the_time_of_many_short_answers_is_that_of_their_spans(tmp_path: Path) -> None:
+    """Seconds are rounded in the row's text."""
+    rng = np.random.default_rng(0)
+    store = VersionedStore.create(tmp_path / "s", HEADER)
+    row = ended(rng, 0, 0)
+    spans = [s for _ in range(400) for s in (segment(rng, 0, 1), given(rng, 1e-3 + 4.9e-7))]
+    store.commit(record(0), [replace(row, trajectory=replace(row.trajectory, spans=tuple(spans)))])
+    assert store.columns()["turns"].tolist() == [400]
+    for found in (audit(store).findings, plain_audit(store).findings):
+        assert [f for f in found if f.check == "arrays"] == []
+
+
 def test_another_role_is_harmless(tmp_path: Path) -> None:
     sound_store(tmp_path / "s")
     edit(tmp_path / "s", lambda root: set_spans(root, call_it_another_role))
@@ -158,11 +185,22 @@ def test_only_a_store_of_many_turns_is_refused_by_earlier_versions(
     columns = VersionedStore.open(tmp_path / "s").columns()
     assert columns["turns"].tolist() == [1, 1, 1, 1, 3, 1]
     assert columns["tool_s"].tolist() == [0, 0, 0, 0, 1.75, 0]
-    for row, sampled, given in zip(
+    for row, sampled, between in zip(
         store.ended(), columns["response_tokens"].tolist(), columns["given_tokens"].tolist(), strict=True
     ):
-        assert (row.trajectory.num_sampled, row.trajectory.num_given) == (sampled, given)
+        assert (row.trajectory.num_sampled, row.trajectory.num_given) == (sampled, between)
     assert [len(store.columns(a, b)["turns"]) for a, b in ((0, 0), (2, 5), (4, 99), (6, 9))] == [0, 3, 2, 0]
     assert {*StoreReader.at(store.path, before).columns()["turns"].tolist()} == {1}
     VersionedStore.rewind(tmp_path / "s", 1)
     assert not [f for f in audit(VersionedStore.open(tmp_path / "s")).findings if f.check == "arrays"]
+
+
+def test_the_seconds_of_many_answers_add_up(tmp_path: Path) -> None:
+    """They are stored rounded; the sum of the unrounded ones would be another."""
+    one = ended(np.random.default_rng(0), 0, 0)
+    given = tuple(Given(role="tool", tokens=np.ones(1, np.int32), seconds=0.1 + 4e-7) for _ in range(9))
+    spans = tuple(span for pair in zip(given, one.trajectory.segments * 9, strict=False) for span in pair[::-1])
+    store = VersionedStore.create(tmp_path / "store", replace(HEADER, groups_per_step=1, group_size=1))
+    store.commit(record(0), [replace(one, trajectory=replace(one.trajectory, spans=spans))])
+    found = audit(VersionedStore.open(tmp_path / "store")).findings
+    assert not [f for f in found if f.check == "arrays"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import loading
+from pipeline.config.actor_settings import make_workload
 from pipeline.config.deciding import make_coordinator
 from pipeline.config.model_facts import ModelFacts
 from pipeline.config.schema import RunConfig
@@ -21,7 +22,8 @@ from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.resumption import Resumption
 from stores.base import StepRecord
 from stores.memory import MemoryStore
-from stores.trajectory import Fate
+from stores.trajectory import Fate, Given, Segment, Trajectory
+from tasks.engines.emulated import words
 from tests.support import virtual_time
 from tests.support.in_process import Fault, InProcessWorkers
 from tests.support.scripted import World, response
@@ -163,17 +165,33 @@ class Run:
     def _check_rows(self) -> None:
         for row in self.store.ended():
             t = row.trajectory
-            held = [int(x) for x in t.response_tokens]
-            whole = []
-            for segment in t.segments:
-                whole += response(t.id, len(whole) + len(segment.tokens))[len(whole) :]
-            assert held == whole
-            assert list(t.versions) == sorted(t.versions)
+            at = 0
+            for span in t.spans:
+                end = at + len(span.tokens)
+                begin = len(t.prompt_tokens) + at
+                if isinstance(span, Segment):
+                    assert span.tokens.tolist() == response(t.id, end)[at:]
+                else:
+                    assert span.tokens.tolist() == words(0, begin, end - at).tolist(), "what the environment gave"
+                at = end
+            versions = t.versions[t.sampled]
+            assert self.config.acts or list(versions) == sorted(versions)
             if row.fate is Fate.CONSUMED:
-                whole_tokens = min(self.world.length(t.id), self.config.rollout.max_new_tokens)
-                assert t.num_tokens == whole_tokens, f"trajectory {t.id} is cut off, or more than whole"
+                self._check_whole(t)
                 assert 0 <= row.step - t.v_traj <= self.config.bound
-                assert all(t.v_traj <= v <= row.step for v in t.versions)
+                assert all(t.v_traj <= v <= row.step for v in versions)
+
+    def _check_whole(self, t: Trajectory) -> None:
+        """A response has all its tokens, or all its turns."""
+        if not self.config.acts:
+            whole = min(self.world.length(t.id), self.config.rollout.max_new_tokens)
+            assert t.num_tokens == whole, f"trajectory {t.id} is cut off, or more than whole"
+            return
+        turns = make_workload(self.config).turns(*divmod(t.id, self.config.members_started))
+        given = [len(span.tokens) for span in t.spans if isinstance(span, Given)]
+        assert len(t.turns) == len(turns), f"trajectory {t.id} has {len(t.turns)} of {len(turns)} turns"
+        assert given == [turn.tool_tokens for turn in turns[:-1]]
+        assert isinstance(t.spans[-1], Segment), "an episode ends with the model's turn"
 
     def _check_journal(self) -> None:
         entries = self.entries

@@ -77,11 +77,17 @@ class Process:
     """Running methods, in the order in which they were called, so that a run is reproducible."""
     waiting: dict[asyncio.Future[Any], None] = field(default_factory=dict)
     """Results that somebody waits for."""
+    actors: list[Any] = field(default_factory=list)
+
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """What runs in it: methods, and what its actors have started by themselves."""
+        own = [task for task in asyncio.all_tasks() if _self(task) in self.actors]
+        return [*self.running, *sorted(own, key=asyncio.Task.get_name)]
 
     def die(self) -> None:
         """End it as `kill -9` does."""
         self.dead = True
-        for task in self.running:
+        for task in self.tasks():
             task.cancel()
         for answer in list(self.waiting):
             if not answer.done():
@@ -180,7 +186,7 @@ class InProcessWorkers:
 
     async def end(self) -> None:
         """End all processes."""
-        running = [task for process in self._processes for task in process.running]
+        running = [task for process in self._processes for task in process.tasks()]
         for process in self._processes:
             process.die()
         await asyncio.gather(*running, return_exceptions=True)
@@ -203,6 +209,7 @@ class InProcessWorkers:
             raise ActorLost(f"{name} could not start on {process.address}", name)
         actor = self._actors[cls](process.host, *copy.deepcopy(args))
         self._objects[name] = actor
+        process.actors.append(actor)
         proxy = Proxy(self, name, process, actor)
         placed = Placed(
             name=name, role=role, worker=process.address, address=process.address, host=process.host, actor=proxy,
@@ -283,6 +290,12 @@ class InProcessWorkers:
             ):
                 return fault
         return NOTHING
+
+
+def _self(task: asyncio.Task[Any]) -> Any:
+    """The object whose method a task runs."""
+    frame = getattr(task.get_coro(), "cr_frame", None)
+    return None if frame is None else frame.f_locals.get("self")
 
 
 def _put(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -26,6 +26,7 @@ from stores.memory import MemoryStore
 from stores.resume_points import ResumePoints
 from stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from tasks.actors.calls import call
+from tasks.actors.environment_host import EnvironmentHost
 from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import Evaluated, RolloutInstance
@@ -66,6 +67,8 @@ class World:
     commit_s: float = 0.0
     """Seconds a commit takes, in the server's thread."""
     reward_s: float = 0.02
+    prune_s: float = 0.0
+    """Seconds until a host begins to remove old versions."""
     stores: dict[str, MemoryStore] = field(default_factory=dict)
     weights: dict[str, set[int]] = field(default_factory=dict)
     """Published versions present, by host."""
@@ -93,6 +96,7 @@ class World:
             TrajectoryServer: lambda host, *args: server_class(self)(*args),
             RolloutInstance: lambda host, settings, *args: VirtualRolloutInstance(VirtualSettings(self), *args),
             RewardWorker: lambda host, *args: VirtualRewardWorker(self, *args),
+            EnvironmentHost: lambda host, *args: EnvironmentHost(*args),
             Trainer: lambda host, *args: PlayedTrainer(self, host, *args),
             ParameterServer: lambda host, *args: PlayedParameterServer(self, host, *args),
         }
@@ -297,7 +301,9 @@ class VirtualRolloutInstance(RolloutInstance):
         assert isinstance(engine, VirtualEngine)
         return engine
 
-    async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
+    async def evaluate(
+        self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float, after: list[int] | None = None
+    ) -> list[Evaluated]:
         """Return a response with as many tokens as its prompt, three seconds later."""
 
         async def wait() -> None:
@@ -429,9 +435,10 @@ class PlayedParameterServer:
     async def bytes_read(self) -> int:
         return 0
 
-    async def prune(self, used: tuple[PolicyVersion, ...]) -> None:
-        newest = max(self._here, default=0)
-        self._here.intersection_update({*used, newest})
+    async def prune(self, used: tuple[PolicyVersion, ...], newest: PolicyVersion) -> None:
+        await asyncio.sleep(self._world.prune_s)
+        later = {version for version in self._here if version >= newest}
+        self._here.intersection_update({*used, *later, max(self._here, default=0)})
 
     async def close(self) -> None:
         """There is nothing to close."""

@@ -19,10 +19,12 @@ from stores.trajectory import (
     Ended,
     Fate,
     FinishReason,
+    Given,
     GroupId,
     InstanceId,
     PolicyVersion,
     Segment,
+    Span,
     Timings,
     Trajectory,
     TrajectoryId,
@@ -46,7 +48,8 @@ def byte_tokenizer(folder: Path) -> Any:
 
 @dataclass
 class Response:
-    """A response to store. versions: of its segments, the text divided evenly among them."""
+    """A response to store. versions: of its segments, the text divided evenly among them. turns: after the text, (role,
+    what was given, its seconds, what was sampled then under the last version)."""
 
     text: str
     reward: float = 0.0
@@ -57,6 +60,7 @@ class Response:
     error: str = ""
     parts: dict[str, float] = field(default_factory=dict)
     advantage: float | None = None
+    turns: tuple[tuple[str, str, float, str], ...] = ()
 
 
 class StoredRun:
@@ -95,7 +99,7 @@ class StoredRun:
                 rows.append(row)
             self._next += 1
         consumed = [r for r in rows if r.fate is Fate.CONSUMED]
-        lengths = [r.trajectory.num_tokens for r in consumed] or [0]
+        lengths = [r.trajectory.num_sampled for r in consumed] or [0]
         values = {
             "reward": float(np.mean([r.trajectory.reward for r in consumed])) if consumed else 0.0,
             "response_mean": float(np.mean(lengths)), "response_max": float(max(lengths)),
@@ -121,21 +125,18 @@ class StoredRun:
         versions = response.versions or (max(0, self.step - 1),)
         pieces = np.array_split(tokens, len(versions))
         consumed = response.fate is Fate.CONSUMED
+        spans: list[Span] = [
+            self._segment(version, part) for version, part in zip(versions, pieces, strict=True) if len(part)
+        ]
+        for role, given, seconds, text in response.turns:
+            spans.append(Given(role=role, tokens=self.ids(given), seconds=seconds))
+            spans += [self._segment(versions[-1], self.ids(text))] if text else []
         trajectory = Trajectory(
             id=TrajectoryId(id),
             group=GroupId(id // self.config.members_started),
             prompt_tokens=self.ids(prompt),
             v_traj=PolicyVersion(versions[0]),
-            spans=tuple(
-                Segment(
-                    version=PolicyVersion(version),
-                    instance=InstanceId(f"rollout-{version % 2}"),
-                    tokens=part,
-                    logprobs=np.linspace(-3.0, -0.01, len(part), dtype=np.float32),
-                )
-                for version, part in zip(versions, pieces, strict=True)
-                if len(part)
-            ),
+            spans=tuple(spans),
             finish=response.finish,
             reward=response.reward,
             reward_parts=response.parts,
@@ -147,3 +148,11 @@ class StoredRun:
             trajectory=trajectory, fate=response.fate, reason=response.reason, step=self.step,
             advantage=advantage if consumed else 0.0, loss_mask=consumed and not response.error,
         )  # fmt: skip
+
+    def _segment(self, version: int, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> Segment:
+        return Segment(
+            version=PolicyVersion(version),
+            instance=InstanceId(f"rollout-{version % 2}"),
+            tokens=tokens,
+            logprobs=np.linspace(-3.0, -0.01, len(tokens), dtype=np.float32),
+        )

@@ -16,24 +16,28 @@ from pathlib import Path
 
 import psutil
 
+from tests.support import forking
+
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal:
-    """One command, started in a pseudo-terminal that is its controlling one."""
+    """One command, started in a pseudo-terminal that is its controlling one: forked, or by a new interpreter."""
 
-    def __init__(self, *args: str | Path, cwd: Path) -> None:
+    def __init__(self, *args: str | Path, cwd: Path, forked: bool) -> None:
         ours, theirs = pty.openpty()
         self._ours = ours
         name = os.ttyname(theirs)
         # The first terminal that the leader of a session opens becomes the one whose Ctrl-C it hears.
         opening = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', name]
-        self.process = subprocess.Popen(
-            [*opening, sys.executable, "-m", "cli.main", *map(str, args)],
-            cwd=cwd,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "200", "PYTHONPATH": str(Path.cwd())},
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "cli.main", *map(str, args)]
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "PYTHONPATH": str(Path.cwd())}
+        how = {"cwd": cwd, "env": environment, "start_new_session": True}
+        if forked:
+            environment[forking.ADDRESS] = ""  # what the command starts is to hear the terminal's Ctrl-C, too
+            self.process = forking.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **how)
+        else:
+            self.process = subprocess.Popen([*opening, *command], **how)
         os.close(theirs)
         self._raw = b""
 
@@ -106,9 +110,9 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def terminal(*args: str | Path, cwd: Path) -> Iterator[Terminal]:
+def terminal(*args: str | Path, cwd: Path, forked: bool = True) -> Iterator[Terminal]:
     """A command in a terminal; whatever is left of it at the end is killed."""
-    opened = Terminal(*args, cwd=cwd)
+    opened = Terminal(*args, cwd=cwd, forked=forked)
     try:
         yield opened
     finally:

@@ -137,7 +137,7 @@ def test_a_source_that_fails_at_any_piece_is_left_for_another(
         read = await failing.server.bytes_read() + await good.server.bytes_read()
         assert size <= read <= size + (PIECES_AT_ONCE + (fault is is_torn) * PIECES_AT_ONCE) * PIECE
         if again:
-            await target.server.prune(())
+            await target.server.prune((), V4)
             assert await target.fetch(size, failing, good) == data
 
     virtual_time.run(scenario())

@@ -13,6 +13,7 @@ const LEFT = 46,
 const WORDS = {
   waiting: "waiting for an instance",
   sampling: "being sampled",
+  acting: "answered by their environment",
   scoring: "being scored",
   ready: "ready, waits for its step",
 };
@@ -87,16 +88,18 @@ function drawLives(card, batch) {
     h(
       "div",
       { class: "legend" },
-      Object.entries(WORDS).map(([phase, words]) =>
-        h(
-          "span",
-          {},
-          h("i", { class: `swatch phase ${phase}` }),
-          phase === "sampling" ? "being sampled, coloured by version" : words,
-          " ",
-          h("b", {}, `${share(phase)} %`),
+      Object.entries(WORDS)
+        .filter(([phase]) => phase !== "acting" || share(phase) > 0)
+        .map(([phase, words]) =>
+          h(
+            "span",
+            {},
+            h("i", { class: `swatch phase ${phase}` }),
+            phase === "sampling" ? "being sampled, coloured by version" : words,
+            " ",
+            h("b", {}, `${share(phase)} %`),
+          ),
         ),
-      ),
     ),
     plot,
   );

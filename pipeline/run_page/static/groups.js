@@ -3,7 +3,19 @@
 import { ask, changed, to, value } from "./address.js";
 import { batchCards } from "./batch.js";
 import { h, many, seconds, short } from "./dom.js";
-import { choice, failure, filter, labels, note, pager, rewardOf, strip, text, trajectoryLink } from "./parts.js";
+import {
+  choice,
+  failure,
+  filter,
+  labels,
+  note,
+  pager,
+  rewardOf,
+  speaker,
+  strip,
+  text,
+  trajectoryLink,
+} from "./parts.js";
 
 const ORDERS = [
   ["trained", "as trained"],
@@ -176,7 +188,15 @@ function memberCard(one, run, widest, against, other) {
     strip(one.segments),
     labels(one, run.bound),
     one.error ? h("p", { class: "bad small" }, one.error) : null,
-    text(one.text, { class: "response" }),
+    one.said.length
+      ? h(
+          "div",
+          { class: "response conversation", tabindex: "0", role: "group", "aria-label": "conversation" },
+          one.said.map((passage) =>
+            h("div", { class: passage.sampled ? "passage" : "passage given" }, speaker(passage), text(passage.text)),
+          ),
+        )
+      : text(one.text, { class: "response" }),
     one.cut ? h("p", { class: "small" }, trajectoryLink(one.trajectory, "the whole response")) : null,
   );
 }

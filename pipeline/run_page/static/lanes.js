@@ -10,8 +10,13 @@ const NAME = 92,
   GAP = 8,
   AXIS = 24,
   RIGHT = 8;
-const QUEUES = ["waiting for an instance", "being scored", "ready or waiting for siblings"];
-const COLOURS = ["c6", "c2", "c3"];
+const QUEUES = {
+  "waiting for an instance": "c6",
+  "being scored": "c2",
+  "ready or waiting for siblings": "c3",
+  "answered by their environment": "c4",
+};
+const OF_MANY_TURNS = "answered by their environment";
 
 export async function lanesView(run) {
   const bins = Math.min(600, Math.max(120, Math.round(innerWidth / 3)));
@@ -206,20 +211,22 @@ function lanes(plot, found, run) {
       .filter(Boolean),
   );
   y += LANE + GAP;
-  const queues = found.places.filter((place) => QUEUES.includes(place.name));
+  const queues = found.places.filter(
+    ({ name, count }) => name in QUEUES && (name !== OF_MANY_TURNS || count.some((one) => one > 0)),
+  );
   const most = Math.max(1, ...queues.flatMap((place) => place.count));
   parts.push(
     label(y, "queues", `to ${short(Math.ceil(most))}`),
     svg("rect", { class: "back", x: NAME, y, width: inner, height: LANE + 24 }),
   );
-  queues.forEach((place, k) => {
+  queues.forEach((place) => {
     const d = place.count
       .map(
         (count, i) =>
           `${i ? "L" : "M"}${(NAME + (i + 0.5) * wide).toFixed(1)} ${(y + (LANE + 24) * (1 - count / most)).toFixed(1)}`,
       )
       .join("");
-    parts.push(svg("path", { class: `line ${COLOURS[k]}`, d }));
+    parts.push(svg("path", { class: `line ${QUEUES[place.name]}`, d }));
   });
   for (const [at] of found.events)
     parts.push(svg("line", { class: "bound", x1: x(at), x2: x(at), y1: 0, y2: height - AXIS }));
@@ -234,7 +241,7 @@ function lanes(plot, found, run) {
   const legend = h(
     "div",
     { class: "legend" },
-    queues.map((place, k) => h("span", { class: `key ${COLOURS[k]}` }, place.name)),
+    queues.map((place) => h("span", { class: `key ${QUEUES[place.name]}` }, place.name)),
   );
   plot.replaceChildren(
     svg("svg", { width, height, role: "img", "aria-label": "instances and trainer over time" }, parts, selection, hair),

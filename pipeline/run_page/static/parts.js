@@ -1,25 +1,43 @@
 // Parts that several views share: figures of a trajectory, colours of versions, filters and pages.
 
 import { changed, go, to, value } from "./address.js";
-import { h, short, visible } from "./dom.js";
+import { h, many, seconds, short, visible } from "./dom.js";
 
 const HUES = 8;
 
 /** The class that colours a policy version: the same in all views. */
 export const versionClass = (version) => (version < 0 ? "gone" : `v${version % HUES}`);
 
-/** A strip of a trajectory's segments in the colours of their versions. segments: [version, instance, tokens]. */
+/** A strip of a trajectory's segments in the colours of their versions. segments: [version, instance, tokens], or
+ * [-1, role, tokens, seconds] of what an environment gave. */
 export function strip(segments) {
   const total = segments.reduce((sum, [, , count]) => sum + count, 0);
   return h(
     "div",
     {
       class: "strip",
-      title: segments.map(([version, where, count]) => `version ${version}: ${count} tokens on ${where}`).join("\n"),
+      title: segments
+        .map(([version, where, count, lasted]) =>
+          version < 0
+            ? `${visible(where)}: ${many(count, "token")}, ${seconds(lasted)}`
+            : `version ${version}: ${many(count, "token")} on ${where}`,
+        )
+        .join("\n"),
     },
     segments.map(([version, , count]) =>
-      h("i", { class: versionClass(version), style: { flex: count / Math.max(1, total) } }),
+      h("i", { class: version < 0 ? "given" : versionClass(version), style: { flex: count / Math.max(1, total) } }),
     ),
+  );
+}
+
+/** Who says a passage of a conversation, and how long an environment took for it. */
+export function speaker(passage, ...more) {
+  return h(
+    "div",
+    { class: "speaker" },
+    h("b", {}, visible(passage.role)),
+    ...more,
+    passage.seconds > 0 ? h("span", { class: "quiet" }, seconds(passage.seconds)) : null,
   );
 }
 
@@ -37,6 +55,9 @@ export function labels(one, bound) {
           `staleness ${one.staleness}${bound === null ? "" : ` of ${bound}`}`,
         ),
     h("span", {}, `${short(one.response_tokens)} tokens`),
+    one.turns > 1
+      ? h("span", { title: `the environment took ${seconds(one.tool_s)}` }, many(one.turns, "turn"))
+      : null,
     one.finish === "length" ? h("span", { class: "warn", title: "cut off at max_new_tokens" }, "cut off") : null,
     one.finish === "unfinished" ? h("span", { class: "warn" }, "unfinished") : null,
     one.error ? h("span", { class: "bad", title: one.error }, "reward failed") : null,

@@ -1,7 +1,7 @@
 // All trajectories: filtered, sorted and paged by the server, with the distribution of one column.
 
 import { ask, changed, to, value } from "./address.js";
-import { h, onWidth, short, showTip, svg, visible } from "./dom.js";
+import { h, onWidth, seconds, short, showTip, svg, visible } from "./dom.js";
 import { choice, failure, filter, pager, trajectoryLink } from "./parts.js";
 import { ticks } from "./charts.js";
 
@@ -17,7 +17,8 @@ const COLUMNS = [
   "finish",
   "text",
 ];
-const WORDS = { response_tokens: "length", trajectory: "id", loss_mask: "gradient" };
+const OF_MANY_TURNS = ["turns", "tool_s"];
+const WORDS = { response_tokens: "length", tool_s: "tools", trajectory: "id", loss_mask: "gradient" };
 const FATES = { consumed: "c1", filtered: "c2", aborted: "c5" };
 const EXAMPLES = [
   "reward == 0",
@@ -34,7 +35,7 @@ export async function trajectoriesView(run) {
     "p",
     { class: "examples quiet" },
     "For example ",
-    EXAMPLES.map((one, i) => [i ? " · " : "", h("a", { href: changed({ where: one, page: "" }) }, h("code", {}, one))]),
+    [...EXAMPLES, ...(run.many_turns ? ["turns > 2 and tool_s > 1"] : [])].map((one, i) => [i ? " · " : "", h("a", { href: changed({ where: one, page: "" }) }, h("code", {}, one))]),
   );
   let found, spread;
   try {
@@ -48,7 +49,10 @@ export async function trajectoriesView(run) {
   const numeric = Object.keys(found.names)
     .filter((name) => found.names[name] !== "U")
     .map((name) => [name, (WORDS[name] ?? name).replaceAll("_", " ")]);
-  const rows = found.columns.trajectory.map((id, i) => row(found.columns, i));
+  const shown = COLUMNS.flatMap((name) =>
+    name === "finish" && run.many_turns ? [...OF_MANY_TURNS, name] : [name],
+  );
+  const rows = found.columns.trajectory.map((id, i) => row(found.columns, i, shown));
   fill(found.columns.trajectory, rows);
   return {
     title: "Trajectories",
@@ -94,7 +98,7 @@ export async function trajectoriesView(run) {
         h(
           "table",
           { class: "rows" },
-          h("thead", {}, h("tr", {}, COLUMNS.map(heading))),
+          h("thead", {}, h("tr", {}, shown.map(heading))),
           h(
             "tbody",
             {},
@@ -132,7 +136,7 @@ function heading(name) {
   );
 }
 
-function row(columns, i) {
+function row(columns, i, shown) {
   const one = Object.fromEntries(Object.keys(columns).map((name) => [name, columns[name][i]]));
   const scored = one.rewarded_s > 0 || one.staleness >= 0;
   const words = h("td", { class: "words quiet" }, "…");
@@ -148,12 +152,14 @@ function row(columns, i) {
     advantage: one.fate === "consumed" ? short(one.advantage) : "–",
     staleness: one.staleness < 0 ? "–" : String(one.staleness),
     response_tokens: short(one.response_tokens),
+    turns: String(one.turns),
+    tool_s: one.tool_s > 0 ? seconds(one.tool_s) : "–",
     finish: one.finish,
   };
   const node = h(
     "tr",
     {},
-    COLUMNS.slice(0, -1).map((name) =>
+    shown.slice(0, -1).map((name) =>
       h("td", { "data-name": (WORDS[name] ?? name).replaceAll("_", " ") }, cells[name]),
     ),
     words,

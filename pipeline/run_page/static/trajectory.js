@@ -2,11 +2,12 @@
 
 import { ask, changed, go, to, value } from "./address.js";
 import { h, many, seconds, short, visible } from "./dom.js";
-import { labels, note, rewardOf, strip, text, versionClass } from "./parts.js";
+import { labels, note, rewardOf, speaker, strip, text, versionClass } from "./parts.js";
 
 const PHASES = {
   waiting: "waiting for an instance",
   sampling: "being sampled",
+  acting: "its environment answers",
   scoring: "being scored",
   ready: "ready: waits for siblings or its step",
 };
@@ -112,36 +113,45 @@ function response(one, run) {
     ),
   );
   const details = h("dl", { class: "facts details" });
-  const block = h(
-    "pre",
-    { class: `tokens by-${mode}`, dir: "auto", tabindex: "0", "aria-label": "response, token by token" },
-    tokens.text.map((words, i) => {
-      const shown = words === "" ? h("span", { class: "quiet" }, "·") : visible(words.replace(/\n/g, "↵\n"));
-      return h(
-        "span",
-        {
-          class: `t ${mode === "version" ? versionClass(tokens.version[i]) : ""}`,
-          "data-i": String(i),
-          style: shade(mode, tokens, i),
-        },
-        shown,
-      );
-    }),
-  );
+  const cells = tokens.text.map((words, i) => {
+    const shown = words === "" ? h("span", { class: "quiet" }, "·") : visible(words.replace(/\n/g, "↵\n"));
+    const colour = tokens.version[i] < 0 ? "given" : mode === "version" ? versionClass(tokens.version[i]) : "";
+    return h("span", { class: `t ${colour}`, "data-i": String(i), style: shade(mode, tokens, i) }, shown);
+  });
+  const said = { dir: "auto", tabindex: "0", "aria-label": "response, token by token" };
+  const block =
+    one.passages.length > 1
+      ? h(
+          "div",
+          { class: `tokens conversation by-${mode}`, ...said },
+          one.passages.map((passage) =>
+            h(
+              "section",
+              { class: passage.sampled ? "passage" : "passage given" },
+              speaker(passage, h("span", { class: "quiet" }, many(passage.last - passage.first, "token"))),
+              h("pre", { dir: "auto" }, cells.slice(passage.first, passage.last)),
+            ),
+          ),
+        )
+      : h("pre", { class: `tokens by-${mode}`, ...said }, cells);
   const tell = (i) => {
     block.querySelector(".t.at")?.classList.remove("at");
     if (i === null)
       return details.replaceChildren(h("div", { class: "quiet" }, "Point at a token, or walk with the arrow keys."));
-    block.children[i].classList.add("at");
+    cells[i].classList.add("at");
     const facts = [
       ["token", `${i + 1} of ${tokens.id.length}`],
       ["text", JSON.stringify(tokens.text[i])],
       ["id", tokens.id[i]],
-      ["version", tokens.version[i]],
-      ["instance", instanceOf(one.segments, i)],
-      ["logprob", short(tokens.logprob[i])],
-      ["probability", percent(Math.exp(tokens.logprob[i]))],
-      ...(tokens.ratio ? [["ratio", short(tokens.ratio[i])]] : []),
+      ...(tokens.version[i] < 0
+        ? [["given by", whose(one.segments, i)]]
+        : [
+            ["version", tokens.version[i]],
+            ["instance", whose(one.segments, i)],
+            ["logprob", short(tokens.logprob[i])],
+            ["probability", percent(Math.exp(tokens.logprob[i]))],
+            ...(tokens.ratio ? [["ratio", short(tokens.ratio[i])]] : []),
+          ]),
     ];
     details.replaceChildren(
       ...facts.map(([name, fact]) => h("div", {}, h("dt", {}, name), h("dd", {}, visible(String(fact))))),
@@ -159,7 +169,7 @@ function response(one, run) {
     if (!move || !tokens.id.length) return;
     event.preventDefault();
     tell((at = Math.min(tokens.id.length - 1, Math.max(0, (at ?? -1) + move))));
-    block.children[at].scrollIntoView({ block: "nearest" });
+    cells[at].scrollIntoView({ block: "nearest" });
   });
   tell(null);
   return [
@@ -169,6 +179,7 @@ function response(one, run) {
 }
 
 function shade(mode, tokens, i) {
+  if (tokens.version[i] < 0) return {};
   if (mode === "probability") return { "--s": Math.min(1, -tokens.logprob[i] / 3).toFixed(3) };
   if (mode !== "ratio") return {};
   // Full at a factor of e; above 1 it is likelier now than when it was sampled.
@@ -177,10 +188,23 @@ function shade(mode, tokens, i) {
 }
 
 function legend(mode, one, run) {
-  const { logprob, ratio, id } = one.tokens;
+  const { logprob, ratio } = one.tokens;
+  const given = one.passages.filter((passage) => !passage.sampled);
+  const also = given.length
+    ? h(
+        "span",
+        {},
+        h("i", { class: "swatch given" }),
+        `given: ${many(
+          given.reduce((sum, passage) => sum + passage.last - passage.first, 0),
+          "token",
+        )} in ${seconds(one.tool_s)}`,
+      )
+    : null;
   if (mode === "version") {
     const counts = new Map();
     for (const [version, where, count] of one.segments) {
+      if (version < 0) continue;
       const known = counts.get(version) ?? { count: 0, where: new Set() };
       counts.set(version, { count: known.count + count, where: known.where.add(where) });
     }
@@ -197,6 +221,7 @@ function legend(mode, one, run) {
           `: ${many(count, "token")} on ${[...where].join(", ")}`,
         ),
       ),
+      also,
     );
   }
   if (mode === "probability") {
@@ -204,11 +229,12 @@ function legend(mode, one, run) {
     return h(
       "p",
       { class: "legend" },
-      `The stronger, the less likely it was when sampled (full at 5 %). Perplexity ${short(Math.exp(-sum / Math.max(1, id.length)))}, logprob of the response ${short(sum)} nats.`,
+      `The stronger, the less likely it was when sampled (full at 5 %). Perplexity ${short(Math.exp(-sum / Math.max(1, one.response_tokens)))}, logprob of the response ${short(sum)} nats.`,
     );
   }
-  const largest = Math.max(...ratio.map(Number)),
-    smallest = Math.min(...ratio.map(Number));
+  const known = ratio.filter((one) => one !== null).map(Number);
+  const largest = Math.max(...known),
+    smallest = Math.min(...known);
   return h(
     "p",
     { class: "legend" },
@@ -216,7 +242,7 @@ function legend(mode, one, run) {
   );
 }
 
-function instanceOf(segments, i) {
+function whose(segments, i) {
   for (const [, where, count] of segments) {
     if (i < count) return where;
     i -= count;

@@ -1,0 +1,74 @@
+"""The Python tool: runs a model's code in a process of its own that is confined, bounded and always ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+
+MOST_OUTPUT = 2000
+"""Bytes of output that are given back; what writes more is stopped."""
+INSIDE = Path(__file__).with_name("sandboxed.py")
+
+
+async def run_python(code: str, *, within_s: float, memory_mib: int) -> str:
+    """What the code prints, or a line that begins with `error:`. The process, and all that it started, have ended when
+    this returns or is cancelled. memory_mib: that it may take; 0: 1024."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", str(INSIDE), str(math.ceil(within_s)), str((memory_mib or 1024) * 2**20),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        cwd="/",
+        env={"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    why = ""
+    output = b""
+    try:
+        async with asyncio.timeout(within_s):
+            output = await _talk(process, code)
+            if len(output) > MOST_OUTPUT:
+                why = f"error: stopped after {MOST_OUTPUT} bytes of output"
+    except TimeoutError:
+        why = f"error: stopped after {within_s:.3g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await _reaped(process)
+    text = output[:MOST_OUTPUT].decode("utf-8", "replace").rstrip()
+    if not why and process.returncode and process.returncode > 1:
+        why = "error: the process was killed"
+    return "\n".join(filter(None, (text, why))) or "(no output)"
+
+
+async def _talk(process: asyncio.subprocess.Process, code: str) -> bytes:
+    """Send the code; returns the output, at most a little more than is wanted."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        process.stdin.write(code.encode("utf-8", "replace"))
+        await process.stdin.drain()
+        process.stdin.close()
+    output = b""
+    while len(output) <= MOST_OUTPUT:
+        chunk = await process.stdout.read(MOST_OUTPUT + 1)
+        if not chunk:
+            await process.wait()
+            return output
+        output += chunk
+    return output
+
+
+async def _reaped(process: asyncio.subprocess.Process) -> None:
+    """Wait for a process that was killed, also if this is cancelled in the meantime: it takes a moment."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await process.wait()
+    if process.returncode is None:
+        await process.wait()
+    transport = getattr(process, "_transport", None)
+    if transport is not None:
+        transport.close()

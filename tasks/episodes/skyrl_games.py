@@ -1,0 +1,63 @@
+"""Environments of the `skyrl-gym` package, whose tasks are the rows of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stores.errors import ConfigError
+from tasks.columns import Columns
+from tasks.episodes.episode import told
+from tasks.rows import ROW_KINDS, RowSource, open_rows
+
+
+def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[], SkyRLGame]:
+    """Makes episodes of an environment. options: `rows`, its data set, as jsonl:FILE, parquet:FILE or datasets:NAME,
+    with columns `prompt` and what the environment needs, such as `reward_spec`; `env_config`, of the environment.
+    where: its name in the job file. Raises ConfigError."""
+    import skyrl_gym
+    from skyrl_gym.envs.registration import registry
+
+    if name not in registry:
+        raise ConfigError(f"{where}: skyrl_gym has no environment {name!r}; there are {', '.join(sorted(registry))}")
+    named = str(options.get("rows", ""))
+    unknown = set(options) - {"rows", "env_config"}
+    if unknown or named.partition(":")[0] not in ROW_KINDS:
+        raise ConfigError(
+            f"{where}: task.options must have rows, the data set, as jsonl:FILE, parquet:FILE or datasets:NAME, and "
+            f"may have env_config, not {dict(options)}"
+        )
+    rows = RowSource(open_rows(named, {}, f"{where}: rows"), Columns(answer=""), f"{where}: rows")
+
+    def make() -> SkyRLGame:
+        return SkyRLGame(lambda row: skyrl_gym.make(name, env_config=options.get("env_config"), extras=row), rows)
+
+    try:
+        make().reset(0, {"index": 0, "held_out": False})
+    except Exception as error:  # an environment may raise anything
+        raise ConfigError(f"{where}: cannot be made with its first row: {told(error)}") from error
+    return make
+
+
+class SkyRLGame:
+    """One episode of a row. Rewards of turns are summed."""
+
+    def __init__(self, make: Callable[[Mapping[str, Any]], Any], rows: RowSource) -> None:
+        self._make, self._rows = make, rows
+        self._env: Any = None
+
+    def reset(self, seed: int, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        row = self._rows.task(options["index"], held_out=options["held_out"]).record
+        self._env = self._make(dict(row))
+        prompt = row["prompt"]
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        first, _ = self._env.init(asked)
+        return prompt if first == asked else first, {}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        result = self._env.step(action)
+        return result["observations"], float(result["reward"]), bool(result["done"]), False, {}
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()

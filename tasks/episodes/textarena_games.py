@@ -1,0 +1,66 @@
+"""Games of one player of the `textarena` package, as environments."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stores.errors import ConfigError
+from tasks.episodes.episode import told
+
+RAW = "-raw"
+"""Ending of the name of a game without wrappers, which gives only what is new, instead of all that was said so far."""
+
+
+def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[], TextArenaGame]:
+    """Makes episodes of a game. options: arguments of the game. where: its name in the job file. Raises ConfigError."""
+    import textarena
+    from textarena.envs.registration import ENV_REGISTRY
+
+    if name not in ENV_REGISTRY:
+        near = difflib.get_close_matches(name, ENV_REGISTRY, n=1, cutoff=0.3)
+        raise ConfigError(f"{where}: textarena has no game {name!r}{f'; did you mean {near[0]}?' if near else ''}")
+    raw = f"{name}{RAW}" if f"{name}{RAW}" in ENV_REGISTRY else name
+
+    def make() -> TextArenaGame:
+        return TextArenaGame(textarena.make(raw, **options))
+
+    try:
+        game = make()
+    except Exception as error:  # a game may raise anything
+        raise ConfigError(f"{where}: cannot be made with task.options = {dict(options)}: {told(error)}") from error
+    try:
+        game.reset(0)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: cannot be played by one player: {told(error)}; choose a game of one player"
+        ) from error
+    return make
+
+
+class TextArenaGame:
+    """One game. The reward is what the game gives its player at the end."""
+
+    def __init__(self, game: Any) -> None:
+        self._game = game
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self._game.reset(num_players=1, seed=seed)
+        return self._new(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        done, _ = self._game.step(action)
+        if not done:
+            return self._new(), 0.0, False, False, {}
+        rewards, _ = self._game.close()
+        return "", float((rewards or {}).get(0, 0.0)), True, False, {}
+
+    def _new(self) -> str:
+        """What the game has said since the player's last action, without repeating that."""
+        from textarena import ObservationType
+
+        _, said = self._game.get_observation()
+        if isinstance(said, str):
+            return said
+        return "\n".join(text for _, text, kind in said if kind is not ObservationType.PLAYER_ACTION)

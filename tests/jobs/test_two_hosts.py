@@ -1,0 +1,117 @@
+"""A job on two hosts, by hand: worker processes on 127.0.0.1 and 127.0.0.2, each with shared memory of its own.
+
+That needs root; without, both use one folder. tests/runtime has the same in virtual time: test_driver.py an instance
+that stands still with its host's parameter server, test_membership.py one that is retired.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soaking.counting import prompts, sampled
+from benchmarks.soaking.job import NAME, Job
+from stores.trajectory import Fate
+from stores.versioned import VersionedStore
+from tests.jobs.test_jobs import Cluster, by_hand, where_is
+from tests.runtime.test_run import check
+
+HERE, THERE = "127.0.0.1", "127.0.0.2"
+STEPS = 25
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with by_hand(tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+def folder(cluster: Cluster, tmp_path: Path) -> Path:
+    """That of the job. Trainer, server and light roles are on one host, three workers for instances on the other."""
+    memory, far = tmp_path / "memory", tmp_path / "far-memory"
+    memory.mkdir()
+    far.mkdir()
+    apart: tuple[str, ...] = ()
+    if os.geteuid() == 0 and shutil.which("unshare"):
+        mount = f'mount --bind {far} {memory} && exec "$@"'
+        apart = ("unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh")
+    for roles in ("trainer=1", "server=1", "driver=1,reward=1"):
+        cluster.add(1, "--host", HERE, "--resources", roles)
+    cluster.add(3, "--host", THERE, "--resources", "rollout=1", within=apart)
+    Job(folder=tmp_path, seed=1).write()
+    return tmp_path
+
+
+def submitted(cluster: Cluster, folder: Path) -> str:
+    """A job's id, once it has trained a few steps with two instances, a third worker being spare."""
+    sent = cluster(
+        "submit", folder / "job.toml", "--set", f"steps={STEPS}", "--set", f"cluster.shared_memory={folder}/memory",
+        "--set", "deadlines.call_s=10",
+    )  # fmt: skip
+    assert sent.returncode == 0, sent.stderr
+    id = sent.stdout.strip()
+    cluster.until(id, "running", steps=3)
+    return id
+
+
+def processes(cluster: Cluster, role: str) -> dict[str, int]:
+    """Process of each actor of a role, by the actor's name."""
+    places = {key.removeprefix(f"staleflow-{NAME}-").rpartition("-")[0]: pid for key, pid in where_is(cluster).items()}
+    return {name: pid for name, pid in places.items() if name.startswith(role)}
+
+
+def check_whole(folder: Path) -> list[str]:
+    """Every step trained, every prompt once; returns the losses."""
+    store = check(folder / "runs" / NAME, STEPS)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == STEPS * 16
+    assert prompts(folder / "runs" / NAME).findings() == []
+    losses: list[str] = json.loads((folder / "runs" / NAME / "summary.json").read_text())["losses"]
+    return losses
+
+
+def who_sampled(folder: Path) -> set[str]:
+    rows = VersionedStore.open(folder / "runs" / NAME / "store").ended()
+    return {str(segment.instance) for row in rows for segment in row.trajectory.segments}
+
+
+@pytest.mark.slow  # eight processes and two dozen steps
+def test_an_instance_that_stands_still_with_its_hosts_parameter_server_is_replaced(
+    cluster: Cluster, folder: Path
+) -> None:
+    id = submitted(cluster, folder)
+    (beside,) = processes(cluster, f"parameters-{THERE}").values()
+    (stopped,) = (name for name, pid in processes(cluster, "rollout").items() if pid == beside)
+    os.kill(beside, signal.SIGSTOP)
+    cluster.until(id, "done")
+    assert any(stopped in loss for loss in check_whole(folder))
+    assert f"{stopped}.1" in who_sampled(folder)
+    assert not Path(f"/proc/{beside}").exists(), "its nanny has restarted it"
+
+
+@pytest.mark.slow  # eight processes and two dozen steps
+def test_an_instance_that_is_retired_loses_nothing(cluster: Cluster, folder: Path) -> None:
+    id = submitted(cluster, folder)
+    retired = processes(cluster, "rollout")["rollout-0"]
+    asked = cluster("retire", id, "rollout-0")
+    assert asked.returncode == 0, asked.stderr
+    cluster.until(id, "done")
+    assert check_whole(folder) == []
+    log = cluster("logs", id).stdout
+    assert "rollout-0 on tcp://127.0.0.2" in log
+    assert "was retired" in log
+    assert "rollout-0.1" in who_sampled(folder)
+    tokens = sampled(folder / "runs" / NAME)
+    assert (tokens.again, tokens.lost) == (0, 0)
+    deadline = time.monotonic() + 30.0
+    while Path(f"/proc/{retired}").exists():
+        assert time.monotonic() < deadline, Path(f"/proc/{retired}/status").read_text() + log
+        time.sleep(0.1)

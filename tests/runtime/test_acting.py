@@ -1,0 +1,100 @@
+"""A run whose environments answer the turns of its trajectories, on in-process actors in virtual time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime.acting import LATEST
+from stores.errors import EnvironmentsFail
+from stores.trajectory import AbortReason, Given
+from tests.support.bodies import Body
+from tests.support.in_process import Fault, Moment
+
+AGENTS = (
+    "task.environment=yes",
+    "workload.kind=agentic",
+    "workload.median=20",
+    "workload.turns=3",
+    "workload.tool_s=2",
+    "workload.tool_tokens=3",
+    "batch.extra_members=1",
+)
+
+
+@pytest.fixture
+def body(tmp_path: Path) -> Body:
+    return Body(tmp_path / "runs")
+
+
+def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) -> None:
+    run = body.run(*AGENTS)
+    run.check()
+    acts, routes = run.commands("Act"), run.commands("Route")
+    answered = run.events("EnvironmentAnswered")
+    assert len(acts) > len(run.events("TrajectoryScored")) >= 12
+    assert len(answered) > 12
+    assert not run.commands("Score")
+    assert len({(c.trajectory, c.epoch) for c in routes}) == len(routes)
+    rows = [row.trajectory for row in run.store.ended()]
+    waited = [span.seconds for t in rows for span in t.spans if isinstance(span, Given)]
+    assert all(s > 0 for s in waited)
+    assert {span.role for t in rows for span in t.spans if isinstance(span, Given)} == {"tool"}
+
+
+def test_what_is_surplus_leaves_no_environment_open(body: Body) -> None:
+    run = body.run(*AGENTS)
+    dismissed = [c.trajectory for c in run.commands("Dismiss")]
+    assert len(dismissed) == len(set(dismissed)) > 0
+    handed = [t for call in run.workers.calls if call.method == "dismiss" for t in call.args[0]]
+    assert set(handed) <= set(dismissed)
+    surplus = {r.trajectory.id for r in run.store.ended() if r.reason is AbortReason.SURPLUS_MEMBER}
+    assert set(dismissed) & surplus
+
+
+@pytest.mark.parametrize("method", ["act", "outcomes", "dismiss"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_lost_host_is_replaced_and_asked_again(body: Body, method: str, moment: Moment) -> None:
+    run = body.run(*AGENTS, faults=[Fault(actor="environment-0", method=method, nth=2, dies=moment)])
+    run.check()
+    (loss,) = run.outcomes.losses
+    assert "environment-0 is gone" in loss
+    assert run.workers.names.count("environment-0") == 2
+
+
+def test_a_host_that_never_answers_is_replaced(body: Body) -> None:
+    run = body.run(*AGENTS, faults=[Fault(actor="environment-0", method="outcomes", nth=3, silent="before")])
+    run.check()
+    assert "environment-0 did not answer within 5 s (deadlines.call_s)" in run.outcomes.losses[0]
+
+
+def test_a_lost_trajectory_server_is_restored_under_acting_episodes(body: Body) -> None:
+    run = body.run(*AGENTS, faults=[Fault(actor="server", method="give", nth=3, dies="after")])
+    run.check()
+    assert "server is gone" in run.outcomes.losses[0]
+
+
+def test_a_failed_environment_begins_again_and_is_no_reward_of_zero(body: Body) -> None:
+    run = body.run(*AGENTS, "simulation.failed_step_share=0.1")
+    run.check()  # every consumed episode has all its turns
+    failed = Counter(event.trajectory for _, event in run.events("EnvironmentFailed"))
+    assert failed
+    assert not any(row.trajectory.error for row in run.store.ended())
+    reasons = {row.reason for row in run.store.ended()}
+    assert max(failed.values()) <= 3 or AbortReason.ENVIRONMENT_FAILED in reasons
+
+
+def test_a_hung_environment_hurts_only_its_own_episode(body: Body) -> None:
+    run = body.run(*AGENTS, "simulation.hung_step_share=0.05", "environment.step_s=8")
+    run.check()
+    assert any("is never answered" in event.error for _, event in run.events("EnvironmentFailed"))
+
+
+def test_environments_that_always_fail_end_the_run(body: Body) -> None:
+    run = body.run(*AGENTS, "simulation.failed_step_share=1")
+    error = run.raised()
+    assert isinstance(error, EnvironmentsFail)
+    assert f"environments failed in {LATEST} of their latest {LATEST} answers" in str(error)
+    run.check_kept()

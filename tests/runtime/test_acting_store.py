@@ -1,0 +1,45 @@
+"""What a run with environments stores, in the store that runs have."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stores.audit import audit
+from stores.trajectory import Given
+from stores.versioned import VersionedStore
+from tests.runtime.test_acting import AGENTS
+from tests.stores.plain_audit import plain_audit
+from tests.support.bodies import Body
+
+
+def test_an_acting_run_is_stored_as_it_was_and_audited_clean(tmp_path: Path) -> None:
+    run = Body(tmp_path / "runs").run(*AGENTS, "simulation.failed_step_share=0.1")
+    rows = list(run.store.ended())
+    store = VersionedStore.create(tmp_path / "s", run.store.header)
+    left = iter(rows)
+    for record in run.store.steps():
+        store.commit(record, list(itertools.islice(left, record.num_rows)))
+    store = VersionedStore.open(tmp_path / "s")
+    for stored, row in zip(store.ended(), rows, strict=True):
+        ours, theirs = stored.trajectory, row.trajectory
+        for name in ("prompt_tokens", "response_tokens", "logprobs", "versions", "sampled"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        assert [(s.role, len(s.tokens)) for s in ours.spans if isinstance(s, Given)] == [
+            (s.role, len(s.tokens)) for s in theirs.spans if isinstance(s, Given)
+        ]
+        assert ours.tool_s == pytest.approx(theirs.tool_s, abs=1e-5)
+    assert audit(store).findings == plain_audit(store).findings == ()
+    columns = store.columns()
+    consumed = columns["fate"] == "consumed"
+    assert columns["turns"][consumed].max() > 1
+    steps = [r for r in store.steps() if r.kind == "step"]
+    for record in steps:
+        batch = consumed & (columns["step"] == record.step)
+        for name in ("given_tokens", "response_tokens"):
+            assert record.metrics[name] == columns[name][batch].sum()
+        assert record.metrics["turns_mean"] == columns["turns"][batch].mean()
+        np.testing.assert_allclose(record.metrics["tool_s"], columns["tool_s"][batch].mean(), rtol=1e-6)

@@ -1,0 +1,263 @@
+"""A process that has imported what commands and workers need, and becomes any `python -m` program by forking.
+
+Importing torch, transformers and distributed takes a process seconds of CPU, and a test of whole runs starts a dozen
+processes. Forked from here they start in milliseconds, and are real ones: with a process id, session, files,
+environment and exit code of their own. tests/support/forking.py starts them.
+
+What is not as in a new interpreter: the parent is this server, the command line in /proc is this server's, and Python's
+own options but -P are this server's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import logging
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import termios
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+
+from pipeline.runtime.local_cluster import ACTORS, MODELS, WORKER
+
+MODULES = (
+    *WORKER,
+    *ACTORS,
+    *MODELS,
+    "cli.jobs",
+    "cli.resume",
+    "cli.run",
+    "cli.store",
+    "cli.train_offline",
+    "distributed.cli.dask_scheduler",
+    "distributed.cli.dask_worker",
+    "matplotlib.pyplot",
+    "pipeline.jobs.execution",
+    "pipeline.jobs.job_driver",
+    "pipeline.jobs.submission",
+    "pipeline.offline.reprocessing",
+    "pipeline.scheduler.dashboard",
+    "reasoning_gym",
+    "tensorboardX",
+    "tests.support.forked_scoring",
+)
+"""What the processes of tests import."""
+REQUEST_BYTES = 2**20
+FORKSERVER = "from multiprocessing.forkserver import main;"
+"""How the code begins with which multiprocessing starts a server of its own, that local workers are forked from."""
+NAMESPACES = {"net": 0x4000_0000, "mnt": 0x0002_0000}
+"""Those that a process may have apart from this server, and their flags for setns(2)."""
+
+
+@dataclass(slots=True)
+class Child:
+    """A forked process that is not forgotten. link: to whoever asked for it; None if nobody waits for it any more."""
+
+    pid: int
+    link: socket.socket | None
+    reported: bool = False
+
+
+def main(listener: int, alive: int) -> None:
+    """Serve until nobody holds the other end of the pipe `alive`; in a forked process, be the program asked for.
+    listener: the descriptor of a listening socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.freeze()  # a collection in a child would copy all of these pages
+    gc.enable()
+    tasks = os.listdir("/proc/self/task")
+    assert len(tasks) == 1, f"{len(tasks)} threads: only what starts none may be imported before forking"
+    request, fds, link = _serve(socket.socket(fileno=listener), alive)
+    link.send(str(os.getpid()).encode())
+    link.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _take_over(fds, range(3))
+    if request["new_session"]:
+        os.setsid()
+        if os.isatty(0):
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    _enter_namespaces(request["beside"])
+    _become(request)
+    if (code := _stand_by()) is not None:
+        exec(code, {"__name__": "__main__"})
+        return
+    sys.argv = ["-m", *request["arguments"]]
+    sys.modules.pop(request["module"], None)  # runpy warns of what is imported already
+    runpy._run_module_as_main(request["module"])  # as `python -m` does
+
+
+def _serve(listener: socket.socket, alive: int) -> tuple[dict[str, Any], Sequence[int], socket.socket]:
+    """Fork a process for each request. Returns only in those: the request, its standard files, and the link to the
+    asker."""
+    woken, waker = socket.socketpair()
+    waker.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, Child] = {}
+    selector = selectors.DefaultSelector()
+    for one in (listener, alive, woken):
+        selector.register(one, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == alive:
+                os._exit(0)
+            elif key.fileobj is woken:
+                woken.recv(4096)
+            elif key.fileobj is listener:
+                link, _ = listener.accept()
+                data, fds, *_ = socket.recv_fds(link, REQUEST_BYTES, 3)
+                if (pid := os.fork()) == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    os.close(alive)
+                    selector.close()
+                    for ours in (listener, woken, waker, *filter(None, (c.link for c in children.values()))):
+                        ours.close()
+                    return json.loads(data), fds, link
+                for fd in fds:
+                    os.close(fd)
+                children[pid] = Child(pid, link)
+                selector.register(link, selectors.EVENT_READ, children[pid])
+            else:
+                _forget(key.data, selector)
+        children = {pid: child for pid, child in children.items() if not _ended(child)}
+
+
+def _forget(child: Child, selector: selectors.BaseSelector) -> None:
+    """Wait for a child no more: the asker has read how it ended, or is gone."""
+    assert child.link is not None
+    selector.unregister(child.link)
+    child.link, link = None, child.link
+    _ended(child)
+    link.close()  # by which the asker learns that the child is no zombie any more
+
+
+def _ended(child: Child) -> bool:
+    """Report a child's end to its asker, once, and leave it a zombie until that has read it. Returns whether the child
+    is forgotten."""
+    if child.link is None:
+        with contextlib.suppress(ChildProcessError):
+            return os.waitpid(child.pid, os.WNOHANG)[0] == child.pid
+        return True
+    end = None if child.reported else os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if end is not None:
+        child.reported = True
+        with contextlib.suppress(OSError):  # the asker has just gone
+            child.link.send(str(end.si_status << 8 if end.si_code == os.CLD_EXITED else end.si_status).encode())
+    return False
+
+
+def _take_over(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give open files the numbers that the program knows them by."""
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1000) for fd in fds]  # clear of all the numbers
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(above, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _become(request: Mapping[str, Any]) -> None:
+    """Make of this process's state what a new interpreter's would be."""
+    environment = request["environment"]
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(request["folder"])
+    ours = {str(Path.cwd()), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    here = [] if request["safe_path"] else [str(Path.cwd())]
+    named = [str(Path(entry).absolute()) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [*here, *named, *(entry for entry in sys.path if entry not in ours)]
+    importlib.invalidate_caches()
+    _renew_streams()
+    np.random.seed()  # `random` does so by itself; torch's default seed is fixed
+    dask.config.refresh()
+    importlib.import_module("distributed.config").initialize_logging(dask.config.config)
+
+
+def _renew_streams() -> None:
+    """Open the standard streams anew, whose files are other ones now."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        stream = open(  # noqa: SIM115  open for as long as the process is
+            number,
+            "w" if number else "r",
+            buffering=1 if number == 2 or os.isatty(number) else -1,
+            encoding=old.encoding,
+            errors=old.errors,
+            closefd=False,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+        for reference in logging._handlerList:
+            if getattr(handler := reference(), "stream", None) is old:
+                handler.setStream(stream)
+
+
+def _enter_namespaces(beside: int) -> None:
+    """Be where another process is, whose network and mounts may be its own."""
+    for name, flag in NAMESPACES.items():
+        theirs = Path(f"/proc/{beside}/ns/{name}")
+        if theirs.readlink() != Path(f"/proc/self/ns/{name}").readlink():
+            fd = os.open(theirs, os.O_RDONLY)
+            if ctypes.CDLL(None, use_errno=True).setns(fd, flag) != 0:
+                raise OSError(ctypes.get_errno(), f"setns to {theirs}")
+            os.close(fd)
+
+
+def _stand_by() -> str | None:
+    """Fork a process that becomes the server of multiprocessing's, once this one starts it, as it does to fork local
+    workers from; and a second one is started as ever. Returns in that process only: the code it is to run."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (pid := os.fork()) == 0:
+        ours.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        data, fds, *_ = socket.recv_fds(theirs, REQUEST_BYTES, 16)
+        if not data:  # whoever could have asked has ended
+            os._exit(0)
+        theirs.close()
+        request = json.loads(data)
+        _take_over(fds, request["numbers"])
+        if not request["deaf"]:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        _become(request)
+        sys.argv = ["-c"]
+        return str(request["code"])
+    theirs.close()
+    spawn = util.spawnv_passfds
+    waiting = [pid]
+
+    def start(path: str, args: Sequence[Any], fds: Sequence[int]) -> int:
+        code = os.fsdecode(args[-1])
+        if not waiting or not code.startswith(FORKSERVER):
+            return spawn(path, args, fds)
+        request = {
+            "code": code,
+            "numbers": list(fds),
+            "deaf": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "safe_path": bool(os.environ.get("PYTHONSAFEPATH")),
+        }
+        socket.send_fds(ours, [json.dumps(request).encode()], list(fds))
+        ours.close()
+        return waiting.pop()
+
+    util.spawnv_passfds = start
+    return None

@@ -1,0 +1,171 @@
+"""Starts `python -m` programs without their imports: forked from a process that has done them (fork_server.py).
+
+`Popen` and `run` are subprocess's for every other command. A few tests start commands by subprocess itself, so that
+what a new interpreter does is tested too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline.runtime.local_cluster import worker_environment
+
+ADDRESS = "STALEFLOW_TESTS_FORK_SERVER"
+"""The environment variable that has the server's address; processes that it forks share it, unless it is empty."""
+ENTER = ("nsenter", "--mount", "--net", "--target")
+"""How a command begins that is given the network and mounts of a process, whose number is next."""
+_execute = inspect.signature(subprocess.Popen._execute_child)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What `python [-P] -m MODULE ARGUMENTS` runs."""
+
+    module: str
+    arguments: tuple[str, ...]
+    safe_path: bool
+    beside: int
+    """A process whose network and mounts it has."""
+
+
+def program(command: Any) -> Program | None:
+    """The program that a command runs; None if it is not one of this Python's."""
+    if isinstance(command, str | bytes | os.PathLike):
+        return None
+    words = [os.fspath(word) for word in command]
+    beside = os.getpid()
+    if tuple(words[: len(ENTER)]) == ENTER:
+        beside, words = int(words[len(ENTER)]), words[len(ENTER) + 1 :]
+    safe_path = words[1:2] == ["-P"]
+    python, *rest = [words[0], *words[1 + safe_path :]]
+    if python != sys.executable or rest[:1] != ["-m"]:
+        return None
+    return Program(rest[1], tuple(rest[2:]), safe_path, beside)
+
+
+class Popen(subprocess.Popen):
+    """A process, forked if it is a Python program. Without arguments for what a child does before its program."""
+
+    _link: socket.socket | None = None
+    """To the server, which alone can wait for its child."""
+
+    def _execute_child(self, *given: Any, **named: Any) -> None:
+        call = _execute.bind(self, *given, **named).arguments
+        if (forked := program(call["args"])) is None:
+            super()._execute_child(*given, **named)
+            return
+        address = served()
+        environment = {ADDRESS: address, **(os.environ if call["env"] is None else call["env"])}
+        if forked.module == "dask":  # its nannies fork their workers, too
+            environment.setdefault("DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD", "forkserver")
+        request = {
+            "module": forked.module,
+            "arguments": forked.arguments,
+            "safe_path": forked.safe_path,
+            "environment": environment,
+            "folder": os.fspath(call["cwd"] or Path.cwd()),
+            "new_session": call["start_new_session"],
+            "beside": forked.beside,
+        }
+        wanted = [call[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        files = [number if fd == -1 else fd for number, fd in enumerate(wanted)]
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.connect(address)
+        socket.send_fds(link, [json.dumps(request).encode()], files)
+        self._link = link
+        self.pid = int(link.recv(64))
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(call[name] for name in ends))
+
+    def _internal_poll(self, *given: Any, **named: Any) -> int | None:
+        if self._link is None:
+            return super()._internal_poll(*given, **named)
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid:
+                    self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._link is None:
+            return super()._try_wait(wait_flags)
+        try:
+            status = int(self._link.recv(64, socket.MSG_DONTWAIT if wait_flags & os.WNOHANG else 0))
+        except BlockingIOError:
+            return 0, 0
+        self._link.shutdown(socket.SHUT_WR)
+        self._link.recv(1)  # it is no zombie any more
+        self._link.close()
+        return self.pid, status
+
+
+def _start_if_served(*given: Any, **named: Any) -> subprocess.Popen[bytes]:
+    return (Popen if os.environ.get(ADDRESS) else subprocess.Popen)(*given, **named)
+
+
+SUBPROCESS = SimpleNamespace(**{**vars(subprocess), "Popen": _start_if_served})
+"""What modules have as `subprocess` whose processes are to be forked, where there is a server."""
+
+
+def run(command: Sequence[Any], *, timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[Any]:
+    """subprocess.run, of a process that is forked if it can be. how: as there, but for `input` and `check`."""
+    if how.pop("capture_output", False):
+        how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(command, **how) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(process.args, process.wait(), out, err)
+
+
+def served() -> str:
+    """The address of the server; it is started unless it runs."""
+    return os.environ.get(ADDRESS) or _start()
+
+
+@functools.cache
+def _start() -> str:
+    """Start the server; it ends with this process."""
+    folder = tempfile.mkdtemp(prefix="fork-server-")
+    address = f"{folder}/socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        alive, held = os.pipe()
+        server = subprocess.Popen(
+            [sys.executable, "-c", f"from tests.support import fork_server as s; s.main({listener.fileno()}, {alive})"],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(listener.fileno(), alive),
+            env={**os.environ, **worker_environment(1)},
+        )
+        os.close(alive)
+    atexit.register(_end, os.getpid(), server, held, folder)
+    return address
+
+
+def _end(starter: int, server: subprocess.Popen[bytes], held: int, folder: str) -> None:
+    if os.getpid() == starter:
+        os.close(held)
+        server.kill()
+        server.wait()
+        shutil.rmtree(folder)

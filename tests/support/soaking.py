@@ -1,0 +1,54 @@
+"""`python -m benchmarks.soak` whose processes are forked (forking.py): its cluster's, its runs and its audits."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks import soak
+from benchmarks.soaking import cluster, counting, machine, running
+from tests.support import forking
+
+on_second_host = machine.Machine.on_second_host
+
+
+class Answering:
+    """What asyncio calls a process, of one that is forked."""
+
+    def __init__(self, *command: str, **files: Any) -> None:
+        self._process = forking.Popen(command, **files)
+
+    async def communicate(self) -> tuple[bytes, bytes]:
+        return await asyncio.to_thread(self._process.communicate)
+
+
+async def answering(*command: str, **files: Any) -> Answering:
+    return Answering(*command, **files)
+
+
+@functools.cache
+def there(one: machine.Machine) -> int:
+    """A process that lives on the second host and does nothing: where it is, others can go."""
+    process = subprocess.Popen(on_second_host(one, ["sleep", "infinity"]))
+    atexit.register(process.kill)
+    while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
+        assert process.poll() is None
+        time.sleep(0.01)
+    return process.pid
+
+
+def go_there(one: machine.Machine, command: list[str]) -> list[str]:
+    return [*forking.ENTER, str(there(one)), *command]
+
+
+if __name__ == "__main__":
+    cluster.subprocess = running.subprocess = forking.SUBPROCESS
+    counting.asyncio = SimpleNamespace(**{**vars(asyncio), "create_subprocess_exec": answering})
+    machine.Machine.on_second_host = go_there
+    soak.main()

@@ -1,0 +1,159 @@
+"""Given tokens between turns: what was sampled stays as it is, and what surrounds it is what the template says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stores.errors import ConfigError
+from tasks.bridging import PlainBridge, RendererBridge, TemplateBridge, make_bridge
+from tasks.model_renderers import known_renderer
+from tasks.task_source import Message
+from tasks.texts import TokenizerTexts
+from tests.tasks.chat_models import CHATML, LLAMA, MODELS, QWEN, chat_tokenizer
+
+TEXTS = {name: TokenizerTexts(chat_tokenizer(name)) for name in MODELS}
+WORDS = st.text("the in12\n<>/é", max_size=12)
+SPECIAL = [*CHATML, *LLAMA, *QWEN, "<s>", "</s>", "[INST]"]
+
+
+def whole(name: str, ids: list[int]) -> str:
+    return TEXTS[name].text(ids, special=True)
+
+
+def end_of(name: str) -> int:
+    (found,) = TEXTS[name].ids(MODELS[name][3])
+    return found
+
+
+@pytest.mark.parametrize("name", ["smollm2", "llama3", "mistral", "qwen3"])
+@given(data=st.data())
+def test_prompt_turn_and_bridge_are_the_next_prompt_exactly_and_read_as_the_template_says(
+    name: str, data: st.DataObject
+) -> None:
+    """Tokens are drawn, not texts: the same text may be sampled as other tokens than a tokenizer would make of it."""
+    texts = TEXTS[name]
+    bridge = TemplateBridge(texts)
+    role = "tool" if name == "qwen3" else "user"
+    conversation = [Message("user", data.draw(WORDS) + "?")]
+    ids = list(texts.ids(texts.chat_text(conversation)))
+    spans: list[list[int]] = [list(ids)]
+    for number in range(1, data.draw(st.integers(1, 4)) + 1):
+        turn = data.draw(st.lists(st.integers(0, 255), max_size=8))
+        says = texts.text(turn, special=True)
+        if "\ufffd" in says or (name == "llama3" and says != says.strip()):
+            turn, says = [], ""
+        closed = data.draw(st.booleans())
+        turn = [*turn, end_of(name)] if closed else turn
+        one = Message(role, f"{data.draw(WORDS)}!")
+        given_ids = bridge.ids(ids, turn, [one], number)
+        spans += [turn, given_ids]
+        ids = [*ids, *turn, *given_ids]
+        conversation += [Message("assistant", says), one]
+        assert whole(name, given_ids).count(MODELS[name][3]) == (0 if name == "mistral" else 1) + (not closed)
+    assert ids == [token for span in spans for token in span]
+    assert whole(name, ids) == texts.chat_text(conversation)
+
+
+def test_a_turn_that_did_not_end_is_closed_by_the_bridge_and_one_that_did_is_not_closed_twice() -> None:
+    texts, bridge = TEXTS["smollm2"], TemplateBridge(TEXTS["smollm2"])
+    said = list(texts.ids("in the"))
+    hears = [Message("environment", "higher")]
+    rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+    assert whole("smollm2", bridge.ids([], said, hears, 1)) == f"<|im_end|>{rest}"
+    (closes,), (other,) = texts.ids("<|im_end|>"), texts.ids("<|endoftext|>")
+    assert whole("smollm2", bridge.ids([], [*said, closes], hears, 1)) == rest
+    assert whole("smollm2", bridge.ids([], [*said, other], hears, 1)) == rest
+    assert whole("smollm2", bridge.ids([], [], hears, 1)) == f"<|im_end|>{rest}"
+
+
+def test_a_plain_newline_at_the_end_of_a_turn_is_not_taken_for_its_end() -> None:
+    """A template that closes turns by text: the model's own newline is its content."""
+    tokenizer = chat_tokenizer("smollm2")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    texts = TokenizerTexts(tokenizer)
+    found = TemplateBridge(texts).ids([], texts.ids("in\n"), [Message("user", "go")], 1)
+    assert texts.text(found) == "\nuser: go\nassistant: "
+
+
+def test_several_messages_and_roles_that_a_template_does_not_know() -> None:
+    two = [Message("tool", "1"), Message("tool", "2")]
+    qwen = TemplateBridge(TEXTS["qwen3"]).ids([], [end_of("qwen3")], two, 1)
+    wrapped = "".join(f"\n<tool_response>\n{i}\n</tool_response>" for i in (1, 2))
+    assert whole("qwen3", qwen) == f"\n<|im_start|>user{wrapped}<|im_end|>\n<|im_start|>assistant\n"
+    mistral = TemplateBridge(TEXTS["mistral"]).ids([], [end_of("mistral")], [Message("tool", "1")], 1)
+    assert whole("mistral", mistral) == "[INST] 1 [/INST]"
+    with pytest.raises(
+        ConfigError, match=r"turn 3: task\.chat = true: the chat template fails on messages of user, ass"
+    ):
+        TemplateBridge(TEXTS["mistral"]).ids([], [end_of("mistral")], two, 3)
+
+
+def test_a_template_that_drops_thoughts_when_a_user_speaks_is_refused_for_users_and_kept_for_tools() -> None:
+    bridge = TemplateBridge(TEXTS["qwen3"])
+    bridge.check(["tool"])
+    for role in ("user", "environment"):
+        with pytest.raises(ConfigError) as caught:
+            bridge.check([role])
+        assert str(caught.value).startswith(
+            "task.chat = true: the chat template drops the <think> parts of earlier turns when a message of role user "
+            "follows, so the model would not go on from what it sampled; put a template that only appends"
+        )
+    with pytest.raises(ConfigError, match=r"turn 2: task\.chat = true: the chat template drops"):
+        bridge.ids([], [], [Message("environment", "go")], 2)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}",
+        "{% for m in messages %}[{{ messages|length }}]{{ m.content }};{% endfor %}",
+        "{% for m in messages %}{{ m.content | upper }};{% endfor %}",
+    ],
+)
+def test_a_template_that_does_not_only_append_is_refused_with_the_reason(template: str) -> None:
+    tokenizer = chat_tokenizer("smollm2")
+    tokenizer.chat_template = template
+    why = "turn 1: .* renders earlier turns in another way when a message of role user follows, so the model would not"
+    with pytest.raises(ConfigError, match=why):
+        TemplateBridge(TokenizerTexts(tokenizer)).ids([], [], [Message("user", "go")], 1)
+
+
+def test_without_a_chat_template_messages_are_texts() -> None:
+    texts = TEXTS["smollm2"]
+    bridge = make_bridge(texts, "anything", chat=False, template="\n{observation}\n> ")
+    assert isinstance(bridge, PlainBridge)
+    bridge.check(["user", "tool"])
+    messages = [Message("environment", "higher {observation}"), Message("tool", "2")]
+    assert texts.text(bridge.ids([1], [2], messages, 1)) == "\nhigher {observation}\n> \n2\n> "
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "role"), [("qwen3", "Qwen/Qwen3-8B", "tool"), ("llama3", "Llama-3.2-1B-Instruct", "user")]
+)
+def test_renderers_bridge_as_the_template_does(name: str, model: str, role: str) -> None:
+    pytest.importorskip("renderers")
+    texts = TEXTS[name]
+    bridge = make_bridge(texts, model, chat=True, template="{observation}")
+    assert isinstance(bridge, RendererBridge)
+    bridge.check([role])
+    before = list(texts.ids(texts.chat_text([Message("user", "go")])))
+    for turn in ([*texts.ids("in the"), end_of(name)], list(texts.ids("in the"))):
+        hears = [Message(role, "the 12")]
+        assert bridge.ids(before, turn, hears, 1) == TemplateBridge(texts).ids(before, turn, hears, 1)
+
+
+def test_a_renderer_is_only_used_if_it_renders_as_the_template_does(tmp_path: Path) -> None:
+    pytest.importorskip("renderers")
+    assert known_renderer(chat_tokenizer("qwen3"), str(tmp_path / "Qwen3-8B")) is not None
+    assert known_renderer(chat_tokenizer("smollm2"), "Qwen/Qwen3-8B") is None
+    assert known_renderer(chat_tokenizer("smollm2"), "HuggingFaceTB/SmolLM2-135M-Instruct") is None
+    refusing = make_bridge(TEXTS["qwen3"], "Qwen/Qwen3-8B", chat=True, template="")
+    with pytest.raises(ConfigError, match="drops the <think> parts of earlier turns"):
+        refusing.check(["environment"])

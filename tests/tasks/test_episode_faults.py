@@ -1,0 +1,321 @@
+"""Whom an environment hurts that hangs, dies, raises, eats memory or returns what it must not: itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stores.errors import ConfigError
+from tasks.episodes.answers import EpisodeKey
+from tasks.episodes.host import Episodes
+from tasks.task_source import Message, TaskSource, distinct_held_out
+from tests.support.games import GAMES, acted, is_gone, played, running, settings, until_gone
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("games") / "games.py"
+    path.write_text(GAMES)
+    return path
+
+
+FAULTS = {
+    "raise": r"step 2 raised: KeyError: 'a key\nof two lines'",
+    "exit": "step 2 raised: SystemExit: 3",
+    "nan": "the reward of step 2 is nan; it must be a finite number",
+    "text": "the reward of step 2 is '1'; it must be a number",
+    "number": "the observation of step 2 must be a text or a list of messages, not 7",
+    "assistant": "the observation of step 2 ends with a message of the assistant",
+    "broken": "the observation of step 2 is no Unicode text: surrogates not allowed at character 1",
+    "long": "the observation of step 2 has 2000000 characters; at most 1000000 are given to a model",
+    "four": r"step 2 must return (observation, reward, terminated, truncated, info), not ('ok', 0.0, False, {})",
+}
+
+
+@pytest.mark.parametrize("name", ["Moody", "AsyncMoody"])
+def test_what_an_environment_does_wrong_is_one_line_and_its_own(games: Path, name: str) -> None:
+    made = settings(f"{games}:{name}")
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        await acted(episodes, task, "other")
+        for member, (action, message) in enumerate(FAULTS.items(), 1):
+            await acted(episodes, task, "a", member=member)
+            answer = await acted(episodes, task, "a", action, member=member)
+            assert answer.ended and not answer.lost and message in answer.error and "\n" not in answer.error
+            assert await acted(episodes, task, "a", action, member=member) == answer
+        assert (await acted(episodes, task, "other", "b")).messages == (Message("environment", "2"),)
+        await episodes.close()
+
+    running(work())
+
+
+@pytest.mark.parametrize(("name", "isolation"), [("Moody", "auto"), ("Moody", "thread"), ("Quick", "auto")])
+def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path, name: str, isolation: str) -> None:
+    made = settings(f"{games}:{name}", isolation=isolation)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        answers = await played(episodes, task, ["run", "own", "a"])
+        assert [m.content for a in answers for m in a.messages] == ["later", "mine", "3"]
+        assert type(answers[1].messages[0].content) is str
+        await episodes.close()
+
+    running(work())
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("hang", "step 2 took longer than environment.step_s = 0.5 s"),
+        ("die", "its process ended with exit code 4"),
+        ("crash", "its process was killed by SIGABRT"),
+        ("eat", "step 2 raised: MemoryError:  (environment.memory_mib = 64)"),
+    ],
+)
+def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
+    games: Path, action: str, message: str
+) -> None:
+    made = settings(f"{games}:Moody", step_s=0.5, memory_mib=64)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        (other,) = (await acted(episodes, task, "pid")).messages
+        (mine,) = (await acted(episodes, task, "pid", member=1)).messages
+        assert int(mine.content) != int(other.content)
+        bad, good = await asyncio.gather(
+            acted(episodes, task, "pid", action, member=1), acted(episodes, task, "pid", "pid")
+        )
+        assert " ".join(bad.error.split()) == " ".join(message.split())
+        assert good.messages == (other,)
+        await until_gone(int(mine.content))
+        assert (await acted(episodes, task, "pid", "pid", "pid")).messages == (other,)
+        await episodes.close()
+        await until_gone(int(other.content))
+
+    running(work())
+
+
+@pytest.mark.parametrize(
+    ("name", "isolation"), [("AsyncMoody", "auto"), ("Waiting", "auto"), ("AsyncMoody", "process"), ("Moody", "thread")]
+)
+def test_an_environment_that_never_answers_hurts_only_itself(games: Path, name: str, isolation: str) -> None:
+    made = settings(f"{games}:{name}", step_s=0.5, isolation=isolation)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        await episodes.check()
+        begin = time.monotonic()
+        bad, *good = await asyncio.gather(
+            acted(episodes, task, "hang"), *(acted(episodes, task, "a", member=m) for m in range(1, 4))
+        )
+        assert bad.error == "step 1 took longer than environment.step_s = 0.5 s"
+        assert [answer.messages for answer in good] == [(Message("environment", "1"),)] * 3
+        assert time.monotonic() - begin < 5
+        await episodes.close()
+
+    running(work())
+
+
+def test_a_server_that_is_killed_takes_its_episodes_with_it_and_is_started_again(games: Path) -> None:
+    made = settings(f"{games}:Moody")
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        (server,) = (await acted(episodes, task, "server")).messages
+        (mine,) = (await acted(episodes, task, "server", "pid")).messages
+        os.kill(int(server.content), signal.SIGKILL)
+        await until_gone(int(mine.content))
+        assert (await acted(episodes, task, "server", "pid", "a")).error == "its process died"
+        assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
+        await episodes.close()
+
+    running(work())
+
+
+def test_what_an_environment_started_ends_with_it_also_in_a_session_of_its_own(games: Path) -> None:
+    made = settings(f"{games}:Moody")
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        (child,) = (await acted(episodes, task, "child")).messages
+        assert not is_gone(int(child.content))
+        episodes.cancel([EpisodeKey(task=0)])
+        await until_gone(int(child.content))
+        await episodes.close()
+
+    running(work())
+
+
+@pytest.mark.parametrize("name", ["Moody", "AsyncMoody"])
+def test_a_surplus_episode_is_cancelled_at_once(games: Path, name: str) -> None:
+    made = settings(f"{games}:{name}")
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        await acted(episodes, task, "a")
+        waiting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
+        other = asyncio.ensure_future(acted(episodes, task, "b", member=1))
+        await asyncio.sleep(0.1)
+        begin = time.monotonic()
+        episodes.cancel([EpisodeKey(task=0), EpisodeKey(task=7)])
+        assert (await waiting).error == "the episode was cancelled"
+        assert (await other).messages == (Message("environment", "1"),)
+        assert time.monotonic() - begin < 1
+        await episodes.close()
+
+    running(work())
+
+
+def test_a_coroutine_that_ignores_being_cancelled_is_not_waited_for(games: Path) -> None:
+    made = settings(f"{games}:AsyncMoody", step_s=0.2)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        assert "took longer than environment.step_s" in (await acted(episodes, task, "stubborn")).error
+        assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
+        await episodes.close()
+
+    running(work())
+
+
+def test_the_seconds_of_all_steps_are_limited_together(games: Path) -> None:
+    made = settings(f"{games}:AsyncMoody", step_s=5, episode_s=0.3)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        await acted(episodes, task, "a")
+        answer = await acted(episodes, task, "a", "hang")
+        assert answer.error == "step 2 took longer than environment.episode_s = 0.3 s"
+        assert 0.2 < answer.seconds < 2
+        await episodes.close()
+
+    running(work())
+
+
+def test_as_many_steps_as_allowed_are_taken_at_once(games: Path) -> None:
+    made = settings(f"{games}:AsyncMoody", step_s=0.2, concurrency=2)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        begin = time.monotonic()
+        answers = await asyncio.gather(*(acted(episodes, task, "hang", member=m) for m in range(6)))
+        assert all("took longer" in a.error for a in answers)
+        assert time.monotonic() - begin >= 0.6
+        await episodes.close()
+
+    running(work())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Unresettable", "task 0: reset raised: ValueError: no board"),
+        ("Wordless", "task 0: the first observation must be a text or a list of messages, not 7"),
+        ("Plain", r"task 0: reset must return \(observation, info\), not 'no info'"),
+        ("silent", "task 0: play returned before it asked the model for anything"),
+        ("Absent", "has no function Absent"),
+    ],
+)
+def test_an_environment_that_cannot_begin_is_one_line(games: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        settings(f"{games}:{name}").source.build()
+    assert str(caught.value).startswith("task.source = ") and "\n" not in str(caught.value)
+
+
+def test_wrong_options_are_one_line(games: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Guess\(\) does not take task.options = \{'level': 3\}"):
+        settings(f"{games}:Guess", {"level": 3}).source.build()
+    assert settings(f"{games}:Guess", {"rules": "Go."}).source.build().task(0).prompt == "Go."
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("stubborn", "play asked again after EpisodeCut"),
+        ("hasty", "play raised: RuntimeError: ask is called while another call of it waits"),
+        ("boastful", "what play returned is 'well done'; it must be a number"),
+    ],
+)
+def test_what_a_coroutine_does_wrong_is_one_line(games: Path, name: str, message: str) -> None:
+    made = settings(f"{games}:{name}", max_turns=1 + (name == "hasty"))
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        assert message in (await acted(episodes, task, "a")).error
+        await episodes.close()
+
+    running(work())
+
+
+def test_an_environment_that_does_not_keep_to_its_seed_is_found_before_the_run(games: Path) -> None:
+    made = settings(f"{games}:Unseeded")
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
+            await episodes.check()
+        assert "another first observation" in (await acted(episodes, task, "a")).error
+        await episodes.close()
+
+    running(work())
+
+
+def test_tasks_are_functions_of_their_index_and_held_out_ones_have_other_seeds(games: Path) -> None:
+    source: TaskSource = settings(f"{games}:Chatty").source.build()
+    task = source.task(2, held_out=True)
+    assert task.prompt == (Message("system", "rules"), Message("user", "{'index': 2, 'held_out': True}"))
+    guess = settings(f"{games}:Guess").source.build()
+    held_out = distinct_held_out(guess, 50)
+    assert len(held_out) == 50
+    assert not {t.seed for t in held_out} & {guess.task(i).seed for i in range(50)}
+
+
+HOST = """
+import asyncio
+from tests.support.games import Episodes, acted, settings
+
+async def work(named):
+    made = settings(named)
+    task = made.source.build().task(0)
+    episodes = Episodes(made)
+    for member in range(3):
+        answer = await acted(episodes, task, "pid", member=member)
+        print(answer.messages[0].content, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(work({named!r}))
+"""
+
+
+def test_environments_end_with_a_host_that_is_killed(games: Path) -> None:
+    script = HOST.format(named=f"{games}:Moody")
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        pids = [int(host.stdout.readline()) for _ in range(3)]
+        assert not any(map(is_gone, pids))
+        host.kill()
+
+    async def all_gone() -> None:
+        await asyncio.gather(*map(until_gone, pids))
+
+    running(all_gone())

@@ -1,0 +1,172 @@
+"""Environments that packages bring: each plays a real game; what is no text or not there is one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stores.errors import ConfigError
+from tasks.environments import SourceSettings
+from tasks.episodes.answers import Answer, EpisodeKey
+from tasks.episodes.host import Episodes, EpisodeSettings
+from tasks.episodes.limits import EnvironmentConfig
+from tasks.task_source import Task
+
+LIMITS = EnvironmentConfig(step_s=60)
+
+
+def settings(source: str, **options: Any) -> EpisodeSettings:
+    return EpisodeSettings(source=SourceSettings(source=source, options=options, seed=3, limits=LIMITS), limits=LIMITS)
+
+
+def played(made: EpisodeSettings, turns: Sequence[str], *, repeatable: bool = True) -> tuple[Task, list[Answer]]:
+    """A task, and the answers to these turns; played again on another host, where the environment can be set back."""
+    task = made.source.build().task(0)
+
+    async def work() -> list[Answer]:
+        episodes, other = Episodes(made), Episodes(made)
+        await episodes.check()
+        key = EpisodeKey(task=0)
+        found: list[Answer] = []
+        for number in range(1, len(turns) + 1):
+            found.append(await episodes.act(key, task.record, turns[:number], cut=False))
+            if found[-1].ended:
+                break
+        again = await other.act(key, task.record, turns[: len(found)], cut=False)
+        if repeatable:
+            assert (again.messages, again.ended, again.reward) == (
+                found[-1].messages,
+                found[-1].ended,
+                found[-1].reward,
+            )
+            assert again.replayed == tuple(answer.messages for answer in found[:-1])
+        else:
+            assert again.lost
+        await episodes.close()
+        await other.close()
+        return found
+
+    answers = asyncio.run(work())
+    assert not any(answer.error for answer in answers)
+    return task, answers
+
+
+def refusal(source: str, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settings(source, **options).source.build()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["textarena", "gymnasium", "skyrl_gym"])
+def test_a_package_that_is_not_installed_is_one_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    made = settings(f"{kind}:Anything")
+    with pytest.raises(
+        ConfigError, match=f"needs the package {kind}; pip install 'staleflow.{kind.replace('_', '-')}.'"
+    ):
+        asyncio.run(Episodes(made).check())
+
+
+def test_a_game_of_textarena() -> None:
+    pytest.importorskip("textarena")
+    task, answers = played(settings("textarena:GuessTheNumber-v0"), ["[1]", "[2]", "[3]"])
+    assert isinstance(task.prompt, str) and "guess the number between 1 and 20" in task.prompt
+    for answer in answers[:-1]:
+        assert [m.content for m in answer.messages] == ["The target number is higher."]
+    source = settings("textarena:GuessTheNumber-v0", max_number=2).source
+    won = [played(settings("textarena:GuessTheNumber-v0", max_number=2), ["[1]", "[2]"])[1]]
+    assert [w[-1].reward for w in won] == [1.0]
+    assert source.build().task(0).prompt == source.build().task(1).prompt
+
+
+def test_what_textarena_does_not_have_is_one_line() -> None:
+    pytest.importorskip("textarena")
+    assert "textarena has no game 'GuesTheNumber-v0'; did you mean GuessTheNumber-v0?" in refusal(
+        "textarena:GuesTheNumber-v0"
+    )
+    assert "cannot be played by one player: " in refusal("textarena:TicTacToe-v0")
+    assert "cannot be made with task.options = {'level': 3}: TypeError" in refusal(
+        "textarena:GuessTheNumber-v0", level=3
+    )
+
+
+def test_games_of_gymnasium() -> None:
+    pytest.importorskip("gymnasium")
+    task, answers = played(settings("gymnasium:FrozenLake-v1", is_slippery=False), ["left: 0", "I go 1.", "fly", "9"])
+    assert task.prompt == (
+        "FrozenLake-v1. Answer with an action, a whole number from 0 to 3.\n[S]FFF\nFHFH\nFFFH\nHFFG\n0"
+    )
+    first, second, third, _ = [[m.content for m in answer.messages] for answer in answers]
+    assert first == ["  (Left)\n[S]FFF\nFHFH\nFFFH\nHFFG\n0"]
+    assert second == ["  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG\n4"]
+    assert third == ["That is no action. Answer with an action, a whole number from 0 to 3."]
+    _, answers = played(settings("gymnasium:FrozenLake-v1", is_slippery=False), list("112212"))
+    assert (answers[-1].ended, answers[-1].reward) == (True, 1.0)
+    task, answers = played(settings("gymnasium:CartPole-v1", rules="Balance!"), ["0", "1", "0"])
+    assert isinstance(task.prompt, str) and task.prompt.startswith("Balance!\n")
+    assert len(task.prompt.splitlines()[1].split()) == 4
+    task, answers = played(settings("gymnasium:Blackjack-v1"), ["0"])
+    assert answers[-1].ended and answers[-1].reward in (-1.0, 0.0, 1.0, 1.5)
+    task, answers = played(settings("gymnasium:Pendulum-v1"), ["torque 1.5", "-2.0", "7"])
+    assert "1 numbers from -2 to 2" in str(task.prompt)
+    assert [answer.ended for answer in answers] == [False] * 3
+    assert answers[2].messages[0].content.startswith("That is no action.")
+
+
+def test_what_gymnasium_cannot_make_or_write_is_one_line() -> None:
+    pytest.importorskip("gymnasium")
+    assert "cannot be made with task.options = {}: NameNotFound" in refusal("gymnasium:FrozenLak-v1")
+    assert "TypeError" in refusal("gymnasium:CartPole-v1", level=3)
+
+
+def test_spaces_are_text_or_refused() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    import numpy as np
+
+    from tasks.episodes.gymnasium_games import _why_no_text, action_of, text_of
+
+    spaces = gymnasium.spaces
+    several = spaces.Dict({"at": spaces.MultiDiscrete([3, 4]), "on": spaces.MultiBinary(2), "say": spaces.Text(5)})
+    value = {"at": np.array([1, 3]), "on": np.array([0, 1], np.int8), "say": "hi"}
+    assert text_of(several, value) == "at: 1 3\non: 0 1\nsay: hi"
+    assert _why_no_text(several, actions=False) == ""
+    assert _why_no_text(several, actions=True) == "a space of kind Dict"
+    picture = spaces.Box(0, 255, (84, 84, 3), np.uint8)
+    assert "Box of 21168 numbers" in _why_no_text(spaces.Tuple([picture]), actions=False)
+    assert "Sequence" in _why_no_text(spaces.Sequence(spaces.Discrete(2)), actions=False)
+    assert action_of(spaces.MultiDiscrete([3, 4]), "I take 9, 2 and 3").tolist() == [2, 3]
+    assert action_of(spaces.Discrete(3, start=5), "6 or 7") == 7
+    assert action_of(spaces.Text(5), " go ") == "go"
+    for space, text in (
+        (spaces.Discrete(3), "none"), (spaces.Discrete(3), "3"), (spaces.Discrete(3), "1.5"),
+        (spaces.Box(0, 1, (2,)), "0.5"), (spaces.Text(2), "too long"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"numbers|space"):
+            action_of(space, text)
+
+
+def test_environments_of_skyrl_gym(tmp_path: Path) -> None:
+    pytest.importorskip("skyrl_gym")
+    rows = tmp_path / "rows.jsonl"
+    one = {
+        "prompt": [{"role": "user", "content": "What is 12 * 12?"}],
+        "reward_spec": {"method": "rule", "ground_truth": "144"},
+        "extra_info": {"max_turns": 3},
+    }
+    rows.write_text("".join(json.dumps(one) + "\n" for _ in range(20)))
+    made = settings("skyrl_gym:gsm8k_multi_turn", rows=f"jsonl:{rows}")
+    task, answers = played(made, ["I think", "#### 143", "#### 144"], repeatable=False)
+    assert task.prompt[0][1] == "What is 12 * 12?"
+    assert answers[0].messages[0].role == "user" and "tentative numeric answer" in answers[0].messages[0].content
+    assert [answer.ended for answer in answers] == [False, False, True]
+    assert answers[2].reward == pytest.approx(1.0 + 0.2 / 3)
+    assert "skyrl_gym has no environment 'gsm9k'; there are aime" in refusal("skyrl_gym:gsm9k", rows=f"jsonl:{rows}")
+    assert "task.options must have rows" in refusal("skyrl_gym:gsm8k")
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert "cannot be made with its first row" in refusal("skyrl_gym:gsm8k", rows=f"jsonl:{rows}")

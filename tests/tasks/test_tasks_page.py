@@ -1,0 +1,63 @@
+"""docs/tasks.md: its environments and its job run as printed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import actor_settings, loading
+from tasks.environments import SourceSettings, extract_answer
+from tasks.episodes.answers import Answer, EpisodeKey
+from tasks.episodes.host import Episodes, EpisodeSettings
+from tasks.episodes.limits import EnvironmentConfig
+
+PAGE = Path("docs/tasks.md").read_text()
+
+
+def blocks(heading: str, language: str) -> list[str]:
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["Guess", "guess"])
+def test_the_environments_of_the_page_are_played(name: str, tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text("\n\n".join(blocks("Environments of many turns", "python")))
+    source = SourceSettings(source=f"{tmp_path}/games.py:{name}", options={}, seed=0)
+    task = source.build().task(0)
+    assert task.prompt == "Guess my number, from 1 to 20."
+
+    async def work() -> list[Answer]:
+        episodes = Episodes(EpisodeSettings(source=source, limits=EnvironmentConfig()))
+        await episodes.check()
+        low, high, turns, found = 1, 20, [], []
+        while not found or not found[-1].ended:
+            turns.append(str((low + high) // 2))
+            found.append(await episodes.act(EpisodeKey(task=0), task.record, turns, cut=False))
+            said = "".join(message.content for message in found[-1].messages)
+            low, high = (int(turns[-1]) + 1, high) if said == "higher" else (low, int(turns[-1]) - 1)
+        await episodes.close()
+        return found
+
+    answers = asyncio.run(work())
+    assert answers[-1].reward == 1.0 and not answers[-1].error
+    assert {m.content for a in answers for m in a.messages} <= {"higher", "lower"}
+
+
+def test_the_job_with_tools_is_valid() -> None:
+    (job,) = blocks("Tools", "toml")
+    config = loading.from_tree({"model": {"path": "x"}, **tomllib.loads(job)}, "docs/tasks.md")
+    made = actor_settings.episode_settings(config)
+    assert made is not None and made.roles == ("tool",)
+    assert '"arguments": {"expression": "12 * 7"}' in config.task.system
+
+
+def test_each_answer_pattern_of_the_page_finds_what_its_system_message_asks_for() -> None:
+    jobs = [tomllib.loads(job)["task"] for job in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL) if "[task]" in job]
+    assert len(jobs) == 2
+    for task in jobs:
+        assert "\\boxed{}" in task["system"]
+        assert extract_answer(task["answer_pattern"], "so \\boxed{84}.") == "84"

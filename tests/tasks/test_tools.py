@@ -1,0 +1,298 @@
+"""Tools: what a calculator computes, what a sandbox withstands, and tasks with a verifier that are played with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import actor_settings, loading
+from stores.errors import ConfigError
+from tasks.episodes.answers import Answer, EpisodeKey
+from tasks.episodes.calculator import calculate
+from tasks.episodes.host import Episodes, EpisodeSettings
+from tasks.episodes.limits import TOOL_NAMES
+from tasks.episodes.sandbox import MOST_OUTPUT, run_python
+from tasks.episodes.tools import MOST_CALLS, TOOLS, tool_calls
+from tasks.task_source import Message
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("1 + 2 * 3", "7"),
+        ("-(2 - 5)^2", "-9"),
+        ("(1 + 2) * 4 / 8 =", "1.5"),
+        ("1,234 × 2", "2468"),
+        ("9 ÷ 3 − 1", "2"),
+        ("0.1 + 0.2", "0.3"),
+        ("10 / 4", "2.5"),
+        ("7 // 2 + 7 % 4", "6"),
+        ("2 ** 100", str(2**100)),
+        ("2 ** -1", "0.5"),
+        ("sqrt(16) + abs(-2) + max(1, 2) + min(3, 4) + round(2.567, 1)", "13.6"),
+        ("1e300 * 1e300", "error: the result is not a finite real number"),
+        ("1 / 0", "error: division by zero"),
+        ("(-8) ** 0.5", "error: the result is not a finite real number"),
+        ("9 ** 9 ** 9", "error: the result is too large"),
+        ("(2 ** 4000) * (2 ** 4000)", "error: the result is too large"),
+        ("0 ** -1", "error: 0.0 cannot be raised to a negative power"),
+        ("", "error: the expression is empty"),
+        ("two", "error: only numbers, + - * / // % **, parentheses and abs, round, sqrt, min, max are known"),
+        (
+            "__import__('os').system('ls')",
+            "error: only numbers, + - * / // % **, parentheses and abs, round, sqrt, min",
+        ),
+        ("open(1)", "error: unknown function open; there are abs, round, sqrt, min, max"),
+        ("round(1, 2, 3)", "error: round does not take 3 numbers"),
+        ("1 +", "error: not an arithmetic expression"),
+        ("(" * 500, "error: not an arithmetic expression"),
+        ("1" * 1001, "error: the expression has 1001 characters; at most 1000 are read"),
+        ("True + 1", "error: only numbers"),
+        ("sqrt(-1)", "error: not an arithmetic expression"),
+    ],
+)
+def test_the_calculator(expression: str, result: str) -> None:
+    found = calculate(expression)
+    assert found.startswith(result) if result.startswith("error") else found == result
+
+
+@given(st.text("0123456789+-*/%^(). ,esqrtminab×", max_size=60))
+def test_the_calculator_answers_whatever_it_is_asked_at_once(expression: str) -> None:
+    begin = time.monotonic()
+    assert calculate(expression)
+    assert time.monotonic() - begin < 1
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9), st.sampled_from(["+", "-", "*"]))
+def test_the_calculator_is_exact_on_whole_numbers(a: int, b: int, sign: str) -> None:
+    exact = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    assert calculate(f"({a}) {sign} ({b})") == str(exact)
+
+
+def ran(code: str, within_s: float = 20.0, memory_mib: int = 256) -> str:
+    return asyncio.run(run_python(code, within_s=within_s, memory_mib=memory_mib))
+
+
+def test_the_sandbox_prints_what_the_code_prints_and_its_last_value() -> None:
+    assert ran("import math\nprint('a')\nmath.comb(5, 2)") == "a\n10"
+    assert ran("x = 3") == "(no output)"
+    assert ran("print('é'); None") == "é"
+    assert ran("def f():\n    return 1 / 0\nf()") == (
+        'Traceback (most recent call last):\n  File "code", line 3, in <module>\n  File "code", line 2, in f\n'
+        "ZeroDivisionError: division by zero"
+    )
+    assert "SyntaxError" in ran("1 +")
+    assert ran("raise SystemExit(7)") == "(no output)"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket; socket.create_connection(('1.1.1.1', 53), 1)",
+        "import urllib.request; urllib.request.urlopen('http://1.1.1.1', timeout=1)",
+        "open('/tmp/staleflow-sandbox', 'w')",
+        "import os; os.open('/tmp/staleflow-sandbox', os.O_CREAT | os.O_WRONLY)",
+        "import os; os.remove('/etc/hostname')",
+        "import os; os.fork()",
+        "import subprocess; subprocess.run(['ls'])",
+        "import os; os.system('ls') and 1 / 0",
+        "import ctypes; ctypes.CDLL(None).fork()",
+        "import os; os.kill(os.getppid(), 9)",
+    ],
+)
+def test_the_sandbox_has_no_network_no_files_to_write_and_no_other_processes(code: str) -> None:
+    found = ran(code)
+    assert "Error" in found, found
+    assert not Path("/tmp/staleflow-sandbox").exists()
+
+
+def test_the_sandbox_sees_no_files_of_the_user_where_the_system_can_hide_them(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hidden")
+    found = ran(f"print(open({str(tmp_path / 'secret')!r}).read())")
+    assert ("PermissionError" in found) == has_landlock()
+    assert ran("import json, random, decimal, datetime, collections; print(1)") == "1"
+
+
+def has_landlock() -> bool:
+    import ctypes
+
+    return int(ctypes.CDLL(None).syscall(444, None, 0, 1)) >= 1
+
+
+def test_the_sandbox_is_bounded_in_time_memory_and_output() -> None:
+    begin = time.monotonic()
+    assert ran("print('on', flush=True)\nwhile True: pass", 2.0).endswith("error: stopped after 2 s")
+    assert ran("import time; time.sleep(1000)", 2.0) == "error: stopped after 2 s"
+    assert time.monotonic() - begin < 20
+    assert ran("x = bytearray(10**10)").endswith("MemoryError")
+    long = ran("while True: print('a' * 1000)")
+    assert long.endswith("error: stopped after 2000 bytes of output") and len(long) < MOST_OUTPUT + 100
+    assert "error: the process was killed" in ran("import os, signal; os.abort()")
+
+
+def test_a_sandbox_that_is_cancelled_leaves_nothing_running() -> None:
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(run_python("import time; time.sleep(1000)", within_s=100, memory_mib=256))
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(10):
+                await task
+
+    asyncio.run(cancelled())
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_calls_are_found_in_the_order_that_they_are_written() -> None:
+    text = f"First <calculator>1+1</calculator>, then {call('python', code='print(1)')} and <python>2"
+    assert [(c.name, c.text, c.tagged, c.problem) for c in tool_calls(text, TOOLS)] == [
+        ("calculator", "1+1", True, ""),
+        ("python", "print(1)", False, ""),
+        ("python", "2", True, ""),
+    ]
+    assert tool_calls("the answer is <b>4</b>", TOOLS) == []
+    assert set(TOOLS) == set(TOOL_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>{oops}</tool_call>", "the call is not JSON: Expecting property name"),
+        ("<tool_call>[1]</tool_call>", 'a call is {"name": ..., "arguments": {...}}'),
+        (call("search", query="x"), "there is no tool search; there are calculator, python"),
+        (call("calculator", formula="1"), 'calculator takes {"expression": text}'),
+        ('<tool_call>{"name": "calculator"}</tool_call>', 'calculator takes {"expression": text}'),
+        (call("calculator", expression=4), ""),
+    ],
+)
+def test_a_call_that_cannot_be_carried_out_says_why(text: str, problem: str) -> None:
+    (found,) = tool_calls(text, TOOLS)
+    assert found.problem.startswith(problem) if problem else not found.problem
+
+
+@given(
+    st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<python>", "</python>", "{", '"name"', ":", "}", "1 "]))
+)
+def test_whatever_a_model_writes_is_calls_or_none(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    calls = tool_calls(text, TOOLS)
+    assert bool(calls) == ("<tool_call>" in text or "<python>" in text)
+    assert all(call.problem or call.name in TOOLS for call in calls)
+
+
+@pytest.fixture
+def tooled(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12 * 12?", "answer": "144"}\n' * 3)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'[model]\npath = "x"\n[task]\nsource = "jsonl:{tmp_path}/rows.jsonl"\nanswer_pattern = "so (\\\\d+)"\n'
+        '[environment]\ntools = ["calculator", "python"]\nmax_turns = 3\n'
+    )
+    return job
+
+
+def settings(job: Path, *overrides: str) -> EpisodeSettings:
+    return actor_settings.episode_settings(loading.load(job, overrides))
+
+
+async def answers(episodes: Episodes, turns: Sequence[str], made: EpisodeSettings, **key: Any) -> list[Answer]:
+    record = made.source.build().task(0).record
+    of = EpisodeKey(task=0, **key)
+    cut = [turn.endswith("...") for turn in turns]
+    return [await episodes.act(of, record, turns[: i + 1], cut=cut[i]) for i in range(len(turns))]
+
+
+def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None:
+    made = settings(tooled)
+    assert made.roles == ("tool",)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        await episodes.check()
+        first, second, last = await answers(
+            episodes, ["<calculator>12*12</calculator>", call("python", code="12 ** 2"), "so 144"], made
+        )
+        assert first.messages == (Message("tool", "<result>144</result>"),)
+        assert second.messages == (Message("tool", "144"),)
+        assert (last.ended, last.reward, last.error) == (True, 1.0, "")
+        (wrong,) = await answers(episodes, ["so 143"], made, member=1)
+        assert (wrong.ended, wrong.reward) == (True, 0.0)
+        (cut,) = await answers(episodes, ["so 144 <calculator>..."], made, member=2)
+        assert (cut.ended, cut.reward) == (True, 1.0)
+        *_, third = await answers(episodes, ["<calculator>1"] * 2 + ["so 144 <calculator>1"], made, member=3)
+        assert (third.ended, third.reward) == (True, 1.0)
+        (many,) = await answers(episodes, ["<calculator>1</calculator>" * 20], made, member=4)
+        assert len(many.messages) == MOST_CALLS + 1
+        assert many.messages[-1].content == f"<result>error: a turn may call at most {MOST_CALLS} tools</result>"
+        await episodes.close()
+
+    asyncio.run(work())
+
+
+def test_a_tool_that_takes_too_long_is_told_to_the_model_and_hurts_nothing(tooled: Path) -> None:
+    made = settings(tooled, "environment.tool_s=1")
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        (late,) = await answers(episodes, ["<python>while True: pass</python><calculator>1</calculator>"], made)
+        assert [m.content for m in late.messages] == [
+            "<result>error: stopped after 1 s</result>",
+            "<result>error: the calls of this turn took longer than 1 s</result>",
+        ]
+        assert not late.ended and not late.error
+        await episodes.close()
+
+    asyncio.run(work())
+
+
+def test_a_tool_that_does_not_work_on_a_machine_is_found_before_the_run(tooled: Path) -> None:
+    made = settings(tooled, "environment.memory_mib=1")
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        with pytest.raises(ConfigError, match=r"environment\.tools: python does not work on this machine: import math"):
+            await episodes.check()
+        await episodes.close()
+
+    asyncio.run(work())
+
+
+def test_a_verifier_that_fails_is_an_error_and_no_reward_of_0(tooled: Path) -> None:
+    (tooled.parent / "mine.py").write_text("def angry(answer, record):\n    raise ValueError('no')\n")
+    made = settings(tooled, f"reward.function={tooled.parent}/mine.py:angry")
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        (answer,) = await answers(episodes, ["so 144"], made)
+        assert (answer.ended, answer.error) == (True, "ValueError: no")
+        await episodes.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('environment.tools=["calculater"]', "each must be one of calculator, python, not 'calculater'; did you mean"),
+        ("environment.tools=calculator", "environment.tools must be a list, not 'calculator'"),
+        ("environment.tools=[3]", "environment.tools: each must be a string, not 3"),
+        ("environment.tool_s=30", "environment.tool_s = 30 must be less than environment.step_s = 30"),
+        ("task.source=gymnasium:Taxi-v3", "environment.tools: task.source = 'gymnasium:Taxi-v3' is an environment of"),
+        ("task.eval_source=gymnasium:Taxi-v3", "either both it and task.source = .* are environments of many turns"),
+    ],
+)
+def test_what_cannot_be_played_with_tools_is_one_line(tooled: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        settings(tooled, override)
+    assert "\n" not in str(caught.value)
