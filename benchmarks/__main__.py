@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "board": ((),),
     "transfer": ((),),
     "simulated": (("--out", "{folder}"),),
+    "agentic": (("--out", "{folder}"),),
     "ablation": (("--out", "{folder}/ablation.md"),),
     "reality": (("emulated",), ("overhead",), ("transformers",)),
     "reprocess": ((),),

@@ -71,6 +71,7 @@ class DrawnWorkload:
     def __init__(self, settings: WorkloadSettings) -> None:
         self._settings = settings
         self._block = lru_cache(maxsize=64)(self._draw_block)
+        self._turns = lru_cache(maxsize=8192)(self._draw_turns)
 
     def __reduce__(self) -> tuple[type[DrawnWorkload], tuple[WorkloadSettings]]:
         """Pickle as the settings: workers draw for themselves."""
@@ -80,6 +81,9 @@ class DrawnWorkload:
         return self._settings.prompt_tokens
 
     def turns(self, group: int, member: int) -> tuple[Turn, ...]:
+        return self._turns(group, member)
+
+    def _draw_turns(self, group: int, member: int) -> tuple[Turn, ...]:
         block = self._block(group // BLOCK)
         row = group % BLOCK
         total = int(block["lengths"][row, member])

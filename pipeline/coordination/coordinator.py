@@ -270,6 +270,8 @@ class Coordinator:
             return
         if live.phase is Phase.ACTING:  # of the others, sampling has told
             self.forecast.finished(live.group, live.tokens, live.forecast)
+            acting_s = live.acting_s + self._state.now - live.since
+            self.forecast.episodes.ended(live.tokens, live.given_tokens, acting_s)
         complete = self._state.score(live, None if event.error else event.reward)
         self._history.note(live.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
         if complete:

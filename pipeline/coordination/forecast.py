@@ -13,6 +13,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass
 
+from pipeline.coordination.episode_forecast import EpisodeForecast
 from stores.trajectory import GroupId
 
 WINDOW = 4096
@@ -48,6 +49,7 @@ class LengthForecast:
     `longest_remaining`."""
 
     def __init__(self, max_tokens: int, rare: float) -> None:
+        self.episodes = EpisodeForecast()
         self._max_tokens = max_tokens
         self._rare = rare
         self._latest: deque[int] = deque()

@@ -68,7 +68,9 @@ class Moves:
             views = [
                 Movable(
                     kv_tokens=live.kv_tokens,
-                    remaining=self._forecast.expected_remaining(live.group, live.tokens),
+                    remaining=self._forecast.episodes.sampled(
+                        self._forecast.expected_remaining(live.group, live.tokens)
+                    ),
                     pace_s=self._placement.pace_s(live, now),
                 )
                 for live in movable

@@ -3,8 +3,9 @@
 A step every T seconds needs three things (the physical bound of `staleflow simulate --explain`, made a plan): the
 trainer, T >= train_s; the instances, T >= the decode work of a batch at the rate of n running trajectories each; and
 the longest trajectory, which may take eta + 1 intervals less the training, (eta + 1) T - train_s >= its tokens x the
-step time at n. More running trajectories raise the rate and the step time, so one n makes T least: that is the plan.
-From it follow when later steps will want their batches, and for each trajectory the seconds a token may take.
+step time at n + what its environment takes. More running trajectories raise the rate and the step time, so one n makes
+T least: that is the plan. From it follow when later steps will want their batches, and for each trajectory the seconds
+a token may take.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ def best_plan(
     mean_tokens: float,
     mean_context: float,
     longest_tokens: float,
+    longest_acting_s: float,
     train_s: float,
 ) -> PacePlan:
-    """The plan with the shortest interval. trajectories: per step. mean_context: KV tokens per running trajectory."""
+    """The plan with the shortest interval. trajectories: per step. mean_tokens, longest_tokens: that are sampled.
+    mean_context: KV tokens per running trajectory. longest_acting_s: that the longest one's environment takes."""
     best = PacePlan(interval_s=math.inf, running=1, step_s=math.inf)
     running = 1
     while running <= max_running:
         step_s = cost.step_s(running, running * mean_context)
         work_s = trajectories * (mean_tokens * step_s / running + cost.prefill * mean_context) / instances
-        longest_s = (longest_tokens * step_s + train_s) / (eta + 1)
+        longest_s = (longest_tokens * step_s + longest_acting_s + train_s) / (eta + 1)
         interval_s = max(train_s, work_s, longest_s)
         if interval_s < best.interval_s:
             best = PacePlan(interval_s=interval_s, running=running, step_s=step_s)
@@ -78,16 +81,18 @@ class Pacing:
         """Plan anew from the lengths and seconds measured so far."""
         if not instances:
             return
-        forecast = self._forecast
+        forecast, episodes = self._forecast, self._forecast.episodes
+        longest = forecast.longest_remaining(GroupId(-1), 0)
         self.plan = best_plan(
             self._cost,
             eta=self._eta,
             trajectories=self._trajectories,
             instances=instances,
             max_running=max_running,
-            mean_tokens=forecast.mean,
+            mean_tokens=episodes.sampled(forecast.mean),
             mean_context=prompt_tokens + forecast.mean_position,
-            longest_tokens=forecast.longest_remaining(GroupId(-1), 0),
+            longest_tokens=episodes.sampled(longest),
+            longest_acting_s=episodes.acting_s(longest),
             train_s=self._train_s.value,
         )
         self.plan = replace(self.plan, step_s=self.plan.step_s * self._slack)
@@ -98,9 +103,11 @@ class Pacing:
         return max(planned, now + (step - self._step - 1) * self.plan.interval_s * self._slack)
 
     def pace_s(self, due_step: int, group: GroupId, tokens: int, now: float) -> float:
-        """Seconds a token may take for a trajectory with `tokens` so far to be finished when `due_step` needs it."""
-        left_s = self.due_s(due_step, now) - now
-        return max(left_s, 0.0) / self._forecast.longest_remaining(group, tokens)
+        """Seconds a token may take to be sampled for a trajectory with `tokens` so far to be finished when `due_step`
+        needs it, after what its environment will take."""
+        remaining = self._forecast.longest_remaining(group, tokens)
+        left_s = self.due_s(due_step, now) - now - self._forecast.episodes.acting_s(remaining)
+        return max(left_s, 0.0) / self._forecast.episodes.sampled(remaining)
 
     def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
         """Seconds of a decode step on each of many instances."""

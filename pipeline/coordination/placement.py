@@ -135,7 +135,7 @@ class Placement:
     def _stays(self, live: LiveTrajectory, home: Instance, other: Instance) -> bool:
         if self._affinity is None or home is other:
             return home is other
-        remaining = self._forecast.expected_remaining(live.group, live.tokens)
+        remaining = self._forecast.episodes.sampled(self._forecast.expected_remaining(live.group, live.tokens))
         return self._affinity.stays(_load(home), _load(other), live.kv_tokens, remaining)
 
     def _least_version(self, live: LiveTrajectory) -> int | None:

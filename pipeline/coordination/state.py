@@ -313,6 +313,8 @@ class CoordinatorState:
 
     def answer(self, live: LiveTrajectory, tokens: int) -> None:
         """Queue a trajectory for its next turn, with the `tokens` it has now."""
+        live.given_tokens += tokens - live.tokens
+        live.acting_s += self._now - live.since
         live.phase, live.since = next_phase(live.phase, Transition.ANSWERED), self._now
         live.tokens = live.safe_tokens = tokens
         self._enqueue(live)
@@ -322,7 +324,8 @@ class CoordinatorState:
         """Queue a trajectory whose environment failed, with nothing but its prompt. Returns how often anything has
         failed for it."""
         live.phase, live.since = next_phase(live.phase, Transition.RESTARTED), self._now
-        live.tokens = live.safe_tokens = live.turns = 0
+        live.tokens = live.safe_tokens = live.turns = live.given_tokens = 0
+        live.acting_s = 0.0
         live.home = None
         live.attempts += 1
         self._enqueue(live)

@@ -32,6 +32,10 @@ class LiveTrajectory:
     """Engine failures, lost instances and failures of its environment so far."""
     turns: int = 0
     """Turns that its environment was asked to answer, since its episode began."""
+    given_tokens: int = 0
+    """Of its tokens, those that its environment gave."""
+    acting_s: float = 0.0
+    """Seconds that its environment took for the turns before."""
     home: InstanceId | None = None
     """Where its latest turn was sampled: what it has so far may still be cached there."""
     home_version: PolicyVersion = PolicyVersion(-1)

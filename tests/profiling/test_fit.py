@@ -166,15 +166,16 @@ def test_the_window_follows_a_policy_that_drifts() -> None:
 
 
 def test_the_plan_weighs_rate_against_the_longest() -> None:
-    def running(eta: int, train_s: float = 20.0, longest: float = 16_000.0) -> float:
+    def running(eta: int, train_s: float = 20.0, longest: float = 16_000.0, acting_s: float = 0.0) -> float:
         plan = best_plan(
             PUBLISHED["7B"], eta=eta, trajectories=256, instances=4, max_running=256, mean_tokens=3100.0,
-            mean_context=3000.0, longest_tokens=longest, train_s=train_s,
+            mean_context=3000.0, longest_tokens=longest, longest_acting_s=acting_s, train_s=train_s,
         )  # fmt: skip
         return plan.running
 
     assert running(0) < running(1) < running(3)
     assert running(3) < running(3, longest=4000.0)
+    assert running(3, acting_s=200.0) < running(3), "sampled faster: its environment takes its time too"
     assert running(3, longest=1.0) == 256 or running(3, longest=1.0) > 200
 
 

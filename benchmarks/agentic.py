@@ -1,0 +1,481 @@
+"""Episodes of many turns in virtual time, in the settings that ROLL Flash (arXiv 2510.11345) gives, with the
+coordinator that runs on clusters.
+
+    python -m benchmarks.agentic --out docs
+
+writes agentic.json, agentic.md and agentic.png. What the paper does not give is assumed, and named in the page. --quick
+does a little of it: whether it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import actor_settings, deciding, loading
+from pipeline.config.schema import RunConfig
+from pipeline.simulator.body import SimulatedRun
+from pipeline.simulator.measure import measure
+from pipeline.simulator.trace import Trace
+from tasks.engines.decoding import DecodingInstance
+
+UNLIMITED: dict[str, Any] = {
+    "hosts": 16, "concurrency": 4096, "step_s": 1e6, "episode_s": 1e7, "max_turns": 1000,
+}  # fmt: skip
+AGENT: dict[str, Any] = {
+    "task": {"environment": "yes"},
+    "batch": {"groups_per_step": 32, "group_size": 8},
+    "staleness": {"admission": "synchronous", "eta": 0},
+    "rollout": {
+        "instances": 8, "max_new_tokens": 30_000, "routing": "least_requests", "on_pull": "keep",
+        "engine": {"name": "emulated", "max_running": 128, "kv_tokens": 500_000},
+    },
+    "environment": UNLIMITED,
+    "workload": {
+        "kind": "agentic", "prompt_tokens": 500, "median": 2000.0, "sigma": 0.3, "turns": 20.0, "fixed_turns": True,
+        "tool_s": 10.0, "tool_latency": "normal", "tool_spread": 10.0, "tool_tokens": 100,
+    },
+    "simulation": {"train_s": 0.001, "reward_s": 0.0, "pull_s": 0.0, "report_s": 5.0},
+}  # fmt: skip
+"""A 7B model on eight instances; each response is about 2,000 tokens in 20 turns."""
+
+
+def job(*tables: dict[str, Any], base: dict[str, Any] | None = None) -> RunConfig:
+    """The base with tables laid over it, key by key."""
+    tree: dict[str, Any] = {}
+    for layer in (AGENT if base is None else base, *tables):
+        for name, value in layer.items():
+            tree[name] = _over(tree.get(name, {}), value) if isinstance(value, dict) else value
+    return loading.from_tree(tree)
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        merged[name] = _over(merged.get(name, {}), value) if isinstance(value, dict) else value
+    return merged
+
+
+def simulated(config: RunConfig) -> Trace:
+    return SimulatedRun(config, actor_settings.make_workload(config)).run()
+
+
+def rollout_s(config: RunConfig) -> float:
+    """Mean seconds from one batch's training to the next batch, of synchronous steps."""
+    trace = simulated(config)
+    begins = [0.0, *(step.finished_s for step in trace.steps)]
+    return sum(step.ready_s - begin for step, begin in zip(trace.steps, begins, strict=False)) / len(trace.steps)
+
+
+# -- what environments cost a rollout -----------------------------------------------------------------------------
+
+
+def lock_step(turns: int, groups: int, steps: int) -> dict[str, Any]:
+    """Environments in lock step against environments that each go on when they can; latency N(10, 10)."""
+    tables = {
+        "steps": steps,
+        "batch": {"groups_per_step": groups},
+        "workload": {"turns": turns, "median": 100.0 * turns},
+    }
+    locked, free = (rollout_s(job(tables, {"simulation": {"lock_step": value}})) for value in (True, False))
+    return {
+        "part": "lock_step", "turns": turns, "trajectories": groups * 8, "locked_s": locked, "free_s": free,
+        "ratio": locked / free,
+    }  # fmt: skip
+
+
+REDUNDANT = ((32, 8), (36, 8), (32, 9), (36, 9), (36, 12))
+FAILING: dict[str, dict[str, Any]] = {
+    "no failures": {},
+    "a step in 1,000 hangs": {"simulation": {"hung_step_share": 0.001}, "environment": {"step_s": 200.0}},
+    "a step in 200 hangs": {"simulation": {"hung_step_share": 0.005}, "environment": {"step_s": 200.0}},
+}
+"""A step that is never answered is given up after 200 s, and its episode begins again."""
+
+
+def redundancy(failing: str, groups: int, members: int, steps: int) -> dict[str, Any]:
+    """More groups and members started than the 32 x 8 that are trained; latency N(10, 5), four turns."""
+    tables = {
+        "steps": steps,
+        "batch": {"extra_groups": groups - 32, "extra_members": members - 8},
+        "workload": {"turns": 4.0, "median": 400.0, "tool_spread": 5.0},
+    }
+    config = job(tables, FAILING[failing])
+    trace = simulated(config)
+    begins = [0.0, *(step.finished_s for step in trace.steps)]
+    seconds = [step.ready_s - begin for step, begin in zip(trace.steps, begins, strict=False)]
+    return {
+        "part": "redundancy", "failing": failing, "groups": groups, "members": members,
+        "seconds": sum(seconds) / len(seconds), "most_s": max(seconds), "acts": trace.commands["Act"],
+        "dismissed": trace.commands.get("Dismiss", 0), "ended": trace.ended,
+    }  # fmt: skip
+
+
+# -- asynchronous training ----------------------------------------------------------------------------------------
+
+JOBS: dict[str, dict[str, Any]] = {
+    "ALFWorld-like": {
+        "batch": {"groups_per_step": 16, "group_size": 8},
+        "workload": {
+            "turns": 25.0, "fixed_turns": False, "median": 2500.0, "sigma": 0.8, "tool_s": 2.0,
+            "tool_latency": "lognormal", "tool_spread": 1.0, "tool_tokens": 100,
+        },
+    },
+    "SWE-like": {
+        "batch": {"groups_per_step": 8, "group_size": 8},
+        "workload": {
+            "turns": 30.0, "fixed_turns": False, "median": 6000.0, "sigma": 0.6, "tool_s": 5.0, "reset_s": 30.0,
+            "tool_latency": "lognormal", "tool_spread": 1.0, "tool_tokens": 400,
+        },
+    },
+}  # fmt: skip
+ROLLOUT_SHARE = 0.7
+"""Share of a synchronous step that is rollout: the paper says more than 70 %."""
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "synchronous, lock step": {"simulation": {"lock_step": True}},
+    "synchronous": {},
+    "bound 1": {"staleness": {"admission": "staleflow", "eta": 1}},
+    "bound 2": {"staleness": {"admission": "staleflow", "eta": 2}},
+    "bound 2, redundant": {
+        "staleness": {"admission": "staleflow", "eta": 2}, "batch": {"extra_groups": 2, "extra_members": 1},
+    },
+    "credits, alpha 0.5": {"staleness": {"admission": "credits", "eta": 1, "alpha": 0.5}},
+    "credits, alpha 2": {"staleness": {"admission": "credits", "eta": 2, "alpha": 2.0}},
+}  # fmt: skip
+
+
+SMALL = {"batch": {"groups_per_step": 4}}
+"""Laid over a job by --quick."""
+
+
+def training_s(name: str) -> float:
+    """Seconds of a training step by which rollout takes its share of a synchronous step."""
+    return rollout_s(job(JOBS[name], {"steps": 4})) * (1 - ROLLOUT_SHARE) / ROLLOUT_SHARE
+
+
+def asynchronous(name: str, system: str, train_s: float, steps: int, *, quick: bool) -> dict[str, Any]:
+    """A job under one system, with pulls of 2 s."""
+    tables = {"steps": steps, "simulation": {"train_s": train_s, "pull_s": 2.0}}
+    config = job(JOBS[name], tables, SYSTEMS[system], SMALL if quick else {})
+    m = measure(config, simulated(config))
+    dropped = {reason: n for reason, n in m.ended.items() if reason != "consumed" and not reason.endswith("run_ended")}
+    return {
+        "part": "asynchronous", "job": name, "system": system, "step_s": m.step_s, "train_s": train_s,
+        "bound_kept": m.bound_kept, "staleness": {str(k): n for k, n in m.staleness.items()},
+        "consumed": m.ended["consumed"], "dropped": dropped, "trainer_idle": m.trainer_idle,
+    }  # fmt: skip
+
+
+# -- prefix reuse -------------------------------------------------------------------------------------------------
+
+
+def prefix(routing: str, kv_tokens: int, steps: int, *, affinity: bool, quick: bool) -> dict[str, Any]:
+    """A ten-turn job under bound 1, with and without affinity."""
+    tables = {
+        "steps": steps,
+        "batch": {"groups_per_step": 32, "group_size": 8},
+        "staleness": {"admission": "staleflow", "eta": 1},
+        "rollout": {"routing": routing, "affinity": affinity, "engine": {"kv_tokens": kv_tokens}},
+        "workload": {"turns": 10.0, "median": 4000.0, "tool_s": 5.0, "tool_spread": 2.0, "tool_tokens": 300},
+        "simulation": {"train_s": 40.0, "pull_s": 2.0},
+    }
+    config = job(tables, SMALL if quick else {})
+    trace = simulated(config)
+    m = measure(config, trace)
+    new = sum(one.work.prefilled for one in trace.instances)
+    context = new + m.cached_tokens + m.reprefilled_tokens
+    return {
+        "part": "prefix", "routing": routing, "kv_tokens": kv_tokens, "affinity": affinity, "step_s": m.step_s,
+        "prefilled": (context - m.cached_tokens) / context, "cached": m.cached_tokens / (context - new),
+        "prefill_share": m.prefill_share, "most_kept": m.most_kept_tokens,
+    }  # fmt: skip
+
+
+# -- single turns: queue scheduling, prompt replication -----------------------------------------------------------
+
+RLVR: dict[str, Any] = {
+    "batch": {"groups_per_step": 8, "group_size": 8},
+    "staleness": {"admission": "synchronous", "eta": 0},
+    "rollout": {
+        "instances": 8, "max_new_tokens": 8192, "routing": "least_requests", "on_pull": "keep",
+        "engine": {"name": "emulated", "max_running": 16, "kv_tokens": 500_000},
+    },
+    "workload": {"median": 1500.0, "sigma": 0.8, "signal_share": 0.5},
+    "simulation": {"train_s": 0.001, "reward_s": 1.0, "pull_s": 0.0, "report_s": 1.0},
+}  # fmt: skip
+"""Responses of at most 8,192 tokens; half of the groups have a signal."""
+
+
+def batch_scheduled_s(seed: int, extra: int) -> float:
+    """Seconds until 8 groups with a signal are there if a batch of 8 + extra is sampled, all of it scored, what has no
+    signal dropped, and a batch of as many as are missing, + extra, drawn after it."""
+    seconds, kept, number = 0.0, 0, 0
+    while kept < 8:
+        groups = 8 - kept + extra
+        config = job({"seed": 1000 * seed + number, "steps": 1, "batch": {"groups_per_step": groups}}, base=RLVR)
+        workload = actor_settings.make_workload(config)
+        kept += sum(len({workload.reward(g, m) for m in range(8)}) > 1 for g in range(groups))
+        seconds += simulated(config).steps[0].ready_s
+        number += 1
+    return seconds
+
+
+def queue_scheduling(extra: int, runs: int) -> dict[str, Any]:
+    """8 groups of 8 with filtering, sampled in batches or as a queue."""
+    queued = [
+        rollout_s(
+            job({"seed": seed, "steps": 1, "batch": {"filtering": "no_signal", "extra_groups": extra}}, base=RLVR)
+        )
+        for seed in range(runs)
+    ]
+    batches = [batch_scheduled_s(seed, extra) for seed in range(runs)]
+    return {
+        "part": "queue", "extra": extra, "batch_s": sum(batches) / runs, "queue_s": sum(queued) / runs,
+    }  # fmt: skip
+
+
+def replication(groups: int, members: int, runs: int) -> dict[str, Any]:
+    """Members of a group sampled side by side on one instance, or placed apart."""
+    tables = {"batch": {"groups_per_step": groups, "group_size": members}, "workload": {"group_correlation": 0.7}}
+    together, apart = [], []
+    for seed in range(runs):
+        config = job(tables, {"seed": seed, "steps": 1}, base=RLVR)
+        apart.append(rollout_s(config))
+        together.append(_together_s(config))
+    return {
+        "part": "replication", "groups": groups, "members": members, "together_s": sum(together) / runs,
+        "apart_s": sum(apart) / runs,
+    }  # fmt: skip
+
+
+def _together_s(config: RunConfig) -> float:
+    """Seconds until all responses of a batch have ended if each group goes, as one request, to the next instance."""
+    engine, workload = config.rollout.engine, actor_settings.make_workload(config)
+    instances = [
+        DecodingInstance(deciding.cost_model(config), kv_capacity=engine.kv_tokens, max_running=engine.max_running)
+        for _ in range(config.rollout.instances)
+    ]
+    for group in range(config.batch.groups_per_step):
+        for member in range(config.batch.group_size):
+            instances[group % len(instances)].submit(
+                0.0, group * config.batch.group_size + member, 1, 512, 0, workload.turns(group, member)
+            )
+    return max(f.at_s for instance in instances for f in instance.advance(1e9)) + config.simulation.reward_s
+
+
+Call = partial[dict[str, Any]]
+
+# -- the page -----------------------------------------------------------------------------------------------------
+
+
+def work(*, quick: bool) -> list[Call]:
+    """Everything that is simulated, as calls."""
+    steps = 1 if quick else 4
+    calls: list[Call] = []
+    for turns, groups in [(4, 4)] if quick else [(11, 32), (21, 32), (21, 64), (21, 128), (31, 64), (41, 32)]:
+        calls.append(partial(lock_step, turns, groups, steps))
+    for kind in list(FAILING)[1:2] if quick else FAILING:
+        for groups, members in REDUNDANT[::3] if quick else REDUNDANT:
+            calls.append(partial(redundancy, kind, groups, members, 1 if quick else 12))
+    for routing in ["random"] if quick else ["random", "least_requests", "throughput_optimal"]:
+        for kv_tokens in [40_000] if quick else [40_000, 500_000]:
+            for affinity in (True, False):
+                calls.append(partial(prefix, routing, kv_tokens, 2 if quick else 8, affinity=affinity, quick=quick))
+    for extra in [0] if quick else [0, 16]:
+        calls.append(partial(queue_scheduling, extra, 1 if quick else 12))
+    for groups, members in [(4, 4)] if quick else [(32, 16), (64, 16), (16, 64)]:
+        calls.append(partial(replication, groups, members, 1 if quick else 6))
+    for name in list(JOBS)[:1] if quick else JOBS:
+        train_s = 60.0 if quick else training_s(name)
+        for system in ["synchronous", "bound 1"] if quick else SYSTEMS:
+            calls.append(partial(asynchronous, name, system, train_s, 2 if quick else 10, quick=quick))
+    return calls
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *("| " + " | ".join(r) + " |" for r in rows), ""]
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """The page of all results, as Markdown."""
+
+    def of(part: str) -> list[dict[str, Any]]:
+        return [r for r in results if r["part"] == part]
+
+    lines = ["# Agents in virtual time, in ROLL Flash's settings", "", INTRODUCTION]
+    lines += ["## Environments that wait for nobody", "", LOCK_STEP]
+    lines += table(
+        ["turns", "trajectories", "lock step, s", "each on its own, s", "times as fast"],
+        [
+            [str(r["turns"]), str(r["trajectories"]), f"{r['locked_s']:.0f}", f"{r['free_s']:.0f}", f"{r['ratio']:.2f}"]
+            for r in of("lock_step")
+        ],
+    )
+    lines += ["## Redundant environments", "", REDUNDANCY]
+    rows = []
+    for kind in FAILING:
+        found = {(r["groups"], r["members"]): r for r in of("redundancy") if r["failing"] == kind}
+        if found:
+            plain = found[32, 8]["seconds"]
+            cells = [
+                f"{r['seconds']:.0f} ({plain / r['seconds']:.1f}x)" if (r := found.get(shape)) else ""
+                for shape in REDUNDANT
+            ]
+            rows.append([kind, *cells])
+    lines += table(["seconds a batch", *(f"{g} x {m}" for g, m in REDUNDANT)], rows)
+    lines += ["## Asynchronous training", "", ASYNCHRONOUS]
+    rows = []
+    for name in JOBS:
+        own = {r["system"]: r for r in of("asynchronous") if r["job"] == name}
+        for system, r in own.items():
+            base = own["synchronous"]["step_s"]
+            locked = own.get("synchronous, lock step", own["synchronous"])["step_s"]
+            started = r["consumed"] + sum(r["dropped"].values())
+            why = ", ".join(f"{n} {reason.partition(':')[2]}" for reason, n in sorted(r["dropped"].items()))
+            rows.append(
+                [
+                    name, system, f"{r['step_s']:.0f}", f"{base / r['step_s']:.2f}", f"{locked / r['step_s']:.2f}",
+                    "yes" if r["bound_kept"] else "no", f"{sum(r['dropped'].values()) / started:.1%}", why or "-",
+                ]
+            )  # fmt: skip
+    head = ["job", "system", "s a step", "of synchronous", "of lock step", "bound kept", "dropped", "why"]
+    lines += table(head, rows)
+    lines += ["## Contexts that are still cached", "", PREFIX]
+    lines += table(
+        ["routing", "KV tokens", "affinity", "prefilled, of context", "cached, of what was computed", "s a step"],
+        [
+            [
+                r["routing"], f"{r['kv_tokens']:,}", "yes" if r["affinity"] else "no", f"{r['prefilled']:.1%}",
+                f"{r['cached']:.1%}", f"{r['step_s']:.1f}",
+            ]
+            for r in of("prefix")
+        ],
+    )  # fmt: skip
+    lines += ["## Single turns: queue scheduling and prompt replication", "", SINGLE]
+    lines += table(
+        ["8 x 8, filtered", "batch by batch, s", "as a queue, s"],
+        [[f"{r['extra']} extra prompts", f"{r['batch_s']:.0f}", f"{r['queue_s']:.0f}"] for r in of("queue")],
+    )
+    lines += table(
+        ["groups x members", "a group on one instance, s", "members apart, s"],
+        [
+            [f"{r['groups']} x {r['members']}", f"{r['together_s']:.0f}", f"{r['apart_s']:.0f}"]
+            for r in of("replication")
+        ],
+    )
+    return "\n".join(lines).rstrip() + "\n"
+
+
+INTRODUCTION = """\
+`python -m benchmarks.agentic --out docs` simulates all of this with the coordinator that runs on clusters, unchanged
+from table to table. The paper (arXiv 2510.11345) gives distributions of latency, batch sizes and its own seconds; it
+does not give the number of turns, their tokens, or the engines of its latency experiments. Assumed here: a 7B model
+([simulated.md](simulated.md)) on eight instances, prompts of 500 tokens, about 100 tokens a turn, 100 tokens an answer.
+Latencies are drawn for each step on its own; none is negative. Ratios depend on what is assumed; that is why some of it
+is varied.
+"""
+LOCK_STEP = """\
+Latency N(10, 10) s. In lock step no environment takes its next turn before all of the batch have answered; else each
+goes on when it can, and only the batch is waited for. The paper: 892 s against 362 s, 2.46 times. The slowest answer of
+512 takes about 41 s and the mean one 10.8 s, so its seconds point to about 20 answers, one less than turns.
+"""
+REDUNDANCY = """\
+Latency N(10, 5) s, four turns (three answers and an end), 32 groups of 8 trained. What is surplus when the batch is
+complete is aborted, its tool call cancelled. The paper: 243 s for 32 x 8, 45 s for 36 x 9 (5.4 times), 46 s for
+36 x 12.
+Normal latencies alone cannot give that: the slowest of 256 episodes is a few deviations behind the mean, not five times
+it. There must be environments that stop altogether, which is what the paper says redundancy is for; how many, and how
+long they are waited for, it does not say. So here the same with steps that are never answered, given up after 200 s:
+both numbers are assumptions, the seconds chosen so that a stopped environment costs what the paper's 32 x 8 take.
+"""
+ASYNCHRONOUS = f"""\
+Training takes {1 - ROLLOUT_SHARE:.0%} of a synchronous step (the paper: rollout is over 70 %), on GPUs of its own.
+ALFWorld-like: 16 x 8, 25 turns on average, answers in 2 s (median, lognormal). SWE-like: 8 x 8, 30 turns, answers in
+5 s, 30 s until an environment has begun. Lengths, turns and latencies are assumed. Synchronous has environment-level
+asynchrony already; lock step has not. The paper, with redundancy: 2.72 times synchronous on ALFWorld and 1.81 on SWE.
+Redundant: two more groups and one more member each. `credits` is ROLL Flash's rule, here with fractional alpha too.
+"""
+PREFIX = """\
+Ten turns, 32 x 8, bound 1; each pull drops what is cached. "Prefilled" is the share of all tokens of context, over all
+turns, that an instance had to compute; least possible is what is new. Without affinity a turn goes where routing says.
+"""
+SINGLE = """\
+What ROLL Flash calls queue scheduling and prompt replication is what routing always does here: each response is scored
+the moment it ends, a filtered group is replaced at once, and members of a group go where there is room. Baselines: a
+batch sampled, scored and filtered as a whole, and drawn again while groups are missing; and a group as one request to
+one instance. Eight instances of 16 places, at most 8,192 tokens, half of the groups filtered, and lengths that are
+alike within a group (correlation .7) for the second table: assumed. The paper: 125 s batch by batch, 58 s as a queue,
+37 s with 16 extra prompts; and 116 to 89 s (32 x 16), 149 to 81 s (64 x 16), 162 to 83 s (16 x 64).
+"""
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Bars of the three comparisons with the paper."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    locked = [r for r in results if r["part"] == "lock_step"]
+    names = [f"{r['turns']} turns\n{r['trajectories']}" for r in locked]
+    for shift, key, label in ((-0.2, "locked_s", "lock step"), (0.2, "free_s", "each on its own")):
+        left.bar([i + shift for i in range(len(locked))], [r[key] for r in locked], 0.38, label=label)
+    left.set_xticks(range(len(names)), names, fontsize=7)
+    left.set(title="latency N(10, 10)", ylabel="seconds a batch")
+    left.legend(fontsize=7)
+    for number, kind in enumerate(FAILING):
+        own = [r for r in results if r["part"] == "redundancy" and r["failing"] == kind]
+        middle.bar([i + 0.27 * (number - 1) for i in range(len(own))], [r["seconds"] for r in own], 0.25, label=kind)
+        if own:
+            middle.set_xticks(range(len(own)), [f"{r['groups']} x {r['members']}" for r in own], fontsize=7)
+    middle.set(title="latency N(10, 5), 32 x 8 trained", ylabel="seconds a batch")
+    middle.legend(fontsize=7)
+    for number, name in enumerate(JOBS):
+        own = [r for r in results if r["part"] == "asynchronous" and r["job"] == name]
+        base = next((r["step_s"] for r in own if r["system"] == "synchronous"), 0.0)
+        places = [i + 0.4 * (number - 0.5) for i in range(len(own))]
+        right.barh(places, [base / r["step_s"] for r in own], 0.38, label=name)
+        if own:
+            right.set_yticks(range(len(own)), [r["system"] for r in own], fontsize=6)
+    right.invert_yaxis()
+    right.axvline(1, color="black", linewidth=0.8)
+    right.set(title="steps per second, synchronous = 1")
+    right.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    parser.add_argument("--quick", action="store_true", help="one setting of each part, few steps")
+    parser.add_argument("--part", default="", help="one part only, merged into the results that are there")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "agentic.json"
+    begin = time.perf_counter()
+    calls = [call for call in work(quick=args.quick) if args.part in ("", call.func.__name__)]
+    if args.quick:  # a process takes longer to start
+        results = [call() for call in calls]
+    else:
+        with ProcessPoolExecutor(os.cpu_count()) as pool:
+            results = [future.result() for future in [pool.submit(call) for call in calls]]
+    if args.part and path.exists():
+        replaced = {r["part"] for r in results}
+        results += [r for r in json.loads(path.read_text()) if r["part"] not in replaced]
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    (args.out / "agentic.md").write_text(page(results))
+    draw(results, args.out / "agentic.png")
+    print(page(results))
+    print(f"{len(calls)} simulations, {time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
