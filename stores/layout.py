@@ -93,6 +93,7 @@ def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
         )  # fmt: skip
         timings = (t.timings.arrived_s, t.timings.routed_s, t.timings.sampled_s, t.timings.rewarded_s)
         floats[i] = (t.reward, row.advantage, *timings)
+        # Of the seconds as they are stored with the spans, which are rounded.
         turns[i] = (len(t.turns), t.num_given, sum(_seconds(s) for s in t.spans if isinstance(s, Given)))
         text += extra
         offset += prompt + len(response)
@@ -186,5 +187,5 @@ def _stored(span: Span) -> list[str | int | float]:
     return [span.instance, span.version, len(span.tokens)]
 
 
-def _seconds(given: Given) -> float:
-    return round(given.seconds, 6)
+def _seconds(span: Given) -> float:
+    return round(span.seconds, 6)

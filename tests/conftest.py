@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pipeline.runtime import local_cluster
-from tests.support import browser
+from tests.support import browser, forking
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -65,7 +65,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
-        local_cluster.prepare(1, local_cluster.modules(emulated=False))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(session.config.rootpath), prepend=os.pathsep)
+            modules = local_cluster.modules(emulated=False)
+            if any("job" in getattr(item, "fixturenames", ()) for item in session.items):  # there will be runs
+                patch.setenv(forking.ADDRESS, forking.served())
+                modules += ("tests.support.forked_scoring",)
+            local_cluster.prepare(1, modules)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

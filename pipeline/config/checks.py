@@ -279,8 +279,11 @@ def _try_environment(settings: EpisodeSettings, prompts: TokenizedPrompts | None
 
 def _drawn(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, Task]]:
     """The prompts that the run will use, numbered, as far as they can be drawn in a moment."""
+    begin = time.monotonic()
+    prompts.task(0)
+    each_s = time.monotonic() - begin  # an environment may take its time to reset
     end = time.monotonic() + DRAWN_S
-    held_out = prompts.held_out(min(config.task.eval_prompts, DRAWN // 100))
+    held_out = prompts.held_out(min(config.task.eval_prompts, DRAWN // 100, 1 + int(DRAWN_S / max(each_s, 1e-6))))
     yield from ((-1 - i, task) for i, task in enumerate(held_out))
     for i in itertools.takewhile(
         lambda _: time.monotonic() < end, range(min(DRAWN, config.steps * config.groups_started))

@@ -37,6 +37,8 @@ which it may for a moment after that was released."""
 ADMITTED_POLL_S = 0.5
 """Seconds between two questions of a run that waits whether it has its workers."""
 RESUME = "what is stored is whole, `staleflow resume` goes on with it"
+CREATING_S = 1.0
+"""Seconds between two looks whether a worker is there on which an actor is being created."""
 FILE_S = 10.0
 """Seconds a scheduler file may take to appear: a run may be started together with its cluster."""
 
@@ -139,7 +141,7 @@ class DaskWorkers:
         )
         try:
             async with asyncio.timeout(within_s):
-                actor = await future
+                actor = await self._made(future, name, address)
         except (StaleflowError, TimeoutError):
             raise
         except Exception as error:
@@ -149,6 +151,18 @@ class DaskWorkers:
         )
         logger.debug("%s placed on %s (%s)", name, worker, address)
         return self.placed[name]
+
+    async def _made(self, future: Any, name: str, address: str) -> Any:
+        """The actor that is being created on a worker. Raises ActorLost if the worker leaves meanwhile: Dask would wait
+        for it to come back, which it never does under this address."""
+        made = asyncio.ensure_future(future)
+        try:
+            while not (await asyncio.wait({made}, timeout=CREATING_S))[0]:
+                if address not in (await self._identity(-1))["workers"]:
+                    raise ActorLost(f"{name} could not start on {address}: the worker is gone", name)
+            return await made
+        finally:
+            made.cancel()
 
     def forget(self, name: str) -> None:
         """Release an actor and free its slot on its worker."""

@@ -304,12 +304,16 @@ class SimulatedRun:
         sampled = tools = 0
         context_tokens = alone_s = 0.0
         for turn in self._workload.turns(group, member):
-            count = min(turn.tokens, prompt + tokens - context)
+            left = prompt + tokens - context
+            if left <= 0:  # an episode that was full ended with an earlier turn
+                break
+            count = min(turn.tokens, left)
+            given = min(turn.tool_tokens, left - count)
             context_tokens += context * count + count * (count - 1) / 2
             alone_s += self._cost.decode_s(1, context, count) + turn.tool_s
             sampled += count
-            tools += turn.tool_tokens
-            context += count + turn.tool_tokens
+            tools += given
+            context += count + given
         return Response(sampled=sampled, prefilled=prompt + tools, context_tokens=context_tokens, alone_s=alone_s)
 
     # -- instances -----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.episodes.loading import open_environment, traits_of
 from tasks.episodes.processes import ForkedEpisode, ForkServer
-from tasks.episodes.tools import GIVEN_BACK, TOOLS, ToolEpisode
+from tasks.episodes.tools import GIVEN_BACK, TOOLS, ToolEpisode, check_tools
 from tasks.scoring import ScoredResponse, Scorer, ScoringSettings
 from tasks.seeds import task_seed
 from tasks.task_source import Message, Prompt, Record, prompt_of
@@ -95,6 +95,7 @@ class Episodes:
         """Raise ConfigError if the environment cannot be made, or begins in two ways with one seed."""
         if self._settings.scoring is not None:
             await asyncio.to_thread(self._kind, False)
+            await check_tools(self._limits)
             return
         for held_out in (False, True) if self._settings.source.evaluation else (False,):
             source = self._settings.source

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stores.errors import ConfigError
 from tasks.episodes.calculator import calculate
 from tasks.episodes.episode import Said
 from tasks.episodes.limits import EnvironmentConfig
@@ -24,10 +25,11 @@ GIVEN_BACK = "tool"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     """A tool. argument: name of its one argument in a call as JSON. run: takes that text, the seconds left and the
-    limits, and returns what is given back."""
+    limits, and returns what is given back. trial: an argument, and what is given back for it where the tool works."""
 
     argument: str
     run: Callable[[str, float, EnvironmentConfig], Awaitable[str]]
+    trial: tuple[str, str]
 
 
 async def _calculator(text: str, left_s: float, limits: EnvironmentConfig) -> str:
@@ -39,10 +41,22 @@ async def _python(text: str, left_s: float, limits: EnvironmentConfig) -> str:
 
 
 TOOLS = {
-    "calculator": Tool(argument="expression", run=_calculator),
-    "python": Tool(argument="code", run=_python),
+    "calculator": Tool(argument="expression", run=_calculator, trial=("6 * 7", "42")),
+    "python": Tool(argument="code", run=_python, trial=("import math; math.gcd(12, 18)", "6")),
 }
 """Tools by their names in a job file, which TOOL_NAMES lists."""
+
+
+async def check_tools(limits: EnvironmentConfig) -> None:
+    """Raise ConfigError for a tool of a job that does not work on this machine."""
+    for name in limits.tools:
+        argument, expected = TOOLS[name].trial
+        found = await TOOLS[name].run(argument, limits.step_s, limits)
+        if found != expected:
+            raise ConfigError(
+                f"environment.tools: {name} does not work on this machine: "
+                f"{argument} gave {' '.join(found.split())!r}; raise environment.memory_mib, or remove it"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from stores.audit import audit
 from stores.errors import RunStuck, StoreError
 from stores.trajectory import Fate
 from stores.versioned import VersionedStore
+from tasks import scoring
 from tests.commands import command
 from tests.support import forking
 
@@ -37,7 +38,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run(job: Path, *overrides: str) -> RunEnd:
-    return asyncio.run(execute(loading.load(job, overrides), lambda *_: None, lambda _: None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(forking.ADDRESS, forking.served())
+        patch.setattr(scoring, "subprocess", forking.SUBPROCESS)
+        return asyncio.run(execute(loading.load(job, overrides), lambda *_: None, lambda _: None))
 
 
 def check(folder: Path, steps: int) -> VersionedStore:

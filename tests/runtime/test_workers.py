@@ -186,6 +186,22 @@ def test_an_actor_that_does_not_come_up_is_lost_at_start_s() -> None:
     on(script, ["a"], num_heavy=1)
 
 
+def test_an_actor_whose_worker_leaves_while_it_is_made_is_lost_at_once() -> None:
+    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+        client.create_s = 1000.0
+        begin = asyncio.get_running_loop().time()
+        waits = asyncio.ensure_future(placing.place("rollout-0", "rollout", object))
+        await asyncio.sleep(3.5)
+        del client.workers["a"]
+        with pytest.raises(ActorLost, match=r"^rollout-0 could not start on tcp://a: the worker is gone$"):
+            await waits
+        assert asyncio.get_running_loop().time() - begin < 5.0
+        client.create_s = 1.0
+        assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b"
+
+    on(script, ["a", "b"], num_heavy=2)
+
+
 def test_the_slot_of_an_actor_that_could_not_be_made_is_free_again() -> None:
     async def script(placing: DaskWorkers, client: PlayedClient) -> None:
         client.error = ConfigError("rollout: no such thing")

@@ -241,3 +241,9 @@ def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_environment() -> None:
     assert free.steps[0].ready_s == pytest.approx(seconds.sum(1).max(), abs=5)
     assert locked.steps[0].ready_s == pytest.approx(seconds.max(0).sum(), abs=5)
     assert free.steps[0].tokens == locked.steps[0].tokens
+
+
+def test_episodes_that_end_for_want_of_room_count_what_was_sampled() -> None:
+    """Two answers of 300 tokens each do not fit into 400: no step has trained on fewer tokens than none."""
+    trace = run(agents(rollout__max_new_tokens=400, workload__tool_tokens=300, workload__median=100.0))
+    assert all(step.tokens >= step.longest_tokens > 0 and step.context_tokens >= 0 for step in trace.steps)

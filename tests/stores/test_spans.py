@@ -193,3 +193,14 @@ def test_only_a_store_of_many_turns_is_refused_by_earlier_versions(
     assert {*StoreReader.at(store.path, before).columns()["turns"].tolist()} == {1}
     VersionedStore.rewind(tmp_path / "s", 1)
     assert not [f for f in audit(VersionedStore.open(tmp_path / "s")).findings if f.check == "arrays"]
+
+
+def test_the_seconds_of_many_answers_add_up(tmp_path: Path) -> None:
+    """They are stored rounded; the sum of the unrounded ones would be another."""
+    one = ended(np.random.default_rng(0), 0, 0)
+    given = tuple(Given(role="tool", tokens=np.ones(1, np.int32), seconds=0.1 + 4e-7) for _ in range(9))
+    spans = tuple(span for pair in zip(given, one.trajectory.segments * 9, strict=False) for span in pair[::-1])
+    store = VersionedStore.create(tmp_path / "store", replace(HEADER, groups_per_step=1, group_size=1))
+    store.commit(record(0), [replace(one, trajectory=replace(one.trajectory, spans=spans))])
+    found = audit(VersionedStore.open(tmp_path / "store")).findings
+    assert not [f for f in found if f.check == "arrays"]

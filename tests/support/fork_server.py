@@ -54,6 +54,7 @@ MODULES = (
     "pipeline.scheduler.dashboard",
     "reasoning_gym",
     "tensorboardX",
+    "tests.support.forked_scoring",
 )
 """What the processes of tests import."""
 REQUEST_BYTES = 2**20

@@ -19,12 +19,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pipeline.runtime.local_cluster import worker_environment
 
 ADDRESS = "STALEFLOW_TESTS_FORK_SERVER"
-"""The environment variable that has the server's address; processes that it forks share it."""
+"""The environment variable that has the server's address; processes that it forks share it, unless it is empty."""
 ENTER = ("nsenter", "--mount", "--net", "--target")
 """How a command begins that is given the network and mounts of a process, whose number is next."""
 _execute = inspect.signature(subprocess.Popen._execute_child)
@@ -67,8 +68,8 @@ class Popen(subprocess.Popen):
         if (forked := program(call["args"])) is None:
             super()._execute_child(*given, **named)
             return
-        address = _address()
-        environment = {**(os.environ if call["env"] is None else call["env"]), ADDRESS: address}
+        address = served()
+        environment = {ADDRESS: address, **(os.environ if call["env"] is None else call["env"])}
         if forked.module == "dask":  # its nannies fork their workers, too
             environment.setdefault("DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD", "forkserver")
         request = {
@@ -116,6 +117,14 @@ class Popen(subprocess.Popen):
         return self.pid, status
 
 
+def _start_if_served(*given: Any, **named: Any) -> subprocess.Popen[bytes]:
+    return (Popen if os.environ.get(ADDRESS) else subprocess.Popen)(*given, **named)
+
+
+SUBPROCESS = SimpleNamespace(**{**vars(subprocess), "Popen": _start_if_served})
+"""What modules have as `subprocess` whose processes are to be forked, where there is a server."""
+
+
 def run(command: Sequence[Any], *, timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[Any]:
     """subprocess.run, of a process that is forked if it can be. how: as there, but for `input` and `check`."""
     if how.pop("capture_output", False):
@@ -129,13 +138,14 @@ def run(command: Sequence[Any], *, timeout: float | None = None, **how: Any) -> 
         return subprocess.CompletedProcess(process.args, process.wait(), out, err)
 
 
-def _address() -> str:
+def served() -> str:
+    """The address of the server; it is started unless it runs."""
     return os.environ.get(ADDRESS) or _start()
 
 
 @functools.cache
 def _start() -> str:
-    """Start the server; it ends with this process. Returns its address, which other processes may use too."""
+    """Start the server; it ends with this process."""
     folder = tempfile.mkdtemp(prefix="fork-server-")
     address = f"{folder}/socket"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -196,6 +196,23 @@ async def stubborn(session, task):
             pass
 
 
+async def graceful(session, task):
+    from tasks.episodes.playing import EpisodeCut
+
+    try:
+        while True:
+            await session.ask("more")
+    except EpisodeCut:
+        return 0.5, {"cut": 1}
+
+
+async def hasty(session, task):
+    await session.ask("go")
+    first = asyncio.ensure_future(session.ask("one"))
+    await asyncio.sleep(0)
+    await session.ask("two")
+
+
 async def boastful(session, task):
     await session.ask("go")
     return "well done"

@@ -48,7 +48,7 @@ def go_there(one: machine.Machine, command: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    cluster.subprocess = running.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": forking.Popen})
+    cluster.subprocess = running.subprocess = forking.SUBPROCESS
     counting.asyncio = SimpleNamespace(**{**vars(asyncio), "create_subprocess_exec": answering})
     machine.Machine.on_second_host = go_there
     soak.main()

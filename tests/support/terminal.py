@@ -34,6 +34,7 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "PYTHONPATH": str(Path.cwd())}
         how = {"cwd": cwd, "env": environment, "start_new_session": True}
         if forked:
+            environment[forking.ADDRESS] = ""  # what the command starts is to hear the terminal's Ctrl-C, too
             self.process = forking.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **how)
         else:
             self.process = subprocess.Popen([*opening, *command], **how)

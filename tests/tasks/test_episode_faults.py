@@ -250,11 +250,12 @@ def test_wrong_options_are_one_line(games: Path) -> None:
     ("name", "message"),
     [
         ("stubborn", "play asked again after EpisodeCut"),
+        ("hasty", "play raised: RuntimeError: ask is called while another call of it waits"),
         ("boastful", "what play returned is 'well done'; it must be a number"),
     ],
 )
 def test_what_a_coroutine_does_wrong_is_one_line(games: Path, name: str, message: str) -> None:
-    made = settings(f"{games}:{name}", max_turns=1)
+    made = settings(f"{games}:{name}", max_turns=1 + (name == "hasty"))
     task = made.source.build().task(0)
 
     async def work() -> None:

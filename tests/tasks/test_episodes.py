@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,68 @@ def test_a_job_whose_environment_cannot_be_used_is_one_line(
     assert "\n" not in str(caught.value)
     if name == "Guess":
         assert check_job(loading.load(job)) == []
+
+
+def test_a_coroutine_may_return_a_reward_when_its_episode_is_cut(games: Path) -> None:
+    made = settings(f"{games}:graceful", max_turns=2)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        assert said(await played(episodes, task, ["a", "b"]))[-1] == ((), True, 0.5, {"cut": 1.0}, "")
+        assert said([await acted(episodes, task, "a", cut=True, member=1)]) == [((), True, 0.5, {"cut": 1.0}, "")]
+        await acted(episodes, task, "a", member=2)
+        key = EpisodeKey(task=0, member=2)
+        assert [await episodes.end(key, task.record) for _ in range(2)][1].reward == 0.5
+        await episodes.close()
+
+    running(work())
+
+
+def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None:
+    made = settings(f"{games}:Guess")
+    source = replace(made.source, evaluation=f"{games}:AsyncMoody")
+    made = replace(made, source=source)
+    built = source.build()
+    train, held_out = built.task(0), built.task(0, held_out=True)
+    assert (train.prompt, held_out.prompt) == ("Guess a number from 1 to 8.", "what now?")
+    assert held_out.identity == ("what now?", held_out.record["seed"])
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        await episodes.check()
+        assert said([await acted(episodes, train, "8")]) == higher("lower")
+        assert said([await acted(episodes, held_out, "8", held_out=True)]) == higher("1")
+        await episodes.close()
+
+    running(work())
+
+
+SLOW = """
+import time
+
+class Slow:
+    def reset(self, seed):
+        time.sleep(0.5)
+        with open({told!r}, "a") as told:
+            told.write("reset\\n")
+        return f"{{seed}}", {{}}
+
+    def step(self, action):
+        return "", 0.0, True, False, {{}}
+"""
+
+
+def test_a_check_does_not_reset_a_slow_environment_once_for_each_held_out_task(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    (tmp_path / "slow.py").write_text(SLOW.format(told=str(told)))
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'runs_dir = "{tmp_path}"\n[model]\npath = "{tiny_model}"\n[task]\nsource = "{tmp_path}/slow.py:Slow"\n'
+        "eval_prompts = 200\n[rollout]\nmax_new_tokens = 24\n"
+        '[cluster]\nkind = "file"\nscheduler_file = "x"\n'
+    )
+    assert check_job(loading.load(job)) == []
+    assert len(told.read_text().splitlines()) < 20

@@ -181,6 +181,16 @@ def test_a_call_that_cannot_be_carried_out_says_why(text: str, problem: str) -> 
     assert found.problem.startswith(problem) if problem else not found.problem
 
 
+@given(
+    st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<python>", "</python>", "{", '"name"', ":", "}", "1 "]))
+)
+def test_whatever_a_model_writes_is_calls_or_none(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    calls = tool_calls(text, TOOLS)
+    assert bool(calls) == ("<tool_call>" in text or "<python>" in text)
+    assert all(call.problem or call.name in TOOLS for call in calls)
+
+
 @pytest.fixture
 def tooled(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "12 * 12?", "answer": "144"}\n' * 3)
@@ -241,6 +251,18 @@ def test_a_tool_that_takes_too_long_is_told_to_the_model_and_hurts_nothing(toole
             "<result>error: the calls of this turn took longer than 1 s</result>",
         ]
         assert not late.ended and not late.error
+        await episodes.close()
+
+    asyncio.run(work())
+
+
+def test_a_tool_that_does_not_work_on_a_machine_is_found_before_the_run(tooled: Path) -> None:
+    made = settings(tooled, "environment.memory_mib=1")
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        with pytest.raises(ConfigError, match=r"environment\.tools: python does not work on this machine: import math"):
+            await episodes.check()
         await episodes.close()
 
     asyncio.run(work())

@@ -1,0 +1,9 @@
+"""Has the scoring processes of the process that imports this be forked: each would import reasoning_gym otherwise, and
+a run has two. The tests of scoring itself start new interpreters."""
+
+from __future__ import annotations
+
+from tasks import scoring
+from tests.support import forking
+
+scoring.subprocess = forking.SUBPROCESS
