@@ -35,7 +35,7 @@ SEGMENTS = st.builds(
 ANSWERS = st.builds(
     lambda role, count, millis: Given(role=role, tokens=np.arange(count, dtype=np.int32), seconds=millis / 1000),
     st.text(max_size=5),
-    st.integers(1, 4),
+    st.integers(0, 4),
     st.integers(0, 10**6),
 )
 ROWS = st.lists(st.tuples(st.lists(st.one_of(SEGMENTS, ANSWERS), max_size=6), st.booleans()), max_size=4)
