@@ -69,7 +69,8 @@ class _Held:
     """An episode of this host."""
 
     turns: tuple[str, ...]
-    answer: asyncio.Task[Answer]
+    answer: asyncio.Task[Answer] = field(init=False)
+    """To the last of the turns."""
     episode: Episode | None = None
     num_taken: int = 0
     """Turns that the environment has taken."""
@@ -145,7 +146,7 @@ class Episodes:
                 return replace(_failed(error), lost=True)
             held = self._held.get(key)  # it may have been asked for meanwhile
         if held is None:
-            held = self._held[key] = _Held(asked, asyncio.ensure_future(asyncio.sleep(0, Answer())))
+            held = self._held[key] = _Held(asked)
             held.answer = asyncio.ensure_future(self._advance(key, record, held, None, asked, cut=cut))
         elif held.turns != asked:
             held.turns = asked

@@ -84,6 +84,22 @@ def test_who_asks_again_gets_the_same_answer_and_nothing_is_stepped_twice(games:
     running(work())
 
 
+@pytest.mark.parametrize("name", ["Counted", "Moody"])
+def test_a_turn_that_comes_before_the_last_one_is_answered_waits_for_it(games: Path, name: str) -> None:
+    made = settings(f"{games}:{name}")
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        both = await asyncio.gather(acted(episodes, task, "a"), acted(episodes, task, "a", "b"))
+        seed = task.record["seed"]
+        expected = [f"{seed}:a", f"{seed}:a,b"] if name == "Counted" else ["1", "2"]
+        assert [(m.content, a.replayed) for a in both for m in a.messages] == [(text, ()) for text in expected]
+        await episodes.close()
+
+    running(work())
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_repeatable_environment_is_set_back_on_another_host(games: Path, name: str) -> None:
     made = settings(f"{games}:{name}")
