@@ -242,7 +242,8 @@ class InFlight:
             return False
         held = t.num_tokens
         end = entry.first + sum(len(s.tokens) for s in entry.segments)
-        ends = entry.finish is not FinishReason.UNFINISHED
+        # A turn has tokens: an end without any is that of the turn before an answer of none, come again.
+        ends = entry.finish is not FinishReason.UNFINISHED and not (t.spans and isinstance(t.spans[-1], Given))
         if entry.first > held or end < held or (end == held and not ends):
             return False
         spans = list(t.spans)
@@ -258,7 +259,7 @@ class InFlight:
 
     def _give(self, entry: AnswerGiven) -> bool:
         t = self.live.get(entry.trajectory)
-        if t is None or t.finish is FinishReason.UNFINISHED or t.num_tokens != entry.first or not len(entry.tokens):
+        if t is None or t.finish is FinishReason.UNFINISHED or t.num_tokens != entry.first:
             return False
         if t.id in self.scored:
             return False

@@ -64,6 +64,7 @@ class Packed:
     ints: npt.NDArray[np.int64]  # [R, len(INT_COLUMNS)]
     floats: npt.NDArray[np.float32]  # [R, len(FLOAT_COLUMNS)]
     turns: npt.NDArray[np.float64]  # [R, len(TURN_COLUMNS)]
+    has_answers: bool  # of any row
     text: bytes
     num_tokens: int
 
@@ -102,6 +103,7 @@ def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
         ints=ints,
         floats=floats,
         turns=turns,
+        has_answers=any(row.trajectory.has_answers for row in ended),
         text=bytes(text),
         num_tokens=offset - begin,
     )

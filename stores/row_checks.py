@@ -229,7 +229,7 @@ def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
     if block.turns is not None:
         other |= ~(np.abs(block.turns - turns) <= (0, 0, CLOSE_S)).all(axis=1)
     elif len(spans.rows):
-        np.logical_or.at(other, spans.rows, (spans.versions == NO_VERSION) & (spans.sizes > 0))
+        np.logical_or.at(other, spans.rows, spans.versions == NO_VERSION)
     for i in np.flatnonzero(older | outside | newer | other | np.isin(range(len(ints)), [*not_as_sampled])).tolist():
         where = f"trajectory {ints[i, AT['trajectory']]}"
         if older[i]:
@@ -250,7 +250,7 @@ def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
 def other_turns(spans: Iterable[float], stored: npt.NDArray[np.float64] | None, row: int) -> str:
     """What is wrong with a row whose spans have other turns than those stored for it, in TURN_COLUMNS."""
     if stored is None:
-        return "it was given tokens, and the store has no numbers of turns"
+        return "an environment answered it, and the store has no numbers of turns"
     numbers = [" {:g} turns, {:g} given tokens, {:.6g} s".format(*values) for values in (spans, stored[row])]
     return f"its spans have{numbers[0]}; stored are{numbers[1]}"
 

@@ -64,7 +64,7 @@ class AnswerGiven:
     trajectory: TrajectoryId
     first: int
     role: str
-    tokens: IntArray  # [T] token ids, at least one
+    tokens: IntArray  # [T] token ids; there may be none
     seconds: float
     at_s: float
 

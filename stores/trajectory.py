@@ -95,7 +95,7 @@ class Given:
 
     role: str
     """Who speaks in them: "tool", "user", ..."""
-    tokens: IntArray  # [T] token ids, at least one
+    tokens: IntArray  # [T] token ids; none if the environment said nothing and nothing bridges the turns
     seconds: float = 0.0
     """How long the environment took."""
 
@@ -156,6 +156,11 @@ class Trajectory:
     def num_given(self) -> int:
         """The number of given tokens after the prompt."""
         return self.num_tokens - self.num_sampled
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether an environment has answered a turn, be it with nothing."""
+        return any(isinstance(s, Given) for s in self.spans)
 
     @property
     def tool_s(self) -> float:

@@ -232,10 +232,10 @@ class VersionedStore(StoreReader):
         return packed.num_tokens
 
     def _append_turns(self, root: Any, packed: layout.Packed) -> None:
-        """Append the rows' turns, if any row of the store has given tokens. The first that has makes the store one of
+        """Append the rows' turns, if any row of the store has a given span. The first that has makes the store one of
         FORMAT_WITH_TURNS, with the turns of all earlier rows."""
         if TURNS not in root:
-            if not packed.turns[:, TURN_COLUMNS.index("given_tokens")].any():
+            if not packed.has_answers:
                 return
             earlier = self._column(root, "rows/int")[: -len(packed.turns)]
             _array(root, TURNS, (0, len(TURN_COLUMNS)), (1024, len(TURN_COLUMNS)), "float64")

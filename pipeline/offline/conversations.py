@@ -10,6 +10,8 @@ from stores.trajectory import Given, IntArray, Trajectory
 
 MODEL = "assistant"
 """The role of what was sampled."""
+NOBODY = "environment"
+"""The role of given tokens that are no message, but only bridge two turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ def passages(trajectory: Trajectory) -> tuple[Passage, ...]:
     for span in trajectory.spans:
         end = at + len(span.tokens)
         if isinstance(span, Given):
-            found.append(Passage(role=span.role, sampled=False, first=at, last=end, seconds=span.seconds))
+            found.append(Passage(role=span.role or NOBODY, sampled=False, first=at, last=end, seconds=span.seconds))
         elif found and found[-1].sampled:
             found[-1] = replace(found[-1], last=end)
         else:

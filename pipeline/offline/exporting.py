@@ -219,7 +219,7 @@ def _row_texts(trajectory: Trajectory, texts: Texts) -> RowTexts:
     def marked(tokens: IntArray) -> str:
         return texts.text(tokens.tolist(), special=True)
 
-    whole = marked if trajectory.num_given else plain
+    whole = marked if trajectory.has_answers else plain
     return RowTexts(
         marked(trajectory.prompt_tokens), whole(trajectory.response_tokens), messages(trajectory, plain, marked)
     )

@@ -193,7 +193,7 @@ def _item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, A
         return prompts.text(tokens.tolist())
 
     record = prompts.task(int(trajectory.group)).record
-    if trajectory.num_given:
+    if trajectory.has_answers:
         said = [{"role": m["role"], "content": m["content"]} for m in messages(trajectory, text, text)]
         record = {**record, "turns": said}
     return text(trajectory.turns[-1]), record

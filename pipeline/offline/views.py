@@ -127,7 +127,7 @@ def trajectory_view(row: Ended, texts: Texts, rescored: npt.NDArray[np.float32] 
 def facts(row: Ended) -> dict[str, object]:
     """What is shown of a stored row besides its tokens, by name, in display order."""
     t = row.trajectory
-    turns = {"turns": len(t.turns), "given_tokens": t.num_given, "tool_s": round(t.tool_s, 6)} if t.num_given else {}
+    turns = {"turns": len(t.turns), "given_tokens": t.num_given, "tool_s": round(t.tool_s, 6)} if t.has_answers else {}
     return {
         "trajectory": int(t.id),
         "group": int(t.group),

@@ -155,7 +155,7 @@ class Answers:
             **plain(facts(row)),
             "response_tokens": t.num_sampled,
             "turns": len(t.turns),
-            "said": self._said(t, limit) if t.num_given else [],
+            "said": self._said(t, limit) if t.has_answers else [],
             "scored": bool(t.timings.rewarded_s > 0 or row.staleness >= 0),
             "loss_mask": row.loss_mask,
             "error": t.error,

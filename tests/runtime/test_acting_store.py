@@ -43,3 +43,12 @@ def test_an_acting_run_is_stored_as_it_was_and_audited_clean(tmp_path: Path) -> 
             assert record.metrics[name] == columns[name][batch].sum()
         assert record.metrics["turns_mean"] == columns["turns"][batch].mean()
         np.testing.assert_allclose(record.metrics["tool_s"], columns["tool_s"][batch].mean(), rtol=1e-6)
+
+
+def test_environments_that_say_nothing_end_no_run_in_a_circle(tmp_path: Path) -> None:
+    """Without a template an empty answer is no token: the turn was over for ever, and its environment asked again."""
+    run = Body(tmp_path / "runs").run(*AGENTS, "workload.tool_tokens=0")
+    run.check()
+    rows = [row.trajectory for row in run.store.ended()]
+    assert max(len(t.turns) for t in rows) > 1
+    assert not any(t.num_given for t in rows)

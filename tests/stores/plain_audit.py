@@ -131,8 +131,8 @@ def _token_faults(prompt: int, trained: bool, tokens: Iterable[tuple[int, float,
 
 def _turn_faults(t: Trajectory, stored: list[float] | None) -> Iterable[str]:
     if stored is None:
-        if t.num_given:
-            yield "it was given tokens, and the store has no numbers of turns"
+        if t.has_answers:
+            yield "an environment answered it, and the store has no numbers of turns"
         return
     turns, given, tool_s = stored
     if (turns, given) != (len(t.turns), t.num_given) or not abs(tool_s - t.tool_s) <= 1e-6:

@@ -45,6 +45,11 @@ def answer(first: int, count: int = 2, *, episode: int = 0) -> AnswerGiven:
     return AnswerGiven(trajectory=ID, first=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0)
 
 
+def episode_of(entry: AnswerGiven) -> int:
+    """-1 of one without tokens."""
+    return int(entry.tokens[0]) // 1000 if len(entry.tokens) else -1
+
+
 def restarted(tokens: int, epoch: int) -> EpisodeRestarted:
     return EpisodeRestarted(trajectory=ID, tokens=tokens, epoch=epoch)
 
@@ -76,6 +81,17 @@ def test_an_answer_begins_the_next_turn() -> None:
     assert t.logprobs.tolist() == [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3
 
 
+def test_an_answer_of_no_tokens_begins_a_turn_too() -> None:
+    state = flight(*BEGIN, sampled(1, 0, [0, 0]))
+    assert state.apply(answer(2, 0))
+    assert not state.apply(answer(2, 0))
+    assert state.apply(sampled(1, 2, [0]))
+    t = state.live[ID]
+    assert in_short(t) == [(0, 2), (-1, 0), (0, 1)]
+    assert [x.tolist() for x in t.turns] == [[0, 1], [2]]
+    assert (t.num_given, t.has_answers, t.tool_s) == (0, True, 0.5)
+
+
 @pytest.mark.parametrize(
     "entries",
     [
@@ -83,7 +99,6 @@ def test_an_answer_begins_the_next_turn() -> None:
         (sampled(1, 0, [0, 0], FinishReason.UNFINISHED), answer(2)),
         (sampled(1, 0, [0, 0]), answer(1)),
         (sampled(1, 0, [0, 0]), answer(3)),
-        (sampled(1, 0, [0, 0]), answer(2, 0)),
         (sampled(1, 0, [0, 0]), reward(0, 2), answer(2)),
         (sampled(1, 0, [0, 0]), sampled(1, 2, [0])),
         (sampled(1, 0, [0, 0]), sampled(1, 4, [0])),
@@ -91,7 +106,7 @@ def test_an_answer_begins_the_next_turn() -> None:
         (sampled(1, 0, [0, 0]), routed(0, 2), restarted(2, 1)),
     ],
     ids=[
-        "before anything", "in mid-turn", "too early", "too late", "nothing said", "after the reward",
+        "before anything", "in mid-turn", "too early", "too late", "after the reward",
         "a turn without its answer", "a turn after a gap", "restarted after the reward", "restarted late",
     ],
 )  # fmt: skip
@@ -162,7 +177,7 @@ class Episode:
                 made.entries += [(entry, []), (routed(0, epoch), [])]
                 continue
             if ended:
-                entry, count, ended = answer(len(truth), rng.randint(1, 3), episode=episode), 0, False
+                entry, count, ended = answer(len(truth), rng.randint(0, 3), episode=episode), 0, False
                 count = len(entry.tokens)
             else:
                 count, ended = rng.randint(1, 4), rng.random() < 0.5
@@ -191,7 +206,7 @@ def test_whatever_is_repeated_or_missing_what_is_held_is_what_was_said(seed: int
         if kind == "repeated":
             for _ in range(rng.randint(0, 3)):
                 again = rng.choice(whole[: number + 1])[0]
-                if not isinstance(again, AnswerGiven) or again.tokens[0] // 1000 == (truth[:1] or [0])[0] // 1000:
+                if not isinstance(again, AnswerGiven) or episode_of(again) == (truth[:1] or [0])[0] // 1000:
                     state.apply(again)
         if ID not in state.live:
             continue

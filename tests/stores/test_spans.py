@@ -19,7 +19,7 @@ from stores.reading import StoreReader
 from stores.trajectory import Given, TrajectoryId
 from stores.versioned import VersionedStore
 from tests.stores.plain_audit import plain_audit
-from tests.stores.store_conformance import HEADER, ended, given, record, segment
+from tests.stores.store_conformance import HEADER, ended, record, told
 from tests.stores.test_stores import edit, set_int, sound_store
 
 MANY_TURNS = 7
@@ -146,16 +146,22 @@ def test_a_branch_with_other_rewards_masks_the_tokens_that_it_would_train_on(tmp
     assert audit(store).clean
 
 
-def test_the_time_of_many_short_answers_is_that_of_their_spans(tmp_path: Path) -> None:
-    """Seconds are rounded in the row's text."""
-    rng = np.random.default_rng(0)
+def test_an_answer_of_no_tokens_is_a_turn_too(tmp_path: Path) -> None:
+    """An environment that says nothing, where no template bridges the turns."""
+    row = ended(np.random.default_rng(0), 0, 0)
+    nothing = Given(role="tool", tokens=np.zeros(0, np.int32), seconds=0.5)
+    spans = (row.trajectory.spans[0], nothing, row.trajectory.spans[0], replace(nothing, seconds=0.0))
     store = VersionedStore.create(tmp_path / "s", HEADER)
-    row = ended(rng, 0, 0)
-    spans = [s for _ in range(400) for s in (segment(rng, 0, 1), given(rng, 1e-3 + 4.9e-7))]
-    store.commit(record(0), [replace(row, trajectory=replace(row.trajectory, spans=tuple(spans)))])
-    assert store.columns()["turns"].tolist() == [400]
-    for found in (audit(store).findings, plain_audit(store).findings):
-        assert [f for f in found if f.check == "arrays"] == []
+    store.commit(record(0), [replace(row, trajectory=replace(row.trajectory, spans=spans))])
+    columns = VersionedStore.open(tmp_path / "s").columns()
+    assert [columns[name].tolist() for name in ("turns", "given_tokens", "tool_s")] == [[2], [0], [0.5]]
+    (read,) = store.ended()
+    assert list(map(told, read.trajectory.spans)) == list(map(told, spans))
+    assert plain_audit(store).findings == audit(store).findings
+    edit(tmp_path / "s", lambda root: root.__delitem__("rows/turns"))
+    found = audit(damaged := VersionedStore.open(tmp_path / "s")).findings
+    assert "an environment answered it, and the store has no numbers of turns" in [f.what for f in found]
+    assert plain_audit(damaged).findings == found
 
 
 def test_another_role_is_harmless(tmp_path: Path) -> None:
