@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check install smollm2 test-vllm nightly bench soak clean
+.PHONY: demo demo-agent test check install smollm2 test-vllm nightly bench soak clean
 
 install: $(STAMP)
 
@@ -26,6 +26,12 @@ demo: install  ## a small model visibly learns arithmetic: base model, asynchron
 	rm -rf runs/demo
 	$(BIN)/staleflow run examples/demo.toml
 	$(BIN)/staleflow store audit runs/demo
+
+demo-agent: install  ## a small model learns a game of several turns: base model, asynchronous RL, audit
+	$(BIN)/python -m examples.make_agent_model --out runs/base/careless-player
+	rm -rf runs/agent
+	$(BIN)/staleflow run examples/agent.toml
+	$(BIN)/staleflow store audit runs/agent
 
 test: install  ## lint, types, import contracts, tests
 	$(BIN)/ruff check .

@@ -14,6 +14,12 @@ from stores.errors import ConfigError
 
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*")
 """A model's name on the hub: NAME or OWNER/NAME."""
+MADE = {
+    "runs/base/running-sums": "demo",
+    "runs/base/careless-player": "demo-agent",
+    "runs/base/smollm2-135m": "smollm2",
+}
+"""Models of the examples, by the target of the Makefile that makes each."""
 HUB_S = 5.0
 """Seconds the hub may take to answer whether it has a model."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -52,8 +58,8 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
 
 def _neighbours(path: Path) -> str:
     """The folders beside one that is not there, as the end of a message."""
-    if path == Path("runs/base/running-sums"):
-        return "; `make demo` creates it"
+    if str(path) in MADE:
+        return f"; `make {MADE[str(path)]}` creates it"
     if not path.parent.is_dir() or path.parent == path:
         return ""
     there = sorted(p.name for p in path.parent.iterdir() if p.is_dir() and not p.name.startswith("."))

@@ -1,14 +1,15 @@
-"""Tiny language models that work out sums, pretrained on the spot.
+"""Tiny language models, pretrained on the spot: of sums that are worked out, or of whatever symbols and examples.
 
-Examples write out each step (`7+8=15;15-9=6;so6.`), so responses differ in length. Some are flawed, and the model
-learns these, too; reinforcement learning has to tell them apart.
+Examples of sums write out each step (`7+8=15;15-9=6;so6.`), so responses differ in length. Some are flawed, and the
+model learns these, too; reinforcement learning has to tell them apart.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from transformers.utils import logging
 
 INSTRUCTION = "State the final answer to the following arithmetic problem:"
-SYMBOLS = ["<pad>", "<eos>", "<unk>", INSTRUCTION, *"0123456789+-=;.", "so"]
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+SYMBOLS = (*SPECIAL, INSTRUCTION, *"0123456789+-=;.", "so")
+"""The tokens of sums."""
 NUM_HEADS = 4
 BATCH = 32
 """Examples per optimizer step."""
@@ -26,11 +29,12 @@ SLIP = 0.82
 """Share of steps in which careless examples forget carries and borrows."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per digit and sign and one for the instruction; white space is dropped."""
-    vocabulary = {symbol: i for i, symbol in enumerate(SYMBOLS)}
+def make_tokenizer(symbols: Sequence[str] = SYMBOLS) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per symbol, of which the first are SPECIAL; white space is dropped."""
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    pattern = Regex(rf"{INSTRUCTION}|so|\S")
+    longer = [re.escape(symbol) for symbol in symbols[len(SPECIAL) :] if len(symbol) > 1]
+    pattern = Regex("|".join([*longer, r"\S"]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
@@ -80,20 +84,22 @@ class Recipe:
 
 def pretrain(
     out: Path,
-    examples: Iterator[tuple[str, str]],
+    examples: Iterator[tuple[str, ...]],
     recipe: Recipe,
     begun: Callable[[int], None],
     progress: Callable[[int, float], None],
+    symbols: Sequence[str] = SYMBOLS,
 ) -> None:
-    """Train a Llama on (question, answer) pairs and write it to `out`. begun: called with its number of parameters.
-    progress: called with (steps done, loss) after each step."""
+    """Train a Llama and write it to `out`. examples: each (question, answer), or of more turns (question, answer,
+    question, answer, ...); answers are learned. begun: called with its number of parameters. progress: called with
+    (steps done, loss) after each step. symbols: the tokens, of which the first are SPECIAL."""
     logging.disable_progress_bar()  # of writing one small file
     torch.manual_seed(recipe.seed)
     torch.set_num_threads(recipe.threads)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(symbols)
     # head_dim 32: the smallest that every engine's attention kernels take.
     config = LlamaConfig(
-        vocab_size=len(SYMBOLS),
+        vocab_size=len(symbols),
         hidden_size=recipe.hidden_size,
         intermediate_size=3 * recipe.hidden_size,
         num_hidden_layers=recipe.num_layers,
@@ -128,19 +134,24 @@ def pretrain(
 
 
 def _batches(
-    tokenizer: PreTrainedTokenizerFast, examples: Iterator[tuple[str, str]]
+    tokenizer: PreTrainedTokenizerFast, examples: Iterator[tuple[str, ...]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of (input ids, labels), each [BATCH, L]; labels cover only the worked example, not the question."""
+    """Batches of (input ids, labels), each [BATCH, L]; labels cover only the answers, each with its end."""
     while True:
-        rows = []
+        rows: list[tuple[list[int], list[int]]] = []
         for _ in range(BATCH):
-            question, answer = next(examples)
-            rows.append((tokenizer(question)["input_ids"], tokenizer(f"{answer}<eos>")["input_ids"]))
-        longest = max(len(q) + len(a) for q, a in rows)
+            row: list[int] = []
+            labels: list[int] = []
+            for turn, text in enumerate(next(examples)):
+                answers = turn % 2 == 1
+                found = tokenizer(f"{text}<eos>" if answers else text)["input_ids"]
+                row += found
+                labels += found if answers else [-100] * len(found)
+            rows.append((row, labels))
+        longest = max(len(row) for row, _ in rows)
         ids = torch.full((BATCH, longest), tokenizer.pad_token_id)
-        labels = torch.full((BATCH, longest), -100)
-        for i, (question, answer) in enumerate(rows):
-            end = len(question) + len(answer)
-            ids[i, :end] = torch.tensor(question + answer)
-            labels[i, len(question) : end] = torch.tensor(answer)
-        yield ids, labels
+        all_labels = torch.full((BATCH, longest), -100)
+        for i, (row, labels) in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+            all_labels[i, : len(row)] = torch.tensor(labels)
+        yield ids, all_labels

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.config import command as config_command
-from pipeline.config import fields, loading, schema
+from pipeline.config import fields, loading, model_files, schema
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 from tests.commands import command
@@ -172,6 +172,20 @@ def test_what_a_job_means_is_told_as_json_and_only_what_it_sets_is_marked() -> N
 @pytest.mark.parametrize("path", sorted(Path("examples").glob("*.toml")), ids=lambda p: p.name)
 def test_the_examples_are_valid(path: Path) -> None:
     loading.load(path)
+
+
+def test_an_example_whose_model_is_not_made_yet_says_what_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makefile = Path("Makefile").read_text()
+    paths = {loading.load(path).model.path for path in EXAMPLES} - {""}
+    monkeypatch.chdir(tmp_path)
+    for path in paths:
+        with pytest.raises(ConfigError, match=r"no such folder; `make ([a-z0-9-]+)` creates it") as refused:
+            model_files.find_model(path)
+        target = str(refused.value).split("`")[1].removeprefix("make ")
+        recipe = makefile.split(f"\n{target}: ")[1].split("\n\n")[0]
+        assert f"--out {path}\n" in recipe
 
 
 EXAMPLES = sorted(Path("examples").glob("*.toml"))

@@ -1,0 +1,85 @@
+"""Make the base model of examples/agent.toml: a small Llama pretrained on games of a careless player.
+
+In most games the player guesses blindly; in the others it heeds what it was told, and halves what is left. The model
+learns to keep to the form of the game, and both ways to play it, and finds the digit in less than half of its games.
+Reinforcement learning has to find out which way pays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from examples.agent_game import QUESTION, HigherOrLower
+from tasks.training.tiny_model import BATCH, SPECIAL, Recipe, pretrain
+
+SYMBOLS = (*SPECIAL, QUESTION, *"0123456789", "higher", "lower")
+HEEDING = 0.15
+"""Share of games in which the player heeds what it was told."""
+LEARNING_STEPS = 200
+"""Optimizer steps at first on such games alone: among many blind ones the rule would hardly be learned."""
+
+
+def careless_game(seed: int, rng: random.Random, heeding: float = HEEDING) -> tuple[list[str], float]:
+    """A game of the careless player: what is said in turn by the game and by the player, and the reward."""
+    game = HigherOrLower()
+    observation, _ = game.reset(seed)
+    said: list[str] = []
+    heeds = rng.random() < heeding
+    low, high = 0, 9
+    while True:
+        guess = (low + high + rng.randrange(2)) // 2 if heeds else rng.randrange(10)
+        said += [observation, str(guess)]
+        observation, reward, terminated, truncated, _ = game.step(str(guess))
+        if terminated or truncated:
+            return said, reward
+        if observation == "higher":
+            low = max(low, guess + 1)
+        else:
+            high = min(high, guess - 1)
+
+
+def games(seed: int) -> Iterator[tuple[str, ...]]:
+    """Endless games."""
+    rng = random.Random(seed)
+    for number in itertools.count():
+        heeding = 1.0 if number < BATCH * LEARNING_STEPS else HEEDING
+        yield tuple(careless_game(rng.randrange(2**31), rng, heeding)[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of 32 games")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if (args.out / "model.safetensors").exists():
+        print(f"{args.out} already exists")
+        return
+    begin = time.monotonic()
+
+    def begun(parameters: int) -> None:
+        print(f"base model: {parameters:,} parameters, {args.steps} steps", flush=True)
+
+    def progress(step: int, loss: float) -> None:
+        if step % 100 == 0:
+            print(f"  step {step}: loss {loss:.3f}, {time.monotonic() - begin:.0f} s", flush=True)
+
+    recipe = Recipe(
+        steps=args.steps,
+        hidden_size=64,
+        num_layers=2,
+        learning_rate=3e-3,
+        warmup_steps=30,
+        initializer_range=0.1,
+        seed=args.seed,
+    )
+    pretrain(args.out, games(args.seed), recipe, begun, progress, SYMBOLS)
+
+
+if __name__ == "__main__":
+    main()

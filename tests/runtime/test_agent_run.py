@@ -1,0 +1,91 @@
+"""The example of an environment of several turns, on a real cluster: what its run stores is what was played."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.agent_game import HigherOrLower
+from examples.make_agent_model import SYMBOLS, games
+from stores.trajectory import NO_VERSION, Fate, Given, Segment, Trajectory
+from tasks.seeds import task_seed
+from tasks.training.tiny_model import Recipe, pretrain
+from tests.runtime.test_run import check, run
+
+JOB = Path("examples/agent.toml")
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows the form of the game, and little more."""
+    folder = tmp_path_factory.mktemp("player")
+    recipe = Recipe(steps=60, hidden_size=64, num_layers=1, learning_rate=5e-3, warmup_steps=10)
+    pretrain(folder, games(0), recipe, lambda _: None, lambda *_: None, SYMBOLS)
+    return folder
+
+
+def assert_played(t: Trajectory, seed: int, tokenizer: AutoTokenizer) -> None:
+    """The spans of a trajectory are the turns of its game, each followed by what the game says to it, to the token."""
+    game = HigherOrLower()
+    observation, _ = game.reset(seed)
+    assert t.prompt_tokens.tolist() == tokenizer(observation)["input_ids"]
+    given = [span for span in t.spans if isinstance(span, Given)]
+    assert isinstance(t.spans[-1], Segment)  # nothing is given after the last turn
+    for number, turn in enumerate(t.turns):
+        text = tokenizer.decode(turn.tolist(), skip_special_tokens=True)
+        observation, reward, terminated, truncated, info = game.step(text)
+        ended = terminated or truncated
+        assert ended == (number == len(t.turns) - 1)
+        if ended:
+            assert (t.reward, t.reward_parts) == (reward, info["parts"])
+        else:
+            assert given[number].role == "environment"
+            assert given[number].tokens.tolist() == tokenizer(observation)["input_ids"]
+    assert len(given) == len(t.turns) - 1
+
+
+def test_a_run_of_the_example_stores_what_was_played(player: Path, tmp_path: Path) -> None:
+    overrides = (
+        f"model.path={player}",
+        f"runs_dir={tmp_path}",
+        f"steps={STEPS}",
+        "task.eval_prompts=6",
+        "batch.groups_per_step=4",
+        "batch.group_size=4",
+        "rollout.instances=1",
+        "training.minibatches=1",
+        "cluster.dashboard=false",
+    )
+    end = run(JOB, *overrides)
+    store = check(end.run_dir, STEPS)
+    tokenizer, model = AutoTokenizer.from_pretrained(player), AutoModelForCausalLM.from_pretrained(player)
+    rows = list(store.ended())
+    consumed = [row for row in rows if row.fate is Fate.CONSUMED]
+    assert len(consumed) == STEPS * 16
+    assert max(len(row.trajectory.turns) for row in consumed) == 4
+    for row in consumed:
+        t = row.trajectory
+        assert t.error == ""
+        assert_played(t, task_seed(1, t.group, held_out=False), tokenizer)
+        sampled = np.concatenate([np.full(len(s.tokens), isinstance(s, Segment)) for s in t.spans])
+        np.testing.assert_array_equal(t.sampled, sampled)
+        assert not t.logprobs[~sampled].any()
+        assert (t.versions[~sampled] == NO_VERSION).all()
+        assert t.v_traj <= t.versions[sampled].min()
+        assert row.step - 1 <= t.v_traj <= row.step
+        if t.versions[sampled].max() == 0:
+            # The engine sampled each turn after exactly the tokens that are stored before it.
+            whole = [*t.prompt_tokens.tolist(), *t.response_tokens.tolist()]
+            with torch.no_grad():
+                table = model(input_ids=torch.tensor([whole])).logits[0].log_softmax(-1)
+            first = len(t.prompt_tokens)
+            expected = np.asarray([float(table[i - 1, whole[i]]) for i in range(first, len(whole))])
+            np.testing.assert_allclose(t.logprobs[sampled], expected[sampled], atol=2e-4)
+    assert any(len(r.trajectory.turns) > 1 for r in consumed if r.trajectory.versions.max() == 0)
+    trained_on = sum(row.trajectory.num_sampled for row in rows if row.loss_mask)
+    assert int(store.to_xarray().mask.sum()) == trained_on
