@@ -210,7 +210,9 @@ def foreign_cluster(tmp_path: Path) -> Iterator[Path]:
     processes = [subprocess.Popen([*dask, "scheduler", *common, "--port", "0"], env=ENVIRONMENT)]
     for resources in ("server=1,reward=1", "rollout=1", "rollout=1", "trainer=1"):
         worker = [*dask, "worker", *common, "--nthreads", "1", "--no-nanny", "--resources", resources]
-        processes.append(subprocess.Popen(worker, env=ENVIRONMENT, cwd=tmp_path))
+        # A new interpreter for each role, in which nothing is imported yet; forked if there is one of the role.
+        start = forking.Popen if any(resources in process.args for process in processes) else subprocess.Popen
+        processes.append(start(worker, env=ENVIRONMENT, cwd=tmp_path))
     yield file
     scheduler, *workers = processes
     for group in (workers, [scheduler]):  # workers say goodbye to a scheduler that is still there
