@@ -308,7 +308,7 @@ def page(results: list[dict[str, Any]]) -> str:
     def of(part: str) -> list[dict[str, Any]]:
         return [r for r in results if r["part"] == part]
 
-    lines = ["# Agents in virtual time, in ROLL Flash's settings", "", INTRODUCTION]
+    lines = ["# Agents in virtual time, in ROLL Flash's settings", "", INTRODUCTION, "![bars](agentic.png)", ""]
     lines += ["## Environments that wait for nobody", "", LOCK_STEP]
     lines += table(
         ["turns", "trajectories", "lock step, s", "each on its own, s", "times as fast"],
@@ -388,11 +388,11 @@ goes on when it can, and only the batch is waited for. The paper: 892 s against 
 REDUNDANCY = """\
 Latency N(10, 5) s, four turns (three answers and an end), 32 groups of 8 trained. What is surplus when the batch is
 complete is aborted, its tool call cancelled. The paper: 243 s for 32 x 8, 45 s for 36 x 9 (5.4 times), 46 s for
-36 x 12.
-Normal latencies alone cannot give that: the slowest of 256 episodes is a few deviations behind the mean, not five times
-it. There must be environments that stop altogether, which is what the paper says redundancy is for; how many, and how
-long they are waited for, it does not say. So here the same with steps that are never answered, given up after 200 s:
-both numbers are assumptions, the seconds chosen so that a stopped environment costs what the paper's 32 x 8 take.
+36 x 12. Normal latencies alone cannot give that, as the first row shows: the slowest of 256 episodes is a few
+deviations behind the mean, not five times it. There must be environments that stop altogether, which is what the paper
+says redundancy is for; how many, and how long they are waited for, it does not say. So here the same with steps that
+are never answered, given up after 200 s. Both numbers are assumptions: the seconds are chosen so that a stopped
+environment costs about what the paper's 32 x 8 take, and only with a step in 200 is the ratio the paper's.
 """
 ASYNCHRONOUS = f"""\
 Training takes {1 - ROLLOUT_SHARE:.0%} of a synchronous step (the paper: rollout is over 70 %), on GPUs of its own.

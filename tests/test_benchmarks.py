@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import agentic
 from benchmarks.__main__ import COMMANDS
 from benchmarks.simulated import tables
 
@@ -31,5 +32,20 @@ def test_the_small_ones_work(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
+def test_agents_in_virtual_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["agentic", "--quick", "--out", str(tmp_path)])
+    agentic.main()
+    assert capsys.readouterr().out.startswith((tmp_path / "agentic.md").read_text())
+    found = json.loads((tmp_path / "agentic.json").read_text())
+    assert {r["part"] for r in found} == {
+        "lock_step", "redundancy", "asynchronous", "prefix", "queue", "replication",
+    }  # fmt: skip
+    assert all(r["bound_kept"] for r in found if r["part"] == "asynchronous")
+    assert all(r["ratio"] > 1 for r in found if r["part"] == "lock_step")
+
+
 def test_the_pages_of_stored_results_can_be_written_again() -> None:
+    assert agentic.page(json.loads(Path("docs/agentic.json").read_text())) == Path("docs/agentic.md").read_text()
     assert "of the bound" in tables(json.loads(Path("docs/simulated.json").read_text()))
