@@ -126,7 +126,11 @@ def test_a_reward_gets_the_last_turn_and_all_of_them_in_the_record(run: StoredRu
     config = reprocessing._with_reward(run.config, f"{tmp_path}/mine.py:last")
     prompts = actor_settings.prompt_settings(config, held_out=0, longest=None)
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), {}))
-    _, block = reprocessing.score_rows(settings, str(run.store.path), run.store.snapshot, 0, 4)
+    try:
+        _, block = reprocessing.score_rows(settings, str(run.store.path), run.store.snapshot, 0, 4)
+    finally:
+        reprocessing._per_thread.scorer[1].close()
+        del reprocessing._per_thread.scorer
     assert block.errors == {}
     assert block.rewards.tolist() == [2.0, 1.0, 0.0, 0.0]
 
