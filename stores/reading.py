@@ -382,6 +382,8 @@ class StoreReader:
 
     def _slice(self, root: Any, name: str, first: int, last: int) -> npt.NDArray[Any]:
         array = root[name]
+        if first < 0:  # which an array would take for a place counted from its end
+            raise StoreError(f"{self._where}: a row begins at {first} of {name}: its numbers are corrupt")
         if last > array.shape[0]:
             raise StoreError(f"{self._where}: {name} has {array.shape[0]} elements, a row needs {last}: truncated")
         try:
