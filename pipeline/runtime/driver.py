@@ -77,8 +77,8 @@ from stores.errors import RunStuck
 from stores.metrics import with_rate
 from stores.resume_points import ResumePoints
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, ended_as
+from tasks.actors.server_answers import FoundInFlight, TakenUp
 from tasks.actors.trainer import StepResult
-from tasks.actors.trajectory_server import FoundInFlight, TakenUp
 
 logger = logging.getLogger(__name__)
 

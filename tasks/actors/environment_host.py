@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from stores.errors import ActorLost
 from stores.trajectory import TrajectoryId
 from tasks.actors.calls import answers_calls, call
-from tasks.actors.trajectory_server import Bridged, EpisodeState
+from tasks.actors.server_answers import Bridged, EpisodeState
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Record

@@ -20,12 +20,12 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from stores.base import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
-from stores.in_flight import GroupInFlight, InFlight
+from stores.in_flight import InFlight
 from stores.resume_points import ResumePoints
 from stores.spool import Spool
 from stores.spool_entries import (
@@ -45,7 +45,6 @@ from stores.trajectory import (
     AbortReason,
     Ended,
     Fate,
-    FinishReason,
     GroupId,
     PolicyVersion,
     Segment,
@@ -55,6 +54,7 @@ from stores.trajectory import (
 )
 from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
+from tasks.actors.server_answers import Bridged, DrawnGroup, EpisodeState, FoundInFlight, Payload, TakenUp
 from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
@@ -77,73 +77,6 @@ class ServerSettings:
     store: str
     header: RunHeader
     resumed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnGroup:
-    """A drawn prompt: its group's id and its length in tokens."""
-
-    group: GroupId
-    prompt_tokens: int
-
-
-class Payload(NamedTuple):
-    """What a live trajectory consists of so far."""
-
-    prompt: tuple[int, ...]
-    sampled: tuple[int, ...]
-    finish: FinishReason
-    """UNFINISHED if sampling goes on after `sampled`; else the turn has ended by itself."""
-    in_turn: int
-    """How many of the last tokens belong to the present turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeState:
-    """What an environment host needs of a trajectory whose turn has ended. task, member, attempt: which episode it is.
-    turns: their texts, the newest last. tokens: of the response so far."""
-
-    task: GroupId
-    member: int
-    attempt: int
-    record: Record
-    turns: tuple[str, ...]
-    tokens: int
-    full: bool
-    """No further turn fits: the episode ends with this one."""
-    answered: bool
-    """The server has the answer to the newest turn already."""
-    restarted: bool
-    """The trajectory begins again since then."""
-    score: ScoredResponse | None
-    """The reward, if the episode has ended already."""
-
-
-class Bridged(NamedTuple):
-    """What has become of an environment's answer. tokens: of the response with it. problem: why it was not taken."""
-
-    tokens: int
-    problem: Literal["", "full", "differs"] = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundInFlight:
-    """What a run that goes on finds. ledger: of the store's last record. groups: what is in flight as of that record,
-    without what later versions have sampled; empty for a run of an earlier version, which kept none of it."""
-
-    ledger: LedgerState
-    groups: tuple[GroupInFlight, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakenUp:
-    """What a run that goes on has taken up. responses, tokens: those that are kept. again: number of responses that had
-    been begun and start again."""
-
-    ledger: LedgerState
-    responses: int = 0
-    tokens: int = 0
-    again: int = 0
 
 
 @answers_calls
