@@ -313,9 +313,10 @@ class CoordinatorState:
 
     def answer(self, live: LiveTrajectory, tokens: int) -> None:
         """Queue a trajectory for its next turn, with the `tokens` it has now."""
+        phase = next_phase(live.phase, Transition.ANSWERED)
         live.given_tokens += tokens - live.tokens
         live.acting_s += self._now - live.since
-        live.phase, live.since = next_phase(live.phase, Transition.ANSWERED), self._now
+        live.phase, live.since = phase, self._now
         live.tokens = live.safe_tokens = tokens
         self._enqueue(live)
         self._routing_changed = True

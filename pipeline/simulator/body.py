@@ -192,6 +192,8 @@ class SimulatedRun:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Route() | Abort() | Interrupt() | Pull():
+                if isinstance(command, Route):  # at once: its end may be told before its way to the instance is over
+                    self._environments.begun(command.trajectory)
                 if self._simulation.command_s:
                     self._at(self._now + self._simulation.command_s, lambda: self._on_instance(command))
                 else:
@@ -256,7 +258,6 @@ class SimulatedRun:
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
         if self._config.acts:
-            self._environments.begun(command.trajectory)
             turns = (Turn(tokens + self._environments.left_to_sample(command.trajectory, tokens)),)
         one.engine.submit(
             self._now,
