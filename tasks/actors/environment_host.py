@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from stores.errors import ActorLost
 from stores.trajectory import TrajectoryId
 from tasks.actors.calls import answers_calls, call
-from tasks.actors.server_answers import Bridged, EpisodeState
+from tasks.actors.server_answers import Bridged, EpisodeState, SaidItem
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Record
@@ -82,6 +82,44 @@ class EnvironmentSettings(Protocol):
     def build(self) -> Environments: ...
 
 
+class _Asked:
+    """Calls of the server for the acts of one request. What several acts ask of a method at the same moment goes in one
+    call: a call costs a millisecond on each side, much more than many environments do."""
+
+    def __init__(self, server: Any, call_s: float) -> None:
+        self._server, self._call_s = server, call_s
+        self._waiting: dict[str, list[tuple[Any, asyncio.Future[Any]]]] = {}
+        """What is to be asked for in the next call, by method."""
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, method: str, item: Any) -> Any:
+        """The result for one item of a method that takes a list of them. Raises what the call raises."""
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        first = method not in self._waiting
+        self._waiting.setdefault(method, []).append((item, result))
+        if first:
+            sending = asyncio.ensure_future(self._send(method))
+            self._calls.add(sending)
+            sending.add_done_callback(self._calls.discard)
+        return await result
+
+    async def _send(self, method: str) -> None:
+        asked = [(item, result) for item, result in self._waiting.pop(method) if not result.done()]
+        if not asked:
+            return
+        try:
+            items = [item for item, _ in asked]
+            found = await call(self._server, method, items, within_s=self._call_s, who="server")
+        except Exception as error:  # noqa: BLE001  it is raised where each result is awaited
+            for _, result in asked:
+                if not result.done():
+                    result.set_exception(error)
+            return
+        for number, (_, result) in enumerate(asked):
+            if not result.done():
+                result.set_result(None if found is None else found[number])
+
+
 @answers_calls
 class EnvironmentHost:
     """The environment host's Dask actor. All its state changes on the worker's event loop."""
@@ -104,10 +142,11 @@ class EnvironmentHost:
 
     async def act(self, server: Any, items: tuple[ActItem, ...]) -> None:
         """Have environments answer the turns that trajectories ended with. Those under way already go on."""
+        ask = _Asked(server, self._call_s)
         for item in items:
             place = item.trajectory, item.epoch
             if place not in self._acts:
-                self._acts[place] = asyncio.create_task(self._act(server, item))
+                self._acts[place] = asyncio.create_task(self._act(ask, item))
 
     async def outcomes(self, timeout_s: float) -> list[Acted]:
         """Wait up to `timeout_s` for acts to end; returns their outcomes. Raises ConfigError if what an environment
@@ -144,9 +183,9 @@ class EnvironmentHost:
         self._acts.clear()
         await self._environments.close()
 
-    async def _act(self, server: Any, item: ActItem) -> None:
+    async def _act(self, ask: _Asked, item: ActItem) -> None:
         try:
-            outcome = await self._outcome(server, item)
+            outcome = await self._outcome(ask, item)
         except ActorLost:  # nobody else is called
             outcome = Acted(trajectory=item.trajectory, epoch=item.epoch, server_lost=True)
         except Exception as error:  # noqa: BLE001  it is raised where outcomes are asked for
@@ -157,14 +196,10 @@ class EnvironmentHost:
             self._done.append(outcome)
             self._changed.set()
 
-    async def _outcome(self, server: Any, item: ActItem) -> Acted | None:
+    async def _outcome(self, ask: _Asked, item: ActItem) -> Acted | None:
         """Do an act as far as it is not done yet; None if nobody waits for it any more."""
         trajectory, epoch = item.trajectory, item.epoch
-
-        async def ask(method: str, *args: Any) -> Any:
-            return await call(server, method, *args, within_s=self._call_s, who="server")
-
-        state: EpisodeState | None = await ask("episode", trajectory, epoch)
+        state: EpisodeState | None = await ask("episodes", (trajectory, epoch))
         if state is None:
             return None
         if state.score is not None:
@@ -179,9 +214,14 @@ class EnvironmentHost:
         self._keys[trajectory] = key
         answer = await self._environments.act(key, state.record, state.turns, cut=item.cut or state.full)
         if not answer.ended:
-            taken: Bridged = await ask(
-                "give", trajectory, state.tokens, answer.messages, answer.seconds, answer.replayed
+            said = SaidItem(
+                trajectory=trajectory,
+                tokens=state.tokens,
+                messages=answer.messages,
+                seconds=answer.seconds,
+                replayed=answer.replayed,
             )
+            taken: Bridged = await ask("give", said)
             if not taken.problem:
                 return Acted(trajectory=trajectory, epoch=epoch, tokens=taken.tokens)
             if taken.problem == "full":
@@ -191,8 +231,8 @@ class EnvironmentHost:
                 answer = Answer(ended=True, error=DIFFERS)
         self._keys.pop(trajectory, None)
         if answer.error:
-            await ask("restart", trajectory, state.tokens, epoch)
+            await ask("restart", (trajectory, state.tokens, epoch))
             return Acted(trajectory=trajectory, epoch=epoch, failed=answer.error)
         score = ScoredResponse(reward=answer.reward, parts=dict(answer.parts))
-        await ask("rewarded", [(trajectory, score)])
+        await ask("rewarded", (trajectory, score))
         return Acted(trajectory=trajectory, epoch=epoch, ended=True, reward=answer.reward)

@@ -1,4 +1,4 @@
-"""What the trajectory server answers to the driver, to rollout instances and to environment hosts."""
+"""What the trajectory server and the driver, rollout instances and environment hosts tell each other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 from stores.base import LedgerState
 from stores.in_flight import GroupInFlight
-from stores.trajectory import FinishReason, GroupId
+from stores.trajectory import FinishReason, GroupId, TrajectoryId
 from tasks.scoring import ScoredResponse
-from tasks.task_source import Record
+from tasks.task_source import Message, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,18 @@ class Payload(NamedTuple):
     """UNFINISHED if sampling goes on after `sampled`; else the turn has ended by itself."""
     in_turn: int
     """How many of the last tokens belong to the present turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaidItem:
+    """What an environment says to the turn that ends a response of so many `tokens`. replayed: what it said to the
+    first turns when it took them again."""
+
+    trajectory: TrajectoryId
+    tokens: int
+    messages: tuple[Message, ...]
+    seconds: float
+    replayed: tuple[tuple[Message, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

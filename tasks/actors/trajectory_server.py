@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -54,7 +54,7 @@ from stores.trajectory import (
 )
 from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
-from tasks.actors.server_answers import Bridged, DrawnGroup, EpisodeState, FoundInFlight, Payload, TakenUp
+from tasks.actors.server_answers import Bridged, DrawnGroup, EpisodeState, FoundInFlight, Payload, SaidItem, TakenUp
 from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
@@ -290,20 +290,25 @@ class TrajectoryServer:
         await self._write(taken)
         return totals
 
-    async def episode(self, trajectory: TrajectoryId, epoch: int) -> EpisodeState | None:
-        """The state of a trajectory whose turn has ended in routing `epoch`; None if it is no longer live."""
-        t = self._flight.live.get(trajectory)
-        if t is None:
-            return None
-        scored = trajectory in self._flight.scored
-        routing = self._flight.routings.get(trajectory)
-        texts = await asyncio.to_thread(self._texts, (turn.tolist() for turn in t.turns))
+    async def episodes(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
+        """The states of trajectories whose turns have ended. asked: each with the epoch of that routing. None of those
+        that are no longer live."""
+        found = [self._flight.live.get(trajectory) for trajectory, _ in asked]
+        texts = await asyncio.to_thread(lambda: [self._texts(u.tolist() for u in t.turns) if t else [] for t in found])
+        return [
+            None if t is None else self._episode(t, epoch, tuple(said))
+            for t, (_, epoch), said in zip(found, asked, texts, strict=True)
+        ]
+
+    def _episode(self, t: Trajectory, epoch: int, turns: tuple[str, ...]) -> EpisodeState:
+        scored = t.id in self._flight.scored
+        routing = self._flight.routings.get(t.id)
         return EpisodeState(
             task=t.group,
-            member=trajectory % self._settings.members_started,
-            attempt=self._flight.restarts.get(trajectory, 0),
+            member=t.id % self._settings.members_started,
+            attempt=self._flight.restarts.get(t.id, 0),
             record=self._record(t.group),
-            turns=tuple(texts),
+            turns=turns,
             tokens=t.num_tokens,
             full=t.num_tokens >= self._settings.prompts.max_new_tokens,
             answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
@@ -311,43 +316,54 @@ class TrajectoryServer:
             score=ScoredResponse(reward=t.reward, parts=t.reward_parts, error=t.error) if scored else None,
         )
 
-    async def give(
-        self,
-        trajectory: TrajectoryId,
-        tokens: int,
-        messages: tuple[Message, ...],
-        seconds: float,
-        replayed: tuple[tuple[Message, ...], ...],
-    ) -> Bridged:
-        """Add an environment's answer to the turn that ends a response of so many `tokens`. It is not taken if nothing
-        could be sampled after it. replayed: what the environment said to the first turns when it took them again; an
-        answer from an environment that then spoke otherwise than before is not taken either."""
-        t = self._flight.live.get(trajectory)
-        if t is None or t.num_tokens != tokens or (t.spans and not isinstance(t.spans[-1], Segment)):
-            return Bridged(tokens if t is None else t.num_tokens)
-        if replayed and not await asyncio.to_thread(self._spoke_alike, t, replayed):
-            return Bridged(tokens, "differs")
-        given = await asyncio.to_thread(self._given, t, messages)
-        if tokens + len(given) >= self._settings.prompts.max_new_tokens:
-            return Bridged(tokens, "full")
-        entry = AnswerGiven(
-            trajectory=trajectory,
-            first=tokens,
-            role=messages[-1].role if messages else "",
-            tokens=np.asarray(given, np.int32),
-            seconds=seconds,
-            at_s=self._now(),
+    async def give(self, said: list[SaidItem]) -> list[Bridged]:
+        """Add environments' answers to the turns that they answer. One is not taken if nothing could be sampled after
+        it, or if its environment, set back, has spoken otherwise than before."""
+        found = [self._flight.live.get(item.trajectory) for item in said]
+        given = await asyncio.to_thread(
+            lambda: [self._to_give(t, item) if t else None for t, item in zip(found, said, strict=True)]
         )
-        if self._flight.apply(entry):
-            await self._write([entry])
-        return Bridged(tokens + len(given))
+        taken: list[Entry] = []
+        bridged: list[Bridged] = []
+        for item, tokens in zip(said, given, strict=True):
+            t = self._flight.live.get(item.trajectory)
+            if tokens is None or t is None or not _awaits(t, item):
+                bridged.append(Bridged(item.tokens if t is None else t.num_tokens))
+            elif isinstance(tokens, str):
+                bridged.append(Bridged(item.tokens, tokens))
+            else:
+                entry = AnswerGiven(
+                    trajectory=item.trajectory,
+                    first=item.tokens,
+                    role=item.messages[-1].role if item.messages else "",
+                    tokens=np.asarray(tokens, np.int32),
+                    seconds=item.seconds,
+                    at_s=self._now(),
+                )
+                if self._flight.apply(entry):
+                    taken.append(entry)
+                bridged.append(Bridged(item.tokens + len(tokens)))
+        await self._write(taken)
+        return bridged
 
-    async def restart(self, trajectory: TrajectoryId, tokens: int, epoch: int) -> None:
-        """Drop all of a trajectory but its prompt: its environment has failed. tokens: of its response. epoch: of its
-        last routing."""
-        entry = EpisodeRestarted(trajectory=trajectory, tokens=tokens, epoch=epoch)
-        if self._flight.apply(entry):
-            await self._write([entry])
+    def _to_give(self, t: Trajectory, item: SaidItem) -> list[int] | Literal["full", "differs"] | None:
+        """The tokens of an environment's answer, or why it is not taken; None if the turn is answered already."""
+        if not _awaits(t, item):
+            return None
+        if item.replayed and not self._spoke_alike(t, item.replayed):
+            return "differs"
+        given = self._given(t, item.messages)
+        return "full" if item.tokens + len(given) >= self._settings.prompts.max_new_tokens else given
+
+    async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> None:
+        """Drop all but the prompts of trajectories whose environments have failed. failed: (trajectory, tokens of its
+        response, epoch of its last routing)."""
+        taken = []
+        for trajectory, tokens, epoch in failed:
+            entry = EpisodeRestarted(trajectory=trajectory, tokens=tokens, epoch=epoch)
+            if self._flight.apply(entry):
+                taken.append(entry)
+        await self._write(taken)
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, str, Record]]:
         """(id, response text, record) of each trajectory that is still live."""
@@ -538,3 +554,8 @@ class TrajectoryServer:
             )
             self._metrics[step] = batch_metrics(rows, settings.group_size)
         return self._rows[step]
+
+
+def _awaits(t: Trajectory, item: SaidItem) -> bool:
+    """Whether a trajectory has the turn that is answered, and no answer yet."""
+    return t.num_tokens == item.tokens and (not t.spans or isinstance(t.spans[-1], Segment))

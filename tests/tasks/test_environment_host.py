@@ -1,0 +1,101 @@
+"""The environment host's calls of the trajectory server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stores.trajectory import GroupId, TrajectoryId
+from tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
+from tasks.actors.trajectory_server import Bridged, EpisodeState, SaidItem
+from tasks.episodes.answers import Answer, EpisodeKey
+from tasks.scoring import ScoredResponse
+from tasks.task_source import Message, Record
+
+
+class Environments:
+    """Every even task is answered, every odd one ends."""
+
+    def build(self) -> Environments:
+        return self
+
+    async def check(self) -> None: ...
+
+    async def act(self, key: EpisodeKey, record: Record, turns: tuple[str, ...], *, cut: bool) -> Answer:
+        await asyncio.sleep(0)
+        return Answer(ended=True, reward=key.task) if key.task % 2 else Answer(messages=(Message("user", turns[-1]),))
+
+    async def end(self, key: EpisodeKey, record: Record) -> Answer:
+        return Answer(ended=True)
+
+    def cancel(self, keys: Iterable[EpisodeKey]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class Server:
+    """Trajectory i has i tokens, and is of task i. From 90 on none is live."""
+
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    rewards: dict[TrajectoryId, float] = field(default_factory=dict)
+    fails: bool = False
+
+    async def episodes(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
+        self.calls.append(("episodes", len(asked)))
+        if self.fails:
+            raise OSError("it is gone")
+        none: dict[str, Any] = {"full": False, "answered": False, "restarted": False, "score": None}
+        return [
+            EpisodeState(task=GroupId(i), member=0, attempt=0, record={}, turns=(f"{i}",), tokens=i, **none)
+            if i < 90
+            else None
+            for i, _ in asked
+        ]
+
+    async def give(self, said: list[SaidItem]) -> list[Bridged]:
+        self.calls.append(("give", len(said)))
+        return [Bridged(item.tokens + int(item.messages[0].content)) for item in said]
+
+    async def rewarded(self, scored: list[tuple[TrajectoryId, ScoredResponse]]) -> None:
+        self.calls.append(("rewarded", len(scored)))
+        self.rewards.update((trajectory, score.reward) for trajectory, score in scored)
+
+
+def acts(server: Server, dismissed: tuple[int, ...] = ()) -> dict[TrajectoryId, Acted]:
+    """Outcomes of 100 acts, asked for together."""
+
+    async def acted() -> list[Acted]:
+        host = EnvironmentHost(Environments(), call_s=5)
+        await host.act(server, tuple(ActItem(trajectory=TrajectoryId(i), epoch=0, cut=False) for i in range(100)))
+        await asyncio.sleep(0)
+        await host.dismiss(tuple(map(TrajectoryId, dismissed)))
+        found: list[Acted] = []
+        while more := await host.outcomes(0.2):
+            found += more
+        await host.close()
+        return found
+
+    return {one.trajectory: one for one in asyncio.run(acted())}
+
+
+def test_what_many_acts_ask_at_once_is_one_call_and_each_gets_its_own_answer() -> None:
+    server = Server()
+    found = acts(server)
+    assert set(found) == set(range(90))
+    assert all(one.tokens == 2 * i and not one.ended for i, one in found.items() if i % 2 == 0)
+    assert server.rewards == {i: i for i in range(1, 90, 2)}
+    assert all(one.ended and one.reward == i for i, one in found.items() if i % 2)
+    assert server.calls == [("episodes", 100), ("give", 45), ("rewarded", 45)]
+
+
+def test_a_dismissed_act_takes_nothing_from_the_others() -> None:
+    assert set(acts(Server(), dismissed=(3, 4, 5))) == set(range(90)) - {3, 4, 5}
+
+
+def test_a_server_that_is_gone_is_told_of_every_act() -> None:
+    found = acts(Server(fails=True))
+    assert set(found) == set(range(100))
+    assert all(one.server_lost for one in found.values())
