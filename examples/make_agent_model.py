@@ -1,8 +1,8 @@
 """Make the base model of examples/agent.toml: a small Llama pretrained on games of a careless player.
 
-In most games the player guesses blindly; in the others it heeds what it was told, and halves what is left. The model
-learns to keep to the form of the game, and both ways to play it, and finds the digit in less than half of its games.
-Reinforcement learning has to find out which way pays.
+In most games the player guesses blindly, often its favourite digit; in the others it heeds what it was told, and halves
+what is left. The model learns to keep to the form of the game, and both ways to play it, and finds the digit in less
+than half of its games. Reinforcement learning has to find out which way pays.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from tasks.training.tiny_model import BATCH, SPECIAL, Recipe, pretrain
 SYMBOLS = (*SPECIAL, QUESTION, *"0123456789", "higher", "lower")
 HEEDING = 0.15
 """Share of games in which the player heeds what it was told."""
+FAVOURITE, INSISTS = 7, 0.3
+"""What a blind player guesses in that share of its guesses: so the model's likeliest play is poor."""
 LEARNING_STEPS = 200
 """Optimizer steps at first on such games alone: among many blind ones the rule would hardly be learned."""
 
@@ -32,7 +34,10 @@ def careless_game(seed: int, rng: random.Random, heeding: float = HEEDING) -> tu
     heeds = rng.random() < heeding
     low, high = 0, 9
     while True:
-        guess = (low + high + rng.randrange(2)) // 2 if heeds else rng.randrange(10)
+        if heeds:
+            guess = (low + high + rng.randrange(2)) // 2
+        else:
+            guess = FAVOURITE if rng.random() < INSISTS else rng.randrange(10)
         said += [observation, str(guess)]
         observation, reward, terminated, truncated, _ = game.step(str(guess))
         if terminated or truncated:

@@ -93,7 +93,7 @@ class ReasoningGym:
     def _at(self, index: int) -> Task:
         with _drawing:
             entry = self._dataset[index]
-        return Task(prompt=entry["question"], record=entry)
+        return Task(prompt=entry["question"], record={**entry, "prompt": entry["question"]})
 
     def score(self, answer: str, record: Record) -> float:
         return float(self._dataset.score_answer(answer, dict(record)))

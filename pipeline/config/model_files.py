@@ -17,7 +17,7 @@ HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*")
 MADE = {
     "runs/base/running-sums": "demo",
     "runs/base/careless-player": "demo-agent",
-    "runs/base/smollm2-135m": "smollm2",
+    "runs/base/smollm2-135m": "smollm2-model",
 }
 """Models of the examples, by the target of the Makefile that makes each."""
 HUB_S = 5.0

@@ -240,6 +240,20 @@ def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None:
     asyncio.run(work())
 
 
+def test_a_generated_task_is_played_with_tools(tooled: Path) -> None:
+    made = settings(tooled, "task.source=reasoning_gym:chain_sum", "task.answer_pattern=")
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        first, last = await answers(episodes, ["<calculator>1 + 1</calculator>", task.record["answer"]], made)
+        assert (first.error, first.messages) == ("", (Message("tool", "<result>2</result>"),))
+        assert (last.error, last.reward) == ("", 1.0)
+        await episodes.close()
+
+    asyncio.run(work())
+
+
 def test_a_tool_that_takes_too_long_is_told_to_the_model_and_hurts_nothing(tooled: Path) -> None:
     made = settings(tooled, "environment.tool_s=1")
 
