@@ -181,9 +181,11 @@ def _active_set(unit: Array, target: Array) -> Array:
             negative = [i for i in chosen if solved[i] <= 0]
             if not negative:
                 break
-            share = min(solution[i] / (solution[i] - solved[i]) for i in negative)
+            share, limiting = min((solution[i] / (solution[i] - solved[i]), i) for i in negative)
             solution = solution + share * (solved - solution)
+            solution[limiting] = 0.0  # rounding may leave a trace of it, and would let it limit every further step
             chosen = [i for i in chosen if i not in negative or solution[i] > 0]
+            solution[[i for i in range(len(solution)) if i not in chosen]] = 0.0
         solution = solved
 
 

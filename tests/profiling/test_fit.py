@@ -340,3 +340,22 @@ def test_coefficients_are_those_of_the_best_subset_without_negative_ones(seed: i
     assert np.linalg.norm(design @ best - target) == pytest.approx(np.linalg.norm(design @ expected - target), rel=1e-9)
     if seed % 4:
         np.testing.assert_allclose(best, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", [3505, 25871, 32325, 48339])
+def test_columns_that_depend_on_each_other_end_the_fit_all_the_same(seed: int) -> None:
+    """Rounding may leave a trace of the coefficient that limits a step, which then limits all further ones."""
+    rng = np.random.default_rng(seed)
+    flat = rng.random(12) < 0.3
+    running = rng.integers(1, 9, 12).astype(float)
+    kv = running * rng.integers(4, 12, 12)
+    weights = 1 / rng.uniform(1, 3, 12)
+    columns = [kv, np.where(flat, 0, running), flat * 1.0, (~flat) * 1.0, running * rng.random(12)]
+    known = np.stack(columns, axis=1) * weights[:, None]
+    design = np.column_stack([known, known[:, 1] * 0.7 + known[:, 2] * 3 + known[:, 3] * 2])
+    target = rng.uniform(0.2, 1, 12)
+    unit = design / np.linalg.norm(design, axis=0)
+    solution = fitting._active_set(unit, target)
+    assert (solution >= 0).all()
+    slope = unit.T @ (target - unit @ solution)
+    assert (slope <= 1e-6).all() and np.abs(slope[solution > 0]).max() <= 1e-6
