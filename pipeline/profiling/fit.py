@@ -30,6 +30,8 @@ FEWEST = 8
 """Least number of points: about as many to validate the coefficients as there are of these."""
 
 
+MOST_EXCHANGES = 10
+"""Coefficients that are let in, per column, before a fit is taken as it is."""
 LEAST_PROMISE = 1e-10
 """Share of the times' norm that another coefficient must explain to be let in: less is rounding."""
 
@@ -167,7 +169,7 @@ def _active_set(unit: Array, target: Array) -> Array:
     chapter 23): the coefficient that promises most is let in, and those that it makes negative are taken out again."""
     solution = np.zeros(unit.shape[1])
     chosen: list[int] = []
-    while True:
+    for _ in range(MOST_EXCHANGES * unit.shape[1]):  # rounding could let two columns in and out by turns for ever
         promise = unit.T @ (target - unit @ solution)
         promise[chosen] = 0.0
         if promise.max(initial=0.0) <= LEAST_PROMISE * float(np.linalg.norm(target)):
@@ -187,6 +189,7 @@ def _active_set(unit: Array, target: Array) -> Array:
             chosen = [i for i in chosen if i not in negative or solution[i] > 0]
             solution[[i for i in range(len(solution)) if i not in chosen]] = 0.0
         solution = solved
+    return solution
 
 
 def _huber_loss(residual: Array) -> Array:
