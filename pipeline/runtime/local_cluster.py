@@ -19,10 +19,9 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 WORKER = ("distributed.nanny", "stores.versioned")
@@ -60,7 +59,8 @@ def prepare(threads: int, modules: Sequence[str]) -> None:
     on importing. modules: what it imports for the workers. threads: of each worker's pools."""
     forkserver.set_forkserver_preload(["pipeline.runtime.preloading"])
     named = {"STALEFLOW_PRELOAD": ",".join((*WORKER, *modules)), "PYTHONSAFEPATH": "1"}
-    with _environment({**worker_environment(threads), **named}), _deaf_to_ctrl_c():
+    resource_tracker.ensure_running()  # which the server needs, and which lets signals through once it has started
+    with _environment({**worker_environment(threads), **named}), _ctrl_c_later():
         forkserver.ensure_running()
     if (server := _server()) is not None:
         atexit.unregister(_end)  # of an earlier server
@@ -158,13 +158,11 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes that are started inside ignore SIGINT. Only a main thread can have that; elsewhere it is left out."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _ctrl_c_later() -> Iterator[None]:
+    """A SIGINT that comes inside is heard afterwards. Processes that are started inside hold it back until they ignore
+    it, as pipeline/runtime/preloading.py does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

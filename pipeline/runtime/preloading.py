@@ -7,7 +7,11 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 
+if "STALEFLOW_PRELOAD" in os.environ:  # this is the server; it was started with SIGINT held back
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C means its caller, which ends it; its workers inherit that
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 gc.disable()  # collections while modules are made take a quarter of the time that importing takes
 os.environ.pop("PYTHONSAFEPATH", None)  # meant for this process; workers' own children go by the caller's ways
 for module in filter(None, os.environ.pop("STALEFLOW_PRELOAD", "").split(",")):

@@ -56,7 +56,7 @@ def _answering(method: Any) -> Any:
     @functools.wraps(method)
     async def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
         pickled = args[:1] == (PICKLED,)
-        _within_actor.set(True)
+        _enter()
         try:
             result = await method(self, *(pickle.loads(args[1]) if pickled else args), **kwargs)
         except StaleflowError:
@@ -67,6 +67,12 @@ def _answering(method: Any) -> Any:
         return (PICKLED, pickle.dumps(result, 5)) if pickled and type(result) is not bytes else result
 
     return answering
+
+
+def _enter() -> None:
+    """Note that what follows is an actor's. A function, since classes from a script are pickled with their methods, and
+    these with all that they name but functions."""
+    _within_actor.set(True)
 
 
 async def _watched(asked: Any, actor: Actor, who: str) -> Any:

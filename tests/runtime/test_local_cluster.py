@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -49,3 +52,38 @@ def test_a_start_that_is_cancelled_leaves_no_process(reached: Callable[[], bool]
         assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
     asyncio.run(started_and_cancelled())
+
+
+def test_an_interrupt_while_the_server_is_started_is_heard_afterwards() -> None:
+    reached = []
+
+    def interrupted() -> None:
+        with local_cluster._ctrl_c_later():
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append("the end")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert reached
+
+
+def test_the_server_and_its_workers_ignore_interrupts() -> None:
+    """They are in the terminal's group, and the caller ends them."""
+
+    async def ignored() -> list[str]:
+        cluster = await local_cluster.start(1, 1, modules=(), dashboard=False)
+        try:
+            (pid,) = [nanny.pid for nanny in nannies()]
+            held = [
+                line
+                for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+                if line[:6] in ("SigBlk", "SigIgn")
+            ]
+            return [line.split()[1] for line in held]
+        finally:
+            await cluster.close()
+
+    blocked, ignored_ = (int(mask, 16) for mask in asyncio.run(ignored()))
+    bit = 1 << (signal.SIGINT - 1)
+    assert not blocked & bit
+    assert ignored_ & bit
