@@ -120,9 +120,21 @@ class InFlight:
             case FlightResumed():
                 return self._resume(entry)
 
+    def epoch(self, trajectory: TrajectoryId) -> int:
+        """The epoch of a trajectory's latest routing; 0 if there was none."""
+        return self.routings.get(trajectory, LatestRouting(0, 0)).epoch
+
     def hears(self, trajectory: TrajectoryId, epoch: int) -> bool:
-        """Whether an instance of this epoch still samples for a trajectory."""
-        return trajectory in self.live and epoch >= self.routings.get(trajectory, LatestRouting(0, 0)).epoch
+        """Whether a trajectory is live, and was not routed anew since `epoch`."""
+        return trajectory in self.live and epoch >= self.epoch(trajectory)
+
+    def awaits(self, trajectory: TrajectoryId, tokens: int, epoch: int) -> bool:
+        """Whether a trajectory that had so many tokens under `epoch` still has just these, without an answer to the
+        last of them, and without a reward."""
+        if not self.hears(trajectory, epoch) or trajectory in self.scored:
+            return False
+        t = self.live[trajectory]
+        return t.num_tokens == tokens and not (t.spans and isinstance(t.spans[-1], Given))
 
     def set_aside(self) -> list[Trajectory]:
         """What is neither live nor stored."""
@@ -228,7 +240,7 @@ class InFlight:
         changed = False
         for member, epoch in entry.routed:
             t = self.live.get(member)
-            if t is not None and epoch >= self.routings.get(member, LatestRouting(0, 0)).epoch:
+            if t is not None and epoch >= self.epoch(member):
                 self.routings[member] = LatestRouting(epoch, t.num_tokens)
                 if not t.timings.routed_s:
                     self.live[member] = replace(t, timings=replace(t.timings, routed_s=entry.at_s))
@@ -269,7 +281,7 @@ class InFlight:
 
     def _restart(self, entry: EpisodeRestarted) -> bool:
         t = self.live.get(entry.trajectory)
-        if t is None or entry.epoch < self.routings.get(t.id, LatestRouting(0, 0)).epoch or t.id in self.scored:
+        if t is None or entry.epoch < self.epoch(t.id) or t.id in self.scored:
             return False
         self.live[t.id] = replace(t, spans=(), finish=FinishReason.UNFINISHED)
         self.routings[t.id] = LatestRouting(entry.epoch + 1, 0)

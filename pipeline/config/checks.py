@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import actor_settings, user_files
 from pipeline.config.model_files import check_files, find_model, read_context
+from pipeline.config.rules import check_steps
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 from tasks.file_tokenizer import FileTokenizer, chat_template
@@ -78,8 +79,9 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     if not here and _elsewhere(config, unchecked):
         return unchecked
     task, prompts = _first_prompt(config, folder)
-    acts = user_files.settled(config).acts
-    environments = actor_settings.episode_settings(config) if acts else None
+    settled = user_files.settled(config)
+    check_steps(settled, f"job {config.name!r}")
+    environments = actor_settings.episode_settings(config) if settled.acts else None
     if environments is None or environments.scoring is not None:
         _try_reward(config, task)
     if environments is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Act, Dismiss
 from pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event, TrajectoryScored
-from pipeline.runtime.actors import SERVER, Actors
+from pipeline.runtime.actors import DOUBTS, SERVER, Actors
 from pipeline.runtime.background import side_by_side
 from stores import errors
 from stores.trajectory import TrajectoryId
@@ -41,6 +42,10 @@ class _Host:
     outbox: asyncio.Queue[Act | Dismiss] = field(default_factory=asyncio.Queue)
     pending: dict[TrajectoryId, Act] = field(default_factory=dict)
     number: int = 0
+    num_doubts: int = 0
+    """How many attempts in a row it lost the trajectory server in, which answers."""
+    doubted_s: float = -math.inf
+    """When that was last found, on the loop's clock."""
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -136,6 +141,10 @@ class Acting:
                     raise
                 await self._replace(host, number, lost)
                 continue
+            if number == host.number and any(outcome.server_lost for outcome in outcomes):
+                await self._doubt(host, number)
+            elif outcomes:
+                host.num_doubts = 0
             for outcome in outcomes:
                 act = host.pending.get(outcome.trajectory)
                 if act is None or act.epoch != outcome.epoch:
@@ -147,6 +156,18 @@ class Acting:
                 self._tell(self._event(outcome))
                 self._check_failures(outcome)
 
+    async def _doubt(self, host: _Host, number: int) -> None:
+        """Note that a host says that the trajectory server is lost; replace the host if it is the one that is cut
+        off. What many acts of one attempt say counts once."""
+        now = asyncio.get_running_loop().time()
+        if now < host.doubted_s + AGAIN_S or not await self._actors.server_answers():
+            return
+        host.doubted_s = now
+        host.num_doubts += 1
+        if host.num_doubts > DOUBTS:
+            lost = errors.ActorLost(f"{host.name} does not reach the server, which answers", host.name)
+            await self._replace(host, number, lost)
+
     async def _replace(self, host: _Host, number: int, lost: errors.ActorLost | errors.ActorFailed) -> None:
         """Place a host anew, unless that was done since `number`, and ask it for all that is pending."""
         async with host.replacing:
@@ -155,6 +176,7 @@ class Acting:
             self._actors.lose(host.name, lost, self._elapsed_s())
             await self._actors.place_environment(host.name)
             host.number += 1
+            host.num_doubts = 0
             for act in host.pending.values():
                 host.outbox.put_nowait(act)
 

@@ -154,7 +154,7 @@ class Actors:
                 return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)
             except ActorLost as error:
                 lost = error
-            if lost.who == "server" != name and await self._server_answers():
+            if lost.who == "server" != name and await self.server_answers():
                 num_doubts += 1
                 logger.warning("%s: %s; it answers now", name, lost)
                 if num_doubts <= DOUBTS:
@@ -162,7 +162,7 @@ class Actors:
                 lost = ActorLost(f"{name} does not reach the server, which answers: {lost}", name)
             await self.restoring.restored(lost, asked_s)
 
-    async def _server_answers(self) -> bool:
+    async def server_answers(self) -> bool:
         """Whether the trajectory server answers a short call."""
         try:
             await self.ask_once("server", "held_out_notice")

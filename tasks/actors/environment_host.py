@@ -5,7 +5,8 @@ its outcome fetched in separate calls, so that no call takes as long as an envir
 
 Invariants:
 - The answer to a turn is with the trajectory server before the driver learns of it, and so is a reward.
-- An act may be asked for again, of this host or of another: what the server has already is not done twice.
+- An act may be asked for again, of this host or of another: what the server has already is not done twice. Of two
+  hosts that do an act, since one of them was taken for lost, the first that tells the server is heard.
 - A failure of an environment is never a reward: the server then drops all of the trajectory but its prompt, before the
   driver learns of the failure.
 """
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 from stores.errors import ActorLost
 from stores.trajectory import TrajectoryId
 from tasks.actors.calls import answers_calls, call
-from tasks.actors.server_answers import Bridged, EpisodeState, SaidItem
+from tasks.actors.server_answers import Bridged, EpisodeState, RewardItem, SaidItem
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Record
@@ -217,6 +218,7 @@ class EnvironmentHost:
             said = SaidItem(
                 trajectory=trajectory,
                 tokens=state.tokens,
+                epoch=epoch,
                 messages=answer.messages,
                 seconds=answer.seconds,
                 replayed=answer.replayed,
@@ -234,5 +236,7 @@ class EnvironmentHost:
             await ask("restart", (trajectory, state.tokens, epoch))
             return Acted(trajectory=trajectory, epoch=epoch, failed=answer.error)
         score = ScoredResponse(reward=answer.reward, parts=dict(answer.parts))
-        await ask("rewarded", (trajectory, score))
-        return Acted(trajectory=trajectory, epoch=epoch, ended=True, reward=answer.reward)
+        held: ScoredResponse | None = await ask("rewarded", RewardItem(trajectory, state.tokens, epoch, score))
+        if held is None:
+            return None
+        return Acted(trajectory=trajectory, epoch=epoch, ended=True, reward=held.reward, error=held.error)

@@ -8,12 +8,13 @@ from typing import Any
 
 from stores.trajectory import TrajectoryId
 from tasks.actors.calls import answers_calls, call
+from tasks.actors.server_answers import RewardItem, ScoringItem
 from tasks.scoring import ScoredResponse, Scorer, ScoringSettings
 
 
 @answers_calls
 class RewardWorker:
-    """One of several reward actors, each with a scoring process. Idempotent: scoring again stores the same score."""
+    """One of several reward actors, each with a scoring process. Idempotent: the first score is the one that holds."""
 
     def __init__(self, settings: ScoringSettings, call_s: float) -> None:
         self._scorer = Scorer(settings)
@@ -30,12 +31,17 @@ class RewardWorker:
 
     async def score(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, float, str]]:
         """Score the trajectories that are still live; the server gets the scores and their parts. Returns (trajectory,
-        reward, error) for each."""
-        items = await call(server, "scoring_items", trajectories, within_s=self._call_s, who="server")
-        scores = await self.score_texts([(response, record) for _, response, record in items])
-        scored = [(item[0], score) for item, score in zip(items, scores, strict=True)]
-        await call(server, "rewarded", scored, within_s=self._call_s, who="server")
-        return [(trajectory, score.reward, score.error) for trajectory, score in scored]
+        reward, error) for each, as the server holds them."""
+        items: list[ScoringItem] = await call(
+            server, "scoring_items", trajectories, within_s=self._call_s, who="server"
+        )
+        scores = await self.score_texts([(item.text, item.record) for item in items])
+        scored = [
+            RewardItem(item.trajectory, item.tokens, item.epoch, score)
+            for item, score in zip(items, scores, strict=True)
+        ]
+        held = await call(server, "rewarded", scored, within_s=self._call_s, who="server")
+        return [(item.trajectory, score.reward, score.error) for item, score in zip(items, held, strict=True) if score]
 
     async def score_texts(self, items: list[tuple[str, Any]]) -> list[ScoredResponse]:
         """Score (response, record) pairs that belong to no trajectory, such as an evaluation's."""

@@ -33,14 +33,34 @@ class Payload(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaidItem:
-    """What an environment says to the turn that ends a response of so many `tokens`. replayed: what it said to the
-    first turns when it took them again."""
+    """What an environment says to the turn that ends a response of so many `tokens`, routed under `epoch`. replayed:
+    what it said to the first turns when it took them again."""
 
     trajectory: TrajectoryId
     tokens: int
+    epoch: int
     messages: tuple[Message, ...]
     seconds: float
     replayed: tuple[tuple[Message, ...], ...]
+
+
+class ScoringItem(NamedTuple):
+    """A response to be scored: its text, its length in tokens, and the epoch of its latest routing."""
+
+    trajectory: TrajectoryId
+    tokens: int
+    epoch: int
+    text: str
+    record: Record
+
+
+class RewardItem(NamedTuple):
+    """The reward of a response of so many `tokens`, routed under `epoch`."""
+
+    trajectory: TrajectoryId
+    tokens: int
+    epoch: int
+    score: ScoredResponse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

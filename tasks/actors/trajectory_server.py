@@ -54,7 +54,17 @@ from stores.trajectory import (
 )
 from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
-from tasks.actors.server_answers import Bridged, DrawnGroup, EpisodeState, FoundInFlight, Payload, SaidItem, TakenUp
+from tasks.actors.server_answers import (
+    Bridged,
+    DrawnGroup,
+    EpisodeState,
+    FoundInFlight,
+    Payload,
+    RewardItem,
+    SaidItem,
+    ScoringItem,
+    TakenUp,
+)
 from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
@@ -301,8 +311,6 @@ class TrajectoryServer:
         ]
 
     def _episode(self, t: Trajectory, epoch: int, turns: tuple[str, ...]) -> EpisodeState:
-        scored = t.id in self._flight.scored
-        routing = self._flight.routings.get(t.id)
         return EpisodeState(
             task=t.group,
             member=t.id % self._settings.members_started,
@@ -312,8 +320,8 @@ class TrajectoryServer:
             tokens=t.num_tokens,
             full=t.num_tokens >= self._settings.prompts.max_new_tokens,
             answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
-            restarted=routing is not None and routing.epoch > epoch,
-            score=ScoredResponse(reward=t.reward, parts=t.reward_parts, error=t.error) if scored else None,
+            restarted=not self._flight.hears(t.id, epoch),
+            score=self._score(t.id),
         )
 
     async def give(self, said: list[SaidItem]) -> list[Bridged]:
@@ -327,7 +335,7 @@ class TrajectoryServer:
         bridged: list[Bridged] = []
         for item, tokens in zip(said, given, strict=True):
             t = self._flight.live.get(item.trajectory)
-            if tokens is None or t is None or not _awaits(t, item):
+            if tokens is None or t is None or not self._flight.awaits(t.id, item.tokens, item.epoch):
                 bridged.append(Bridged(item.tokens if t is None else t.num_tokens))
             elif isinstance(tokens, str):
                 bridged.append(Bridged(item.tokens, tokens))
@@ -348,7 +356,7 @@ class TrajectoryServer:
 
     def _to_give(self, t: Trajectory, item: SaidItem) -> list[int] | Literal["full", "differs"] | None:
         """The tokens of an environment's answer, or why it is not taken; None if the turn is answered already."""
-        if not _awaits(t, item):
+        if not self._flight.awaits(t.id, item.tokens, item.epoch):
             return None
         if item.replayed and not self._spoke_alike(t, item.replayed):
             return "differs"
@@ -357,39 +365,52 @@ class TrajectoryServer:
 
     async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> None:
         """Drop all but the prompts of trajectories whose environments have failed. failed: (trajectory, tokens of its
-        response, epoch of its last routing)."""
+        response, epoch of its last routing). One that has gone on since then is not touched."""
         taken = []
         for trajectory, tokens, epoch in failed:
             entry = EpisodeRestarted(trajectory=trajectory, tokens=tokens, epoch=epoch)
-            if self._flight.apply(entry):
+            if self._flight.awaits(trajectory, tokens, epoch) and self._flight.apply(entry):
                 taken.append(entry)
         await self._write(taken)
 
-    async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, str, Record]]:
-        """(id, response text, record) of each trajectory that is still live."""
+    async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
+        """What is to be scored of each trajectory that is still live."""
         alive = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
+        places = [(t.num_tokens, self._flight.epoch(t.id)) for t in alive]
         records = [self._record(t.group) for t in alive]
         texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in alive))
-        return list(zip((t.id for t in alive), texts, records, strict=True))
+        return [
+            ScoringItem(t.id, *place, text, record)
+            for t, place, text, record in zip(alive, places, texts, records, strict=True)
+        ]
 
-    async def rewarded(self, scored: list[tuple[TrajectoryId, ScoredResponse]]) -> None:
-        """Record the rewards of trajectories that are still live."""
+    async def rewarded(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
+        """Record the rewards of trajectories that are still live and have just the tokens that were scored. Returns
+        the reward that each has now, which is the first that it got; None if it has none."""
         now = self._now()
         taken: list[Entry] = []
-        for member, score in scored:
-            t = self._flight.live.get(member)
-            if t is not None:
-                entry = RewardDelivered(
-                    trajectory=member,
-                    tokens=t.num_tokens,
-                    reward=score.reward,
-                    parts=score.parts,
-                    error=score.error,
-                    at_s=now,
-                )
-                if self._flight.apply(entry):
-                    taken.append(entry)
+        held: list[ScoredResponse | None] = []
+        for item in scored:
+            entry = RewardDelivered(
+                trajectory=item.trajectory,
+                tokens=item.tokens,
+                reward=item.score.reward,
+                parts=item.score.parts,
+                error=item.score.error,
+                at_s=now,
+            )
+            if self._flight.awaits(item.trajectory, item.tokens, item.epoch) and self._flight.apply(entry):
+                taken.append(entry)
+            held.append(self._score(item.trajectory))
         await self._write(taken)
+        return held
+
+    def _score(self, trajectory: TrajectoryId) -> ScoredResponse | None:
+        """The reward of a trajectory that is live and has one."""
+        t = self._flight.live.get(trajectory)
+        if t is None or trajectory not in self._flight.scored:
+            return None
+        return ScoredResponse(reward=t.reward, parts=t.reward_parts, error=t.error)
 
     async def batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], first: int
@@ -554,8 +575,3 @@ class TrajectoryServer:
             )
             self._metrics[step] = batch_metrics(rows, settings.group_size)
         return self._rows[step]
-
-
-def _awaits(t: Trajectory, item: SaidItem) -> bool:
-    """Whether a trajectory has the turn that is answered, and no answer yet."""
-    return t.num_tokens == item.tokens and (not t.spans or isinstance(t.spans[-1], Segment))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.runtime.acting import LATEST
 from stores.errors import EnvironmentsFail
 from stores.trajectory import AbortReason, Given
-from tests.support.bodies import Body
+from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault, Moment
 
 AGENTS = (
+    "environment.step_s=20",
     "task.environment=yes",
     "workload.kind=agentic",
     "workload.median=20",
@@ -74,6 +77,29 @@ def test_a_lost_trajectory_server_is_restored_under_acting_episodes(body: Body) 
     run = body.run(*AGENTS, faults=[Fault(actor="server", method="give", nth=3, dies="after")])
     run.check()
     assert "server is gone" in run.outcomes.losses[0]
+
+
+def test_a_host_that_is_cut_off_from_a_server_that_answers_is_replaced(body: Body) -> None:
+    async def cut_off(run: Run) -> None:
+        while not (acted := run.workers.methods("environment-0").count("act")) or acted < 3:
+            await asyncio.sleep(0.01)
+        host = run.workers.actor("environment-0")
+
+        class Unreachable:
+            def __getattr__(self, method: str) -> Any:
+                async def refused(*_: object) -> None:
+                    raise OSError("no route to host")
+
+                return refused
+
+        reached, unreachable = host.act, Unreachable()
+        host.act = lambda _, items: reached(unreachable, items)
+
+    run = body.run(*AGENTS, "deadlines.stuck_s=100", meanwhile=cut_off)
+    run.check()
+    (loss,) = run.outcomes.losses
+    assert "environment-0 does not reach the server, which answers" in loss
+    assert run.workers.names.count("environment-0") == 2
 
 
 def test_a_failed_environment_begins_again_and_is_no_reward_of_zero(body: Body) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from stores.trajectory import GroupId, TrajectoryId
 from tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
-from tasks.actors.trajectory_server import Bridged, EpisodeState, SaidItem
+from tasks.actors.server_answers import Bridged, EpisodeState, RewardItem, SaidItem
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Message, Record
@@ -59,9 +59,10 @@ class Server:
         self.calls.append(("give", len(said)))
         return [Bridged(item.tokens + int(item.messages[0].content)) for item in said]
 
-    async def rewarded(self, scored: list[tuple[TrajectoryId, ScoredResponse]]) -> None:
+    async def rewarded(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
         self.calls.append(("rewarded", len(scored)))
-        self.rewards.update((trajectory, score.reward) for trajectory, score in scored)
+        self.rewards.update((item.trajectory, item.score.reward) for item in scored)
+        return [item.score for item in scored]
 
 
 def acts(server: Server, dismissed: tuple[int, ...] = ()) -> dict[TrajectoryId, Acted]:

@@ -27,6 +27,7 @@ from stores.trajectory import (
     TrajectoryId,
 )
 from tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
+from tasks.actors.server_answers import RewardItem
 from tasks.actors.trajectory_server import TrajectoryServer
 from tasks.engines.base import EngineLoad, Sampled
 from tasks.scoring import ScoredResponse
@@ -198,7 +199,8 @@ def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> Non
         await first.draw(0, 4)
         await one.route(first, tuple(item(i, 1) for i in range(6)))
         assert len(await one.next_events(first, 5.0)) == 5
-        await first.rewarded([(TrajectoryId(i), ScoredResponse(reward=float(i))) for i in range(5)])
+        scored = await first.scoring_items(tuple(TrajectoryId(i) for i in range(5)))
+        await first.rewarded([RewardItem(*i[:3], ScoredResponse(reward=float(i.trajectory))) for i in scored])
         await asyncio.sleep(1.0)
         await one.next_events(first, 0.1)
         versions = (PolicyVersion(0), PolicyVersion(0))
@@ -220,8 +222,8 @@ def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> Non
         (rest,) = await one.interrupt(second, (TrajectoryId(5),))
         assert rest.tokens == second._flight.live[TrajectoryId(5)].num_tokens > 20
         assert [len(s.tokens) for s in second._flight.live[TrajectoryId(5)].segments] == [rest.tokens]
-        ((_, text, _),) = await second.scoring_items((TrajectoryId(3),))
-        assert text
+        (unscored,) = await second.scoring_items((TrajectoryId(3),))
+        assert unscored.text
 
         ledger = LedgerState(num_started=8, num_ended={"consumed:none": 2, "aborted:engine_failed": 1}, live=(),
                              next_step=1, version=0)  # fmt: skip
@@ -311,9 +313,9 @@ def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(
         monkeypatch.setattr(server._prompts, "text", decode)
         monkeypatch.setattr(PackedRows, "of", packed)
         scoring, _ = await asyncio.gather(server.scoring_items(ids), decoding.open())
-        assert [(i, t) for i, t, _ in scoring] == [(i, text(response(i, 9))) for i in ids]
+        assert [(item.trajectory, item.text) for item in scoring] == [(i, text(response(i, 9))) for i in ids]
         monkeypatch.setattr(server._prompts, "text", text)
-        await server.rewarded([(i, ScoredResponse(reward=1.0)) for i in ids])
+        await server.rewarded([RewardItem(*item[:3], ScoredResponse(reward=1.0)) for item in scoring])
         part, _ = await asyncio.gather(server.batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
         assert (len(part.packed.rows()), part.rest) == (2, 0)
         await server.close()

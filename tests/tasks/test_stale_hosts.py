@@ -1,0 +1,164 @@
+"""An environment host that was taken for lost, goes on, and is late: the trajectory server hears its replacement."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config import actor_settings
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
+from tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
+from tasks.actors.server_answers import RewardItem
+from tasks.actors.trajectory_server import TrajectoryServer
+from tasks.engines.base import Sampled
+from tasks.episodes.answers import Answer, EpisodeKey
+from tasks.scoring import ScoredResponse
+from tasks.task_source import Message, Record
+from tests.support import virtual_time
+from tests.support.bodies import Body
+from tests.support.scripted import World, server_class
+
+ID = TrajectoryId(0)
+
+
+class Says:
+    """Environments that give one answer, after so many seconds."""
+
+    def __init__(self, answer: Answer, after_s: float = 0.0) -> None:
+        self._answer, self._after_s = answer, after_s
+
+    def build(self) -> Says:
+        return self
+
+    async def check(self) -> None: ...
+
+    async def act(self, key: EpisodeKey, record: Record, turns: tuple[str, ...], *, cut: bool) -> Answer:
+        await asyncio.sleep(self._after_s)
+        return self._answer
+
+    async def end(self, key: EpisodeKey, record: Record) -> Answer:
+        return Answer(ended=True)
+
+    def cancel(self, keys: Iterable[EpisodeKey]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def answer(tokens: int) -> Answer:
+    return Answer(messages=(Message("tool", str(tokens)),))
+
+
+def reward(score: float) -> Answer:
+    return Answer(ended=True, reward=score)
+
+
+FAILED = Answer(ended=True, error="it broke")
+
+
+class Scene:
+    """A server with one trajectory, and hosts that act for it."""
+
+    def __init__(self, server: TrajectoryServer) -> None:
+        self.server = server
+        self.epoch = 0
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.server._flight.live[ID]
+
+    @property
+    def reward(self) -> float | None:
+        return self.trajectory.reward if ID in self.server._flight.scored else None
+
+    async def turn(self, tokens: int) -> None:
+        """Sample a whole turn."""
+        self.epoch += 1
+        await self.server.payloads(((ID, self.epoch),))
+        ids, first = np.arange(tokens, dtype=np.int32), self.trajectory.num_tokens
+        segment = Segment(
+            version=PolicyVersion(0), instance=InstanceId("a"), tokens=ids, logprobs=np.zeros(tokens, np.float32)
+        )
+        sampled = Sampled(trajectory=ID, epoch=self.epoch, first=first, segments=(segment,), finish=FinishReason.STOP)
+        assert await self.server.deliver([sampled]) == {ID: first + tokens}
+
+    async def act(self, says: Says) -> list[Acted]:
+        """What comes of the present turn's act."""
+        host = EnvironmentHost(says, call_s=5.0)
+        await host.act(self.server, (ActItem(trajectory=ID, epoch=self.epoch, cut=False),))
+        outcomes = await host.outcomes(10.0)
+        await host.close()
+        return outcomes
+
+
+Meanwhile = Callable[[Scene], Awaitable[None]]
+
+
+async def next_turn_of_equal_length(scene: Scene) -> None:
+    await scene.act(Says(answer(2)))
+    await scene.turn(3)
+
+
+async def answered_with_nothing(scene: Scene) -> None:
+    await scene.act(Says(answer(0)))
+
+
+async def answered(scene: Scene) -> None:
+    await scene.act(Says(answer(2)))
+
+
+async def restarted_to_equal_length(scene: Scene) -> None:
+    await scene.act(Says(FAILED))
+    scene.epoch += 1  # a restart's own
+    await scene.turn(3)
+
+
+async def rewarded(scene: Scene) -> None:
+    (told,) = await scene.act(Says(reward(0.25)))
+    assert (told.ended, told.reward) == (True, 0.25)
+
+
+@pytest.mark.parametrize("late", [answer(4), reward(1.0), FAILED], ids=["an answer", "a reward", "a failure"])
+@pytest.mark.parametrize(
+    "meanwhile", [next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded]
+)
+def test_what_a_late_host_says_changes_nothing(tmp_path: Path, meanwhile: Meanwhile, late: Answer) -> None:
+    async def scenario() -> None:
+        config = Body(tmp_path).config("rollout.max_new_tokens=100")
+        scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
+        await scene.server.draw(0, 1)
+        await scene.turn(3)
+        old = asyncio.create_task(scene.act(Says(late, after_s=5.0)))
+        await asyncio.sleep(1.0)
+        await meanwhile(scene)
+        held, epoch, score = scene.trajectory, scene.server._flight.epoch(ID), scene.reward
+        outcomes = await old
+        assert scene.trajectory is held
+        assert scene.server._flight.epoch(ID) == epoch
+        assert scene.reward == score
+        if meanwhile is rewarded and late.ended and not late.error:
+            assert [(one.ended, one.reward) for one in outcomes] == [(True, 0.25)], "what the server holds"
+        elif late.ended and not late.error:
+            assert outcomes == []
+
+    virtual_time.run(scenario())
+
+
+def test_a_reward_worker_that_scores_again_tells_the_reward_that_is_held(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = Body(tmp_path).config("rollout.max_new_tokens=100")
+        scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
+        await scene.server.draw(0, 1)
+        await scene.turn(3)
+        (asked,) = await scene.server.scoring_items((ID,))
+        first, second = ScoredResponse(reward=0.5), ScoredResponse(reward=0.75)
+        assert await scene.server.rewarded([RewardItem(ID, asked.tokens, asked.epoch, first)]) == [first]
+        assert await scene.server.rewarded([RewardItem(ID, asked.tokens, asked.epoch, second)]) == [first]
+        assert scene.reward == 0.5
+        other = RewardItem(TrajectoryId(1), 1, 0, first)
+        assert await scene.server.rewarded([other]) == [None], "it has no such tokens"
+
+    virtual_time.run(scenario())
