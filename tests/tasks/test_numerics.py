@@ -12,7 +12,7 @@ import torch
 
 from tasks.knobs import values
 from tasks.names import AGGREGATION_NAMES
-from tasks.training.advantage import ADVANTAGES, advantages
+from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP, advantages
 from tasks.training.loss import LOSSES
 from tasks.training.packing import Row, microbatches, minibatches, token_weights
 from tasks.training.settings import LossConfig, TrainingConfig
@@ -39,6 +39,11 @@ def naive_advantages(name: str, rewards: list[list[float]], valid: list[list[boo
                 row.append((r - mean) / (math.sqrt(var) + 1e-6))
             elif name == "dr_grpo":
                 row.append(r - mean)
+            elif name == "reinforce_plus_plus":
+                batch = [x for other, w in zip(rewards, valid, strict=True) for x, v in zip(other, w, strict=True) if v]
+                mean = sum(batch) / len(batch)
+                spread = math.sqrt(sum((x - mean) ** 2 for x in batch) / len(batch))
+                row.append((r - mean) / (spread + 1e-6))
             elif name == "rloo":
                 others = [x for j, x in enumerate(group) if j != i and ok[j]]
                 row.append(r - sum(others) / len(others) if others else 0.0)
@@ -62,6 +67,19 @@ def test_advantages_equal_the_naive_ones(name: str) -> None:
 def test_equal_rewards_give_no_advantage() -> None:
     for name in ADVANTAGES.names:
         assert not advantages(name, np.full((2, 4), 0.7), np.ones((2, 4), bool)).any()
+        # 0.1 + 0.2 is not 0.3 in binary, and neither is the mean of three times 0.1 equal to 0.1.
+        assert not advantages(name, np.asarray([[0.1 + 0.2, 0.3, 0.3]]), np.ones((1, 3), bool)).any()
+        assert not advantages(name, np.full((1, 3), 0.1), np.ones((1, 3), bool)).any()
+        assert not advantages(name, np.asarray([[0.3, 0.1 + 0.2, 0.9]]), np.asarray([[True, True, False]])).any()
+
+
+def test_groups_of_one_train_where_the_estimator_needs_no_group() -> None:
+    assert NEED_NO_GROUP
+    for name in NEED_NO_GROUP:
+        estimate = advantages(name, np.asarray([[1.0], [0.0], [0.0], [5.0]]), np.asarray([[True]] * 3 + [[False]]))
+        assert estimate[0, 0] > 0 > estimate[1, 0] == estimate[2, 0]
+        assert estimate[3, 0] == 0
+        assert estimate.sum() == pytest.approx(0, abs=1e-6)
 
 
 def naive_loss(s: LossConfig, new: float, old: float, sampled: float, a: float) -> float:
