@@ -175,12 +175,13 @@ class ParameterFolder:
         return replacing(self.path(version), remedy, failures=(SafetensorError,), flush=False)
 
 
-def checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
+def checkpoint(model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Save a model and tokenizer for `from_pretrained`, atomically. Replaces a checkpoint of the same step, which
-    exists if a resumed run repeats that step. Raises StoreError."""
+    exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards. Raises
+    StoreError."""
 
     def write(part: Path) -> None:
-        model.save_pretrained(part)
+        model.save_pretrained(part, state_dict=dict(weights))
         tokenizer.save_pretrained(part)
 
     replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

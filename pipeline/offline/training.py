@@ -143,7 +143,8 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
         where=where,
         epochs=epochs,
         out=str(out.resolve()),
-        exact=branch == "main" and not where and epochs == 1 and not same,
+        # One process trains here: it rounds otherwise than several.
+        exact=branch == "main" and not where and epochs == 1 and not same and config.training.ranks == 1,
         prompt_seed=load_job(run_dir).seed,
     )
 

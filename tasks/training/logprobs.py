@@ -20,13 +20,15 @@ from tasks.training.packing import MicroBatch, Row, microbatches
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobModel:
     """A model to compute logprobs under, with the settings for it. half: forward under bfloat16 autocast. token_budget:
-    padded tokens per forward pass."""
+    padded tokens per forward pass. rank, ranks: this process and how many there are in a trainer's group."""
 
     model: Any
     device: str
     half: bool
     temperature: float
     token_budget: int
+    rank: int = 0
+    ranks: int = 1
 
     def batch(self, batch: MicroBatch) -> torch.Tensor:
         """[N, T] log-probabilities of the targets, nats, float32; with gradient unless torch has it disabled."""
@@ -40,12 +42,19 @@ class LogprobModel:
         flat = torch.nn.functional.cross_entropy(scaled.flatten(0, 1), targets.flatten(), reduction="none")
         return -flat.view(targets.shape)
 
+    def microbatches(
+        self, rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32]
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of the chosen rows. weights: [len(chosen)], of their tokens."""
+        return microbatches(rows, chosen, weights, self.token_budget, self.rank, self.ranks)
+
     def rows(self, rows: Sequence[Row], chosen: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
-        """[T] log-probabilities of each chosen row's response, nats, by row index. Without gradient."""
+        """[T] log-probabilities of the response of each chosen row that is this rank's, nats, by row index. Without
+        gradient."""
         found: dict[int, npt.NDArray[np.float32]] = {}
         ones = np.ones(len(chosen), np.float32)
         with torch.no_grad():
-            for batch in microbatches(rows, chosen, ones, self.token_budget):
+            for batch in self.microbatches(rows, chosen, ones):
                 logprobs = self.batch(batch).cpu().numpy()
                 for k, i in enumerate(batch.rows):
                     begin = len(rows[i].prompt) - 1 - batch.start

@@ -32,6 +32,12 @@ class TrainingConfig:
         0, "training steps of the cosine, a tenth of the rate after it; 0: those of the run", low=0
     )
     warmup_steps: int = knob(0, "training steps of linear warm-up", low=0)
+    ranks: int = knob(
+        1,
+        "processes that train the model together, each with its share of the rows and of the parameters; each needs a "
+        "worker of its own",
+        low=1,
+    )
     minibatches: int = knob(1, "optimizer updates per training step", low=1)
     microbatch_tokens: int = knob(8192, "most padded tokens in one forward and backward pass", low=1)
     grad_clip: float = knob(1.0, "gradient norm above which gradients are clipped", above=0)

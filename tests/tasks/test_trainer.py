@@ -22,6 +22,7 @@ from tasks.actors.calls import call
 from tasks.actors.trainer import Trainer
 from tasks.training.emulated import EmulatedTraining
 from tasks.training.packing import BatchPart, PackedRows, Row
+from tasks.training.rank import ALONE, Rank
 
 NO_ROWS = PackedRows(
     prompt_tokens=np.empty(0, np.int32),
@@ -47,7 +48,7 @@ class Weights:
     def __init__(self, full: bool = False, error: Exception | None = None) -> None:
         self.full, self.error = full, error
 
-    def build(self, threads: int) -> Weights:
+    def build(self, threads: int, rank: Rank = ALONE) -> Weights:
         return self
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
@@ -70,6 +71,8 @@ class Weights:
         path.write_bytes(b"")
 
     def load_state(self, path: Path) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def trainer(folder: Path, weights: Weights) -> Trainer:
