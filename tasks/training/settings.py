@@ -20,6 +20,23 @@ class LossConfig:
     name: str = choice(LOSSES, "decoupled_ppo", "policy loss")
     options: dict[str, Any] = knob({}, "knobs of a loss defined in a user file", shown=False)
     aggregation: str = knob("token_mean", "how token losses are reduced to one number", choices=AGGREGATION_NAMES)
+    entropy_bonus: float = knob(
+        0.0, "weight of the entropy of what each token was drawn from, subtracted from the loss; 0: none", low=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlConfig:
+    """A penalty on the distance to a reference model, which the trainer holds besides its own."""
+
+    coefficient: float = knob(0.0, "weight of the penalty; 0: none, and no reference model", low=0)
+    estimator: str = knob("k3", "estimate of the distance, token by token", choices=("k1", "k2", "k3"))
+    place: str = knob(
+        "loss",
+        "where it counts: loss adds it to each token's, reward subtracts it from the advantage of what led to it",
+        choices=("loss", "reward"),
+    )
+    reference: str = knob("", "folder of the reference model, such as a checkpoint; empty: model.path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +57,10 @@ class TrainingConfig:
     beta2: float = knob(0.95, "AdamW beta2", low=0, high=1)
     advantage: str = choice(ADVANTAGES, "grpo", "advantage estimator")
     loss: LossConfig = LossConfig()
+    kl: KlConfig = KlConfig()
+    measured_rows: int = knob(
+        8, "trajectories without a gradient that are computed each step, for its figures only; 0: none", low=0
+    )
     checkpoint_every: int = knob(0, "training steps between checkpoints; 0: only after the last step", low=0)
     resume_every: int = knob(
         1, "training steps between resume points (weights, optimizer, random state); latest are kept; 0: none", low=0
