@@ -275,6 +275,7 @@ class Actors:
             config.rollout.turn_tokens or config.rollout.max_new_tokens,
             config.deadlines.call_s,
             config.rollout.spool_s,
+            config.acts,
         )
         instance = InstanceHandle(placed=placed, index=index)
         self.instances[instance.id] = instance

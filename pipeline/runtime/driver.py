@@ -32,6 +32,7 @@ from pipeline.coordination.commands import (
     Command,
     Dismiss,
     Draw,
+    Forget,
     Interrupt,
     Pull,
     Retire,
@@ -330,7 +331,7 @@ class Driver:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Route() | Abort() | Interrupt() | Pull():
+            case Route() | Abort() | Forget() | Interrupt() | Pull():
                 instance = self._actors.instances.get(command.instance)
                 if instance is not None:  # else its loss is already on the way
                     instance.outbox.put_nowait(command)

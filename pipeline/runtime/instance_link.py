@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pipeline.config.schema import DeadlineConfig
-from pipeline.coordination.commands import Abort, Command, Interrupt, Pull, Route
+from pipeline.coordination.commands import Abort, Command, Forget, Interrupt, Pull, Route
 from pipeline.coordination.events import (
     Event,
     InstanceReported,
@@ -90,8 +90,8 @@ class InstanceLink:
                     if isinstance(c, Route)
                 )
                 await self._actors.ask(self._name, "route", SERVER, items)
-            case Abort():
-                ids = tuple(c.trajectory for c in batch if isinstance(c, Abort))
+            case Abort() | Forget():
+                ids = tuple(c.trajectory for c in batch if isinstance(c, Abort | Forget))
                 await self._actors.ask(self._name, "abort", ids)
             case Interrupt():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))

@@ -63,13 +63,15 @@ class RolloutInstance:
         turn_tokens: int,
         call_s: float,
         spool_s: float,
+        acts: bool = False,
     ):
         """max_new_tokens, turn_tokens: most tokens of a response, and of one of its turns. spool_s: seconds between two
-        deliveries of running responses' tokens; 0 for none."""
+        deliveries of running responses' tokens; 0 for none. acts: whether environments answer turns."""
         self._instance = instance
         self._max_new_tokens = max_new_tokens
         self._turn_tokens = turn_tokens
         self._call_s = call_s
+        self._acts = acts
         self._engine: Engine = engine_settings.build(instance, threads)
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
@@ -116,6 +118,7 @@ class RolloutInstance:
                         tokens=(*prompt, *sampled),
                         max_new_tokens=min(self._max_new_tokens - len(sampled), self._turn_tokens - in_turn),
                         num_prior=len(sampled),
+                        may_return=self._acts,
                     )
                 )
             self._engine.submit(requests)
