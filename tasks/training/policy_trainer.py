@@ -6,6 +6,7 @@ always be fetched, also while the next step trains.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -73,18 +74,19 @@ class PolicyTrainer:
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, then constant or a cosine down to a tenth."""
+        """The learning rate of a step: linear warm-up, then constant, or a cosine or a line down to schedule_floor."""
         s = self.settings.training
         if step < s.warmup_steps:
             return s.learning_rate * (step + 1) / (s.warmup_steps + 1)
         if s.schedule == "constant":
             return s.learning_rate
         last = s.schedule_steps or self.settings.num_steps
-        progress = (step - s.warmup_steps) / max(1, last - s.warmup_steps)
-        return s.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+        progress = min(1.0, (step - s.warmup_steps) / max(1, last - s.warmup_steps))
+        left = 0.5 * (1 + math.cos(math.pi * progress)) if s.schedule == "cosine" else 1 - progress
+        return s.learning_rate * (s.schedule_floor + (1 - s.schedule_floor) * left)
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
-        """Train one step on all rows: `minibatches` optimizer updates. Mutates the model; returns metrics."""
+        """Train a step on all rows, `epochs` x `minibatches` optimizer updates. Mutates the model; returns metrics."""
         s = self.settings.training
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
@@ -93,7 +95,8 @@ class PolicyTrainer:
         reference = self._under_reference(rows)
         sums, norms = TokenSums(), list[float]()
         self._measure_others(rows, sums)
-        for chosen in minibatches(len(rows), s.minibatches, self._rng):
+        epochs = (minibatches(len(rows), s.minibatches, self._rng) for _ in range(s.epochs))
+        for chosen in itertools.chain.from_iterable(epochs):
             weights = token_weights(s.loss.aggregation, [rows[i].num_sampled for i in chosen], self.settings.max_length)
             self.optimizer.zero_grad(set_to_none=True)
             trained = [k for k, i in enumerate(chosen) if self.objective.trains(rows[i])]

@@ -46,10 +46,12 @@ class TrainingConfig:
     learning_rate: float = knob(1e-5, "peak learning rate of AdamW", above=0, high=1)
     schedule: str = knob("constant", "learning-rate schedule over the run", choices=SCHEDULE_NAMES)
     schedule_steps: int = knob(
-        0, "training steps of the cosine, a tenth of the rate after it; 0: those of the run", low=0
+        0, "training steps of a cosine or linear schedule, schedule_floor after it; 0: those of the run", low=0
     )
+    schedule_floor: float = knob(0.1, "share of the peak rate that a cosine or linear schedule ends at", low=0, high=1)
     warmup_steps: int = knob(0, "training steps of linear warm-up", low=0)
-    minibatches: int = knob(1, "optimizer updates per training step", low=1)
+    epochs: int = knob(1, "passes over the batch of a training step", low=1)
+    minibatches: int = knob(1, "optimizer updates per pass over the batch", low=1)
     microbatch_tokens: int = knob(8192, "most padded tokens in one forward and backward pass", low=1)
     grad_clip: float = knob(1.0, "gradient norm above which gradients are clipped", above=0)
     weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
