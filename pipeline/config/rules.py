@@ -45,6 +45,12 @@ def check_across(config: RunConfig, where: str) -> None:
         LOSSES.check(config.training.loss)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+    kl = config.training.kl
+    if kl.reference and not kl.coefficient:
+        raise ConfigError(
+            f"{where}: training.kl.reference = {kl.reference!r} is not used while training.kl.coefficient = 0; set it "
+            "above 0, such as 0.001"
+        )
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if config.cluster.kind == kind and not getattr(config.cluster, key):
             raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")

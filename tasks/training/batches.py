@@ -61,6 +61,7 @@ def batch_metrics(consumed: Sequence[Ended], group_size: int) -> dict[str, float
         "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
         **{name: float(np.mean(values)) for name, values in sorted(parts.items())},
         "reward_errors": float((~valid).sum()),
+        "advantage_std": float(np.std([e.advantage for e in consumed if e.loss_mask] or [0.0])),
         "groups_with_signal": float(has_signal(rewards, valid).mean()),
         "response_tokens": float(lengths.sum()),
         "response_mean": float(lengths.mean()),

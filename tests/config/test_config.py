@@ -94,6 +94,11 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("task.template=hello", r"must contain \{prompt\}"),
         ("name=a/b", "must be a plain folder name"),
         ("batch.group_size=1", "leaves grpo nothing to compare; it must be >= 2"),
+        (
+            "training.kl.reference=runs/old",
+            r"reference = 'runs/old' is not used while training.kl.coefficient = 0; set",
+        ),
+        ("training.kl.estimator=k4", "must be one of k1, k2, k3, not 'k4'"),
         ("rollout.min_instances=4000", "min_instances = 4000 is more than rollout.instances = "),
         (
             "rollout={instances=2, max_instances=1}",
