@@ -26,7 +26,7 @@ from stores.errors import StoreError
 from stores.files import replace_folder, replacing
 from stores.incoming import PIECE_BYTES, Incoming
 from stores.trajectory import PolicyVersion
-from stores.weight_hash import Array, Tensors
+from stores.weight_hash import Array, Tensors, Weights
 
 if TYPE_CHECKING:
     import torch
@@ -134,10 +134,10 @@ class ParameterFolder:
     def versions(self) -> list[PolicyVersion]:
         return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.safetensors"))
 
-    def publish(self, version: PolicyVersion, tensors: Tensors) -> str:
+    def publish(self, version: PolicyVersion, weights: Weights) -> str:
         """Write a version, and make it visible atomically. Returns its fingerprint. Raises StoreError."""
         with self._replacing(version) as part:
-            return weight_file.write(part, tensors)
+            return weight_file.write(part, weights)
 
     @contextlib.contextmanager
     def incoming(self, version: PolicyVersion, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[Incoming]:

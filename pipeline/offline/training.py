@@ -301,7 +301,8 @@ class _Training:
             "rows": float(len(rows)),
             "train_s": time.monotonic() - begin,
         }
-        same = self._plan.exact and matches(self.policy.published(), self._published.get(schedule, ""))
+        recorded = self._published.get(schedule, "")
+        same = self._plan.exact and self.policy.published(lambda weights: matches(weights, recorded))
         self._prints.append(same)
         self.history.append(metrics)
         with (self._part / "history.jsonl").open("a") as file:

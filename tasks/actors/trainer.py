@@ -83,7 +83,7 @@ class Trainer:
             await self._in_thread(self._policy.load_state, self._points.path(version))
         result: StepResult = await self._in_thread(self._publish, version, {})
         if recorded not in ("", result.fingerprint):
-            same = await self._in_thread(lambda: matches(self._policy.published(), recorded))
+            same = await self._in_thread(self._policy.published, lambda weights: matches(weights, recorded))
             result = replace(result, as_recorded=same)
         return result
 
@@ -145,8 +145,8 @@ class Trainer:
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
-        named = self._policy.published()
-        held, path = self._folder.publish(version, named), self._folder.path(version)
+        held = self._policy.published(lambda weights: self._folder.publish(version, weights))
+        path = self._folder.path(version)
         self._version = version
         return StepResult(
             version=version,

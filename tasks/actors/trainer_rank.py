@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stores.errors import ActorLost
 from tasks.actors.calls import LOOK_S, answers_calls, call
@@ -27,7 +27,9 @@ from tasks.training.policy import Policy, PolicySettings
 from tasks.training.rank import Rank, listening, rank_name
 
 if TYPE_CHECKING:
-    from stores.weight_hash import Tensors
+    from stores.weight_hash import Weights
+
+T = TypeVar("T")
 
 SETTLE_S = 3 * LOOK_S
 """Seconds after a failure within which it shows that another rank is gone: it is looked every LOOK_S, which takes as
@@ -37,6 +39,10 @@ LONGEST_S = 7 * 86400.0
 only ends calls that nobody waits for any more."""
 CONNECTION = ("gloo/transport", "NCCL", "TCPStore", "ProcessGroup")
 """One of these is in the message of every error of torch's by which ranks notice that they have lost each other."""
+
+
+def unused(weights: Weights) -> None:
+    """What a rank that does not lead makes of weights."""
 
 
 @answers_calls
@@ -101,9 +107,10 @@ class GroupPolicy:
         metrics: dict[str, float] = self._result(self._executor.submit(self._policy.step, step, rows), asked)
         return metrics
 
-    def published(self) -> Tensors:
-        weights: Tensors = self._together("published")
-        return weights
+    def published(self, use: Callable[[Weights], T]) -> T:
+        asked = [self._asked(name, "follow", "published", unused) for name in self._others]
+        made: T = self._result(self._executor.submit(self._policy.published, use), asked)
+        return made
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         logprobs: tuple[float, ...] = self._together("probe", tokens)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from stores import resume_points
-from stores.weight_hash import Array
+from stores.weight_hash import Weights
 from tasks.engines.emulated import weights, word_logprobs
 from tasks.training.packing import Row
 from tasks.training.rank import ALONE, Rank
@@ -20,6 +21,8 @@ ZEROS = (
     "kl_behaviour", "kl_reference", "learning_rate", "mismatch_mean", "mismatch_max", "kl_rollout",
 )  # fmt: skip
 """Metrics that are 0 where nothing is learned."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +55,8 @@ class EmulatedPolicy:
         trained = float(sum(r.num_sampled for r in rows if r.has_gradient))
         return {**dict.fromkeys(ZEROS, 0.0), "ratio_mean": 1.0, "ess": 1.0, "tokens_trained": trained}
 
-    def published(self) -> dict[str, Array]:
-        return weights(self._version)
+    def published(self, use: Callable[[Weights], T]) -> T:
+        return use(weights(self._version))
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())

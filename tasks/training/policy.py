@@ -4,17 +4,19 @@ trainer without having a model."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tasks.training.packing import Row
 from tasks.training.rank import ALONE, Rank
 from tasks.training.settings import TrainingConfig
 
 if TYPE_CHECKING:
-    from stores.weight_hash import Tensors
+    from stores.weight_hash import Weights
+
+T = TypeVar("T")
 
 
 class Policy(Protocol):
@@ -23,7 +25,9 @@ class Policy(Protocol):
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
 
-    def published(self) -> Tensors: ...
+    def published(self, use: Callable[[Weights], T]) -> T:
+        """What `use` makes of the weights as engines load them. They may come one by one."""
+        ...
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]: ...
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ import torch
 
 from stores import parameters, resume_points
 from stores.errors import ConfigError
+from stores.weight_hash import OneByOne, Weights
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
 from tasks.training.figures import TokenSums
@@ -46,6 +47,7 @@ class Mismatch:
     num_tokens: int
 
 
+T = TypeVar("T")
 ByRow = Sequence[npt.NDArray[np.float32]]
 """[T] logprobs of each row's response."""
 
@@ -132,9 +134,17 @@ class PolicyTrainer:
             "kl_rollout": mismatch.kl,
         }
 
-    def published(self) -> dict[str, torch.Tensor]:
-        """The weights as engines load them; of a group, on its leading rank, which then has a copy of them all."""
-        return self._gathered(getattr(torch, self.settings.dtype))
+    def published(self, use: Callable[[Weights], T]) -> T:
+        """What `use` makes of the weights as engines load them. They come one by one, gathered from all ranks, so that
+        there is no copy of the model beside it."""
+        dtype = getattr(torch, self.settings.dtype)
+        named = dict(sorted(self.group.parameters(self.model).items()))
+        come = ((name, self.group.whole(p.detach().to(dtype))) for name, p in named.items())
+        described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in named.items()}
+        made = use(OneByOne(described, come))
+        for _ in come:
+            continue  # what it has no use for: the other ranks give theirs all the same
+        return made
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprobs of tokens[1:], nats, at temperature 1: the reference for every engine."""
@@ -148,7 +158,7 @@ class PolicyTrainer:
 
         held = self.model.state_dict()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in held}
-        weights = self._gathered(torch.float32) | buffers
+        weights = self._gathered() | buffers
         if self.group.rank.leads:
             parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder, weights)
 
@@ -187,12 +197,12 @@ class PolicyTrainer:
         """Leave the group. Nothing else is done afterwards."""
         self.group.leave()
 
-    def _gathered(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The parameters in a type. Of a group, on its leading rank and there in the processor's memory, a parameter
-        after the other: no more than one is whole on the device."""
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """The parameters. Of a group, on its leading rank and there in the processor's memory, a parameter after the
+        other: no more than one is whole on the device."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.group.parameters(self.model).items():
-            whole = self.group.whole(parameter.detach().to(dtype))
+            whole = self.group.whole(parameter.detach())
             if self.group.rank.count == 1:
                 found[name] = whole
             elif self.group.rank.leads:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stores.errors import StoreError
+from stores.weight_hash import in_order
 from tasks.names import AGGREGATION_NAMES
 from tasks.training.division import divided
 from tasks.training.loss import LOSSES
@@ -122,7 +123,7 @@ def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Traine
     for step, rows in enumerate(job.batches):
         metrics.append(trainer.step(step, rows if rank.leads else ()))
     probe = trainer.probe([3, 4, 5, 6])
-    weights = {name: tensor.numpy() for name, tensor in trainer.published().items()}
+    weights = trainer.published(lambda found: {name: t.numpy().copy() for name, t in in_order(found) if rank.leads})
     if point:
         trainer.save_state(Path(point))
     trainer.close()

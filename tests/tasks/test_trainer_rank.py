@@ -14,6 +14,7 @@ import torch
 from stores.errors import ActorFailed, ActorLost, ProtocolViolation
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
+from stores.weight_hash import Weights
 from tasks.actors import trainer_rank
 from tasks.actors.calls import call
 from tasks.actors.trainer import Trainer
@@ -58,9 +59,9 @@ class OneOf:
         self.meet("step")
         return {"rows": float(len(rows))}
 
-    def published(self) -> dict[str, torch.Tensor]:
+    def published(self, use: Callable[[Weights], Any]) -> Any:
         self.meet("published")
-        return {"w": torch.zeros(1)} if self.rank.leads else {}
+        return use({"w": torch.zeros(1)})
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         self.meet("probe")
