@@ -287,8 +287,10 @@ class Actors:
         if self._resumed:
             instance.has_weights = await self.ask(name, "took_over", deadline="start_s")
         self.instances[instance.id] = instance
-        how = "goes on with its engine" if instance.has_weights else "takes a lost one's place" if attempt else "joins"
-        logger.info("%s %s on %s", name, how, placed.address)
+        if instance.has_weights:
+            logger.warning("%s goes on with an engine that is loaded, on %s", name, placed.address)
+        else:
+            logger.info("%s %s on %s", name, "takes a lost one's place" if attempt else "joins", placed.address)
         if self._published and (max(self._published) > 0 or instance.has_weights):
             await self.pull(instance, max(self._published))
         return instance

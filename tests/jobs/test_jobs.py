@@ -177,7 +177,7 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     assert len((tmp_path / "far.jsonl").read_text().splitlines()) == len(list(store.ended()))
     log = cluster("logs", id)
     assert "resuming from version" in log.stdout
-    assert "rollout-0 goes on with its engine" in log.stdout
+    assert "rollout-0 goes on with an engine that is loaded" in log.stdout
     assert Path(f"/proc/{engine}").exists(), "its process was not restarted"
     assert "step 19/20" in log.stdout
     followed = cluster("logs", id[:-2], "-f")  # the beginning of an id will do, and it has ended
