@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: install  ## a small model visibly learns arithmetic: base model, asynchronous RL, audit
-	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
+	$(BIN)/python -m examples.make_base_model --out runs/base/running-sums
 	rm -rf runs/demo
 	$(BIN)/staleflow run examples/demo.toml
 	$(BIN)/staleflow store audit runs/demo
@@ -53,7 +53,7 @@ nightly: install  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'
 
 bench: install  ## every benchmark in its quick form: that all work; numbers come from one alone, without --quick
-	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
+	$(BIN)/python -m examples.make_base_model --out runs/base/running-sums
 	$(BIN)/python -m benchmarks
 
 FAULTS ?= 1000

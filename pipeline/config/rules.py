@@ -33,6 +33,11 @@ def check_across(config: RunConfig, where: str) -> None:
     needs_groups = advantage in ADVANTAGES and advantage not in NEED_NO_GROUP
     if needs_groups and config.batch.group_size < 2:
         raise ConfigError(f"{where}: batch.group_size = 1 leaves {advantage} nothing to compare; it must be >= 2")
+    if config.batch.filtering == "no_signal" and config.batch.group_size < 2:
+        raise ConfigError(
+            f'{where}: batch.filtering = "no_signal" would drop every group of batch.group_size = 1, whose rewards are '
+            'all equal; use "keep_all"'
+        )
     _check_sizes(config, where)
     try:
         ADMISSION.make(config.staleness, {"eta": config.staleness.eta})

@@ -29,8 +29,6 @@ CODE = (
 """Keys of a job that may name user code by file."""
 RULES = ("rollout.routing", "training.advantage", "training.loss.name")
 """Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
-SCORING = ("task.source", "task.eval_source", "reward.function")
-"""Keys whose code scores responses."""
 SOURCES = ("task.source", "task.eval_source")
 """Keys that may name a data set."""
 DATA = ("jsonl:", "parquet:", "datasets:")
@@ -40,6 +38,11 @@ DATA = ("jsonl:", "parquet:", "datasets:")
 def code_keys(reward_parts: Iterable[str]) -> tuple[str, ...]:
     """Keys of a job with these parts of its reward that may name user code by file."""
     return (*CODE, *(f"reward.parts.{name}.function" for name in reward_parts))
+
+
+def scoring_keys(reward_parts: Iterable[str]) -> tuple[str, ...]:
+    """Those of them whose code scores responses."""
+    return tuple(key for key in code_keys(reward_parts) if key.startswith(("task.", "reward.")))
 
 
 def located(config: RunConfig) -> RunConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import RunConfig
-from pipeline.jobs.expectation import Expectation, expect
+from pipeline.jobs.expectation import Expectation, confirmed
 from pipeline.jobs.starts import read, whole
 from pipeline.profiling.diagnosis import Diagnosis
 from pipeline.runtime.evaluation import not_comparable
@@ -35,7 +35,8 @@ def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[s
     summary = summarize(config, whole(outcomes, run_dir), run_dir)
     summary["starts"] = [{"version": one.version, "end": one.end} for one in read(run_dir)]
     if outcomes.diagnosis is not None:
-        summary["diagnosis"] = diagnosed(outcomes.diagnosis, expect(run_dir, outcomes.profile, outcomes.diagnosis))
+        found = confirmed(run_dir, outcomes.profile, outcomes.diagnosis, config.rollout.instances)
+        summary["diagnosis"] = diagnosed(*found)
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if outcomes.steps:
         replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), REMEDY)

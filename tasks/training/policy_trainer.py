@@ -19,7 +19,7 @@ from stores import parameters, resume_points
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
 from tasks.training.logprobs import LogprobModel
-from tasks.training.loss import LOSSES, Loss
+from tasks.training.loss import LOSSES, MOST_LOG_RATIO, Loss, Tokens, log_ratio
 from tasks.training.packing import MicroBatch, Row, microbatches, minibatches, token_weights
 from tasks.training.policy import TrainerSettings
 
@@ -164,10 +164,11 @@ class PolicyTrainer:
         if not fresh:
             return proximal, Mismatch(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
         difference = np.concatenate([(proximal[i] - rows[i].behaviour)[rows[i].sampled] for i in fresh])
+        bounded = np.clip(difference, -MOST_LOG_RATIO, MOST_LOG_RATIO)
         return proximal, Mismatch(
             mean=float(np.abs(difference).mean()),
             max=float(np.abs(difference).max()),
-            kl=float((np.exp(difference) - difference - 1).mean()),
+            kl=float((np.exp(bounded) - bounded - 1).mean()),
             num_tokens=len(difference),
         )
 
@@ -185,11 +186,20 @@ class PolicyTrainer:
         behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device).masked_fill(others, 0)
         proximal_t = torch.from_numpy(old).to(device).masked_fill(others, 0)
         logprobs = self.logprob_model.batch(batch).masked_fill(others, 0)
-        result = self.loss.token_loss(logprobs, proximal_t, behaviour, torch.from_numpy(batch.advantage).to(device))
+        result = self.loss.token_loss(
+            Tokens(
+                logprobs=logprobs,
+                proximal=proximal_t,
+                behaviour=behaviour,
+                advantage=torch.from_numpy(batch.advantage).to(device),
+                sampled=~others,
+                lags=torch.from_numpy(np.ascontiguousarray(batch.lags)).to(device),
+            )
+        )
         loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(batch.weight).to(device)).sum()
         loss.backward()
         with torch.no_grad():
             sums.tokens += float(batch.mask.sum())
             sums.loss += float(loss)
             sums.clipped += float(result.clipped.masked_fill(others, 0).sum())
-            sums.ratio += float(torch.exp(logprobs - behaviour).masked_fill(others, 0).sum())
+            sums.ratio += float(log_ratio(logprobs, behaviour).exp().masked_fill(others, 0).sum())

@@ -130,6 +130,15 @@ def test_each_mistake_is_one_line(tmp_path: Path, override: str, message: str) -
     assert "\n" not in str(caught.value)
 
 
+def test_groups_of_one_are_for_estimators_and_filters_that_compare_no_members(tmp_path: Path) -> None:
+    alone, whitened = "batch.group_size=1", "training.advantage=reinforce_plus_plus"
+    assert load(tmp_path, GOOD, alone, whitened).batch.group_size == 1
+    with pytest.raises(ConfigError, match="leaves reinforce_plus_plus_baseline nothing to compare"):
+        load(tmp_path, GOOD, alone, f"{whitened}_baseline")
+    with pytest.raises(ConfigError, match=r"would drop every group of batch\.group_size = 1"):
+        load(tmp_path, GOOD, alone, whitened, "batch.filtering=no_signal")
+
+
 def test_steps_of_environments_may_take_long_where_there_are_none(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD, "environment.step_s=3000").environment.step_s == 3000
 

@@ -28,6 +28,7 @@ NO_ROWS = PackedRows(
     response_tokens=np.empty(0, np.int32),
     behaviour=np.empty(0, np.float32),
     sampled=np.empty(0, np.bool_),
+    lags=np.empty(0, np.int16),
     lengths=np.empty((0, 2), np.int64),
     advantages=np.empty(0, np.float32),
     staleness=np.empty(0, np.int64),
