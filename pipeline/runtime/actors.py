@@ -43,7 +43,7 @@ from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import RolloutInstance
 from tasks.actors.trainer import StepResult, Trainer
 from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.engines.base import Loaded
+from tasks.engines.base import EngineLoad, Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +96,27 @@ class InstanceHandle:
     """Fingerprint of the weights it holds; empty until its first pull."""
     drift: float = 0.0
     """Largest difference of its probe's logprobs from the trainer's after the latest pull, nats."""
-    # Its idle share comes from these: seconds the coordinator had work on it, seconds its engine worked. What the
-    # engine did before the run, such as an evaluation, does not count.
+    # Its idle share comes from these: seconds the coordinator had work on it, seconds its engine worked.
     assigned_s: float = 0.0
     busy_s: float = 0.0
-    busy_before_s: float | None = None
     tokens_sampled: int = 0
+    before: EngineLoad | None = None
+    """Its load when the driver first asked: what it did until then, such as an evaluation, does not count."""
+    load: EngineLoad | None = None
+    """Its load as last reported."""
+
+    @property
+    def context_tokens(self) -> tuple[int, int]:
+        """Tokens of contexts that its engine computed, and that it found cached, as last reported."""
+        if self.before is None or self.load is None:
+            return 0, 0
+        computed = self.load.prefilled_tokens - self.before.prefilled_tokens
+        return computed, self.load.cached_tokens - self.before.cached_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        """KV tokens that its engine keeps for turns to come, as last reported."""
+        return self.load.kept_tokens if self.load else 0
 
     @property
     def id(self) -> InstanceId:
