@@ -17,7 +17,7 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -293,8 +293,19 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             job.state, job.why, job.reported_at = "waiting", entry.why, time.time()
             if entry.id in expired:
                 self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.why}")
-        if self._timer is None and any(not e.num_workers for e in self.job_queue.entries.values()):
+        waiting = [e.id for e in self.job_queue.entries.values() if not e.num_workers]
+        self._keep_waiting(waiting)
+        if self._timer is None and waiting:
             self._timer = asyncio.get_running_loop().call_later(SERVE_S, self._serve_again)
+
+    def _keep_waiting(self, ids: Iterable[str]) -> None:
+        """Have Dask count the wait of these jobs' tasks from now on: where distributed.scheduler.no-workers-timeout is
+        set, it fails tasks that have waited longer for a worker that may run them."""
+        for id in ids:
+            unrunnable, task = self._scheduler.unrunnable, self._scheduler.tasks.get(KEY + id)
+            if task in unrunnable:  # in the order of their times
+                del unrunnable[task]
+                unrunnable[task] = time.monotonic()
 
     def _serve_again(self) -> None:
         self._timer = None
