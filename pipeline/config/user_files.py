@@ -29,6 +29,8 @@ CODE = (
 """Keys of a job that may name user code by file."""
 RULES = ("rollout.routing", "training.advantage", "training.loss.name")
 """Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
+MODELS = ("model.path", "training.kl.reference")
+"""Keys that may name a model's folder."""
 SOURCES = ("task.source", "task.eval_source")
 """Keys that may name a data set."""
 DATA = ("jsonl:", "parquet:", "datasets:")
@@ -51,8 +53,7 @@ def located(config: RunConfig) -> RunConfig:
         file, name = _named(config, key)
         if file:
             config = _set(config, key, f"{Path(file).resolve()}:{name}")
-    if Path(config.model.path).is_dir():
-        config = _set(config, "model.path", str(Path(config.model.path).resolve()))
+    config = models_located(config)
     for key in SOURCES:
         kind, path = data_file(_get(config, key))
         if path is not None:
@@ -60,6 +61,14 @@ def located(config: RunConfig) -> RunConfig:
     if config.workload.run:
         config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
     return _set(settled(config), "runs_dir", str(Path(config.runs_dir).resolve()))
+
+
+def models_located(config: RunConfig) -> RunConfig:
+    """The job with absolute paths of its models' folders."""
+    for key in MODELS:
+        if (path := _get(config, key)) and Path(path).is_dir():
+            config = _set(config, key, str(Path(path).resolve()))
+    return config
 
 
 def settled(config: RunConfig) -> RunConfig:

@@ -82,6 +82,8 @@ class World:
     """What a step that is trained again ends in other weights by; empty: its kernels are deterministic."""
     drift: float = 0.0
     """Error of the engines' logprobs of the probe, nats."""
+    figures: Callable[[int], dict[str, float]] = lambda step: {}
+    """Metrics that training a step reports besides its times."""
 
     def path(self, version: int) -> str:
         return f"/memory/v{version}"
@@ -395,7 +397,8 @@ class PlayedTrainer:
         if self._point_every and self._version % self._point_every == 0:
             loop = asyncio.get_running_loop()
             self._saving = loop.run_in_executor(self._thread, self._write_point, self._version)
-        return self._publish({"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s})
+        times = {"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s}
+        return self._publish({**times, **self._world.figures(step)})
 
     async def _write_point(self, version: PolicyVersion) -> None:
         """Write a resume point that is complete, after its time."""
