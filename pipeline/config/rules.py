@@ -83,6 +83,11 @@ def _check_sizes(config: RunConfig, where: str) -> None:
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
             f"{config.trajectories_per_step} trajectories of a step"
         )
+    if config.training.overlong_tokens > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"{where}: training.overlong_tokens = {config.training.overlong_tokens} is more than "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, of which they are the last"
+        )
     started = config.groups_started * config.members_started
     if started > MOST_TRAJECTORIES:
         raise ConfigError(

@@ -64,6 +64,10 @@ class TrainingConfig:
     beta1: float = knob(0.9, "AdamW beta1", low=0, high=1)
     beta2: float = knob(0.95, "AdamW beta2", low=0, high=1)
     advantage: str = choice(ADVANTAGES, "grpo", "advantage estimator")
+    overlong_tokens: int = knob(
+        0, "last tokens before max_new_tokens over which a response loses reward, more with each; 0: none", low=0
+    )
+    overlong_penalty: float = knob(1.0, "reward that a response of max_new_tokens loses", low=0)
     loss: LossConfig = LossConfig()
     kl: KlConfig = KlConfig()
     measured_rows: int = knob(

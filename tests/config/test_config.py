@@ -105,6 +105,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "max_instances = 1 is less than rollout.instances = 2, with which the run begins",
         ),
         ("training.minibatches=1000", "is more than the 128 trajectories of a step"),
+        ("training.overlong_tokens=100000", "= 100000 is more than rollout.max_new_tokens = "),
         ("rollout.max_new_tokens=100000", "cannot hold one response"),
         ("cluster.kind=address", "needs cluster.address"),
         ("workload.kind=recorded", "needs workload.run"),

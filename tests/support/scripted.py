@@ -84,6 +84,8 @@ class World:
     """What a step that is trained again ends in other weights by; empty: its kernels are deterministic."""
     drift: float = 0.0
     """Error of the engines' logprobs of the probe, nats."""
+    figures: Callable[[int], dict[str, float]] = lambda step: {}
+    """Metrics that training a step reports besides its times."""
 
     def path(self, version: int) -> str:
         return f"/memory/v{version}"
@@ -179,6 +181,9 @@ class VirtualEngine:
         self._begin = self._now()
         self._sampled = 0
         """Tokens of the requests that have ended or were stopped."""
+        self._kept: dict[TrajectoryId, tuple[int, ...]] = {}
+        """Contexts of trajectories that may return."""
+        self._prefilled = self._cached = 0
         self.closed = False
 
     def stand_still(self) -> None:
@@ -194,6 +199,10 @@ class VirtualEngine:
         for request in requests:
             held = self._requests.get(request.trajectory)
             if held is None or held.request.epoch < request.epoch:
+                kept = self._kept.pop(request.trajectory, ())
+                found = len(kept) if request.tokens[: len(kept)] == kept else 0
+                self._cached += found
+                self._prefilled += len(request.tokens) - found
                 self._requests[request.trajectory] = _Request(
                     request=request, since=self._now(), marks=[(self.version, request.num_prior)]
                 )
@@ -213,12 +222,15 @@ class VirtualEngine:
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self.interrupt(trajectories)
+        for trajectory in trajectories:
+            self._kept.pop(trajectory, None)
         self._ended = [e for e in self._ended if e.trajectory not in trajectories]
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         self._advance()
         assert str(weights) == self._world.path(version)
         self.version = version
+        self._kept.clear()
         for held in self._requests.values():
             held.marks.append((version, self._tokens(held)))
         held_version = version - 1 if self._world.loads_wrong else version
@@ -254,6 +266,9 @@ class VirtualEngine:
             busy_s=self._now() - self._begin,
             tokens_sampled=self._sampled + sum(n - self._requests[t].request.num_prior for t, n in progress),
             progress=progress,
+            kept_tokens=sum(map(len, self._kept.values())),
+            prefilled_tokens=self._prefilled,
+            cached_tokens=self._cached,
         )
 
     def close(self) -> None:
@@ -275,7 +290,11 @@ class VirtualEngine:
             if self._end_s(held) <= self._now() + 1e-9:
                 del self._requests[trajectory]
                 self._sampled += self._length(held) - held.request.num_prior
-                self._ended.append(self._result(held, self._length(held), FinishReason.STOP))
+                ended = self._result(held, self._length(held), FinishReason.STOP)
+                self._ended.append(ended)
+                if held.request.may_return:
+                    sampled = (int(token) for segment in ended.segments for token in segment.tokens)
+                    self._kept[trajectory] = (*held.request.tokens, *sampled)
 
     def _result(self, held: _Request, tokens: int, finish: FinishReason) -> Sampled:
         key, segments = held.request.trajectory, []
@@ -400,7 +419,8 @@ class PlayedTrainer:
         if self._point_every and self._version % self._point_every == 0:
             loop = asyncio.get_running_loop()
             self._saving = loop.run_in_executor(self._thread, self._write_point, self._version)
-        return self._publish({"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s})
+        times = {"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s}
+        return self._publish({**times, **self._world.figures(step)})
 
     async def _write_point(self, version: PolicyVersion) -> None:
         """Write a resume point that is complete, after its time."""
