@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import inspect
 import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -314,8 +315,16 @@ class VirtualEngine:
         )
 
 
+NUM_ARGUMENTS = len(inspect.signature(RolloutInstance.__init__).parameters) - 3
+"""Of a rollout instance, without `self`, and `run` and `resumed`, which come last."""
+
+
 class VirtualRolloutInstance(RolloutInstance):
-    """The real rollout instance except for its evaluation, which blocks a thread on the engine."""
+    """The real rollout instance except for its evaluation, which blocks a thread on the engine, and for what becomes of
+    the engine after it: here all actors share a process."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args[:NUM_ARGUMENTS])
 
     @property
     def engine(self) -> VirtualEngine:
