@@ -26,6 +26,7 @@ from stores.errors import ConfigError
 from stores.weight_hash import OneByOne, Weights
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
+from tasks.training.blocks import recompute
 from tasks.training.figures import TokenSums
 from tasks.training.group import Group
 from tasks.training.logprobs import LogprobModel
@@ -66,7 +67,10 @@ class PolicyTrainer:
         self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
         self.group = Group(rank, self.device)
-        self.model: Any = self.group.sharded(load_model(settings.model, "float32", "cpu", attention="sdpa"))
+        model = load_model(settings.model, "float32", "cpu", attention="sdpa")
+        if training.recompute_activations:
+            recompute(model)
+        self.model: Any = self.group.sharded(model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=training.learning_rate,
