@@ -37,6 +37,7 @@ AGENT: dict[str, Any] = {
         "engine": {"name": "emulated", "max_running": 128, "kv_tokens": 500_000},
     },
     "environment": UNLIMITED,
+    "deadlines": {"stuck_s": 1e7},
     "workload": {
         "kind": "agentic", "prompt_tokens": 500, "median": 2000.0, "sigma": 0.3, "turns": 20.0, "fixed_turns": True,
         "tool_s": 10.0, "tool_latency": "normal", "tool_spread": 10.0, "tool_tokens": 100,
