@@ -405,6 +405,8 @@ Redundant: two more groups and one more member each. `credits` is ROLL Flash's r
 PREFIX = """\
 Ten turns, 32 x 8, bound 1; each pull drops what is cached. "Prefilled" is the share of all tokens of context, over all
 turns, that an instance had to compute; least possible is what is new. Without affinity a turn goes where routing says.
+What is kept gives way to what runs, least recently used first, and is let go where an episode has ended.
+[engines.md](engines.md#contexts-of-later-turns) says what engines keep, find and count.
 """
 SINGLE = """\
 What ROLL Flash calls queue scheduling and prompt replication is what routing always does here: each response is scored
