@@ -358,6 +358,18 @@ def page(results: list[dict[str, Any]]) -> str:
             for r in of("prefix")
         ],
     )  # fmt: skip
+    if of("prefix_real"):
+        lines += [PREFIX_REAL]
+        lines += table(
+            ["engine", "KV tokens", "affinity", "prefilled, of context", "cached, of what was computed"],
+            [
+                [
+                    r["engine"], f"{r['kv_tokens']:,}", "yes" if r["affinity"] else "no", f"{r['prefilled']:.1%}",
+                    f"{r['cached']:.1%}",
+                ]
+                for r in of("prefix_real")
+            ],
+        )  # fmt: skip
     lines += ["## Single turns: queue scheduling and prompt replication", "", SINGLE]
     lines += table(
         ["8 x 8, filtered", "batch by batch, s", "as a queue, s"],
@@ -407,6 +419,10 @@ Ten turns, 32 x 8, bound 1; each pull drops what is cached. "Prefilled" is the s
 turns, that an instance had to compute; least possible is what is new. Without affinity a turn goes where routing says.
 What is kept gives way to what runs, least recently used first, and is let go where an episode has ended.
 [engines.md](engines.md#contexts-of-later-turns) says what engines keep, find and count.
+"""
+PREFIX_REAL = """\
+The same, as real engines count it: a tiny model on two instances on CPUs, 8 x 4, bound 1, routed by `least_requests`,
+turns of 16 tokens and answers of 60, `python -m benchmarks.prefix --engine vllm --out docs`.
 """
 SINGLE = """\
 What ROLL Flash calls queue scheduling and prompt replication is what routing always does here: each response is scored
@@ -459,7 +475,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs"))
     parser.add_argument("--quick", action="store_true", help="one setting of each part, few steps")
-    parser.add_argument("--part", default="", help="one part only, merged into the results that are there")
+    parser.add_argument("--part", default="", help="one part only; other results are kept")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "agentic.json"
@@ -470,7 +486,7 @@ def main() -> None:
     else:
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             results = [future.result() for future in [pool.submit(call) for call in calls]]
-    if args.part and path.exists():
+    if path.exists():  # keep what was not done, that of real engines (benchmarks/prefix.py) too
         replaced = {r["part"] for r in results}
         results += [r for r in json.loads(path.read_text()) if r["part"] not in replaced]
     path.write_text(json.dumps(results, indent=1) + "\n")

@@ -45,6 +45,12 @@ def check_across(config: RunConfig, where: str) -> None:
         LOSSES.check(config.training.loss)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+    kl = config.training.kl
+    if kl.reference and not kl.coefficient:
+        raise ConfigError(
+            f"{where}: training.kl.reference = {kl.reference!r} is not used while training.kl.coefficient = 0; set it "
+            "above 0, such as 0.001"
+        )
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if config.cluster.kind == kind and not getattr(config.cluster, key):
             raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
@@ -76,6 +82,11 @@ def _check_sizes(config: RunConfig, where: str) -> None:
         raise ConfigError(
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
             f"{config.trajectories_per_step} trajectories of a step"
+        )
+    if config.training.overlong_tokens > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"{where}: training.overlong_tokens = {config.training.overlong_tokens} is more than "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, of which they are the last"
         )
     started = config.groups_started * config.members_started
     if started > MOST_TRAJECTORIES:

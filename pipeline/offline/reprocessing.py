@@ -165,7 +165,9 @@ def _advantages(
     (at,) = np.nonzero(consumed)
     at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
     size = config.batch.group_size
-    grouped = rewards[at].astype(np.float64).reshape(-1, size)
+    penalties = actor_settings.overlong(config).penalties(table["response_tokens"][at])
+    shaped = rewards[at].astype(np.float64) - penalties
+    grouped = shaped.reshape(-1, size)
     estimate[at] = advantages(config.training.advantage, grouped, valid[at].reshape(-1, size)).reshape(-1)
     return estimate
 

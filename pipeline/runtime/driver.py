@@ -73,6 +73,7 @@ from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.resumption import Resumption
 from pipeline.runtime.run_journal import RunJournal
 from pipeline.runtime.scoring import Scoring
+from pipeline.runtime.training_watch import TrainingWatch
 from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
 from stores.metrics import with_rate
@@ -139,6 +140,7 @@ class Driver:
             lambda: self._measurements.elapsed_s,
         )
         self._drift_said = False
+        self._training_watch = TrainingWatch()
         self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
         """Each instance's latest report: tokens of the responses it samples."""
         self._num_arrived = 0
@@ -371,6 +373,9 @@ class Driver:
         self._actors.publish(result)
         result.metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
         self._measurements.idle()
+        for alarm in self._training_watch.heard(result.version - 1, result.metrics):
+            self.outcomes.alarms.append(alarm)
+            logger.error(alarm)
         record = StepRecord(
             kind="step",
             step=result.version - 1,

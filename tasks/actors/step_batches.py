@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from stores.base import batch_fingerprint
 from stores.in_flight import InFlight
 from stores.trajectory import Ended
+from tasks.training.advantage import Overlong
 from tasks.training.batches import batch_metrics, consumed_rows
 from tasks.training.packing import BatchPart, PackedRows, part_end
 
@@ -26,16 +27,20 @@ class StepBatch:
 class StepBatches:
     """The batches of steps that are trained or wait for their commit, each made when it is first asked for.
 
-    flight: has what each step has taken. group_size, advantage: as in BatchConfig. thread: computes fingerprints."""
+    flight: has what each step has taken. group_size: as in BatchConfig. advantage, overlong: how advantages are
+    computed. thread: computes fingerprints."""
 
-    def __init__(self, flight: InFlight, group_size: int, advantage: str, thread: ThreadPoolExecutor) -> None:
-        self._flight, self._group_size, self._advantage, self._thread = flight, group_size, advantage, thread
+    def __init__(
+        self, flight: InFlight, group_size: int, advantage: str, overlong: Overlong, thread: ThreadPoolExecutor
+    ) -> None:
+        self._flight, self._group_size, self._thread = flight, group_size, thread
+        self._advantage, self._overlong = advantage, overlong
         self._made: dict[int, StepBatch] = {}
 
     def batch(self, step: int) -> StepBatch:
         """The batch of a step that has taken trajectories."""
         if step not in self._made:
-            rows = consumed_rows(step, self._flight.batches[step], self._group_size, self._advantage)
+            rows = consumed_rows(step, self._flight.batches[step], self._group_size, self._advantage, self._overlong)
             values = [(e.trajectory, e.advantage) for e in rows]
             fingerprint = asyncio.get_running_loop().run_in_executor(self._thread, batch_fingerprint, values)
             metrics = batch_metrics(rows, self._group_size)

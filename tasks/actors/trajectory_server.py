@@ -71,6 +71,7 @@ from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Message, Record, Task
+from tasks.training.advantage import Overlong
 from tasks.training.batches import check_batch
 from tasks.training.packing import BatchPart
 
@@ -85,6 +86,7 @@ class ServerSettings:
     group_size: int
     members_started: int
     advantage: str
+    overlong: Overlong
     max_error_share: float
     store: str
     header: RunHeader
@@ -121,7 +123,9 @@ class TrajectoryServer:
         self._prompt_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._spool_thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
         self._answers = GivenAnswers(self._prompts, prompts.max_new_tokens)
-        self._batches = StepBatches(self._flight, settings.group_size, settings.advantage, self._store_thread)
+        self._batches = StepBatches(
+            self._flight, settings.group_size, settings.advantage, settings.overlong, self._store_thread
+        )
         self._keeps_in_flight = True
         """False while a run of an earlier version is resumed: it has no spool."""
         if stored is None:

@@ -7,6 +7,8 @@ statistics; its own result is not used.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +22,27 @@ EPS = 1e-6
 
 Rewards = npt.NDArray[np.float64]
 Valid = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlong:
+    """DAPO's soft penalty on responses close to the limit (2503.14476): subtracted from the reward before advantages
+    are computed, from 0 where the last `tokens` before `longest` begin up to `penalty` at their end.
+
+    >>> Overlong(tokens=10, penalty=1.0, longest=100).penalties(np.array([50, 90, 95, 100])).tolist()
+    [0.0, 0.0, 0.5, 1.0]
+    """
+
+    tokens: int
+    penalty: float
+    longest: int
+
+    def penalties(self, lengths: npt.NDArray[np.int64]) -> Rewards:
+        """What responses of these lengths lose; nothing if `tokens` is 0."""
+        beyond = lengths - (self.longest - self.tokens)
+        result: Rewards = self.penalty * np.clip(beyond / max(self.tokens, 1), 0.0, 1.0 if self.tokens else 0.0)
+        return result
+
 
 ADVANTAGES: Registry[Rewards] = Registry("advantage", "training.advantage", own=True)
 NEED_NO_GROUP = ("reinforce_plus_plus",)

@@ -14,6 +14,12 @@ from stores.weight_hash import Array
 from tasks.engines.emulated import weights, word_logprobs
 from tasks.training.packing import Row
 
+ZEROS = (
+    "loss", "grad_norm", "updates_dropped", "clip_share", "clip_share_low", "clip_share_high", "entropy", "kl_old",
+    "kl_behaviour", "kl_reference", "learning_rate", "mismatch_mean", "mismatch_max", "kl_rollout",
+)  # fmt: skip
+"""Metrics that are 0 where nothing is learned."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedTraining:
@@ -41,9 +47,8 @@ class EmulatedPolicy:
         tokens = sum(len(r.prompt) + len(r.response) for r in rows)
         time.sleep((settings.train_s + settings.s_per_token * tokens) / settings.time_scale)
         self._version = step + 1
-        names = ("loss", "grad_norm", "clip_share", "learning_rate", "mismatch_mean", "mismatch_max", "kl_rollout")
         trained = float(sum(r.num_sampled for r in rows if r.has_gradient))
-        return {**dict.fromkeys(names, 0.0), "ratio_mean": 1.0, "tokens_trained": trained}
+        return {**dict.fromkeys(ZEROS, 0.0), "ratio_mean": 1.0, "ess": 1.0, "tokens_trained": trained}
 
     def published(self) -> dict[str, Array]:
         return weights(self._version)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tasks.training.packing import MicroBatch, Row, microbatches
 
@@ -30,13 +31,27 @@ class LogprobModel:
 
     def batch(self, batch: MicroBatch) -> torch.Tensor:
         """[N, T] log-probabilities of the targets, nats, float32; with gradient unless torch has it disabled."""
+        return self._of_targets(batch, self._scaled(batch))
+
+    def batch_and_entropy(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and [N, T] the entropies of what the targets were drawn from, nats. These keep no second tensor of
+        the size of the logits for their gradient: they are computed again."""
+        scaled = self._scaled(batch)
+        entropy: torch.Tensor = checkpoint(_entropy, scaled, use_reentrant=False)
+        return self._of_targets(batch, scaled), entropy
+
+    def _scaled(self, batch: MicroBatch) -> torch.Tensor:
+        """[N, T, V] logits over the temperature, float32."""
         ids = torch.from_numpy(batch.input_ids).to(self.device)
         attention = torch.from_numpy(batch.attention_mask).to(self.device)
         keep = torch.arange(batch.start, ids.shape[1] - 1, device=self.device)
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.half):
             logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False, logits_to_keep=keep).logits
+        scaled: torch.Tensor = logits.float() / self.temperature
+        return scaled
+
+    def _of_targets(self, batch: MicroBatch, scaled: torch.Tensor) -> torch.Tensor:
         targets = torch.from_numpy(np.ascontiguousarray(batch.targets)).to(self.device)
-        scaled = logits.float() / self.temperature
         flat = torch.nn.functional.cross_entropy(scaled.flatten(0, 1), targets.flatten(), reduction="none")
         return -flat.view(targets.shape)
 
@@ -51,3 +66,7 @@ class LogprobModel:
                     begin = len(rows[i].prompt) - 1 - batch.start
                     found[i] = logprobs[k, begin : begin + len(rows[i].response)]
         return found
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)

@@ -42,8 +42,8 @@ class PolicySettings(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """Settings of the trainer; see ModelConfig. training: the job's table. num_steps: length of the cosine
-    schedule unless the table has one. max_length: for constant_length."""
+    """Settings of the trainer; see ModelConfig. training: the job's table. num_steps: length of a schedule that
+    decays, unless the table has one. max_length: for constant_length."""
 
     model: str
     dtype: str

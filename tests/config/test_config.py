@@ -94,12 +94,18 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("task.template=hello", r"must contain \{prompt\}"),
         ("name=a/b", "must be a plain folder name"),
         ("batch.group_size=1", "leaves grpo nothing to compare; it must be >= 2"),
+        (
+            "training.kl.reference=runs/old",
+            r"reference = 'runs/old' is not used while training.kl.coefficient = 0; set",
+        ),
+        ("training.kl.estimator=k4", "must be one of k1, k2, k3, not 'k4'"),
         ("rollout.min_instances=4000", "min_instances = 4000 is more than rollout.instances = "),
         (
             "rollout={instances=2, max_instances=1}",
             "max_instances = 1 is less than rollout.instances = 2, with which the run begins",
         ),
         ("training.minibatches=1000", "is more than the 128 trajectories of a step"),
+        ("training.overlong_tokens=100000", "= 100000 is more than rollout.max_new_tokens = "),
         ("rollout.max_new_tokens=100000", "cannot hold one response"),
         ("cluster.kind=address", "needs cluster.address"),
         ("workload.kind=recorded", "needs workload.run"),

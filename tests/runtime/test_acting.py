@@ -16,7 +16,6 @@ from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault, Moment
 
 AGENTS = (
-    "environment.step_s=20",
     "task.environment=yes",
     "workload.kind=agentic",
     "workload.median=20",

@@ -108,7 +108,7 @@ def test_steps_record_exactly_the_metrics_that_are_listed(tmp_path: Path) -> Non
 def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:
     rows = [Row.of(ended(np.random.default_rng(0), 1, 1))]
     row = replace(rows[0], prompt=np.asarray([3, 4], np.int32), response=np.asarray([5, 6], np.int32))
-    row = replace(row, behaviour=np.asarray([-1.0, -1.0], np.float32), sampled=np.ones(2, bool))
+    row = replace(row, behaviour=np.asarray([-1.0, -1.0], np.float32), sampled=np.ones(2, bool), lags=None)
     emulated = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0).build(1)
     assert emulated.step(0, [row]).keys() == trainer(tiny_model).step(0, [row]).keys()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import inspect
 import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,8 @@ class World:
     """What a step that is trained again ends in other weights by; empty: its kernels are deterministic."""
     drift: float = 0.0
     """Error of the engines' logprobs of the probe, nats."""
+    figures: Callable[[int], dict[str, float]] = lambda step: {}
+    """Metrics that training a step reports besides its times."""
 
     def path(self, version: int) -> str:
         return f"/memory/v{version}"
@@ -309,8 +312,16 @@ class VirtualEngine:
         )
 
 
+NUM_ARGUMENTS = len(inspect.signature(RolloutInstance.__init__).parameters) - 3
+"""Of a rollout instance, without `self`, and `run` and `resumed`, which come last."""
+
+
 class VirtualRolloutInstance(RolloutInstance):
-    """The real rollout instance except for its evaluation, which blocks a thread on the engine."""
+    """The real rollout instance except for its evaluation, which blocks a thread on the engine, and for what becomes of
+    the engine after it: here all actors share a process."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args[:NUM_ARGUMENTS])
 
     @property
     def engine(self) -> VirtualEngine:
@@ -395,7 +406,8 @@ class PlayedTrainer:
         if self._point_every and self._version % self._point_every == 0:
             loop = asyncio.get_running_loop()
             self._saving = loop.run_in_executor(self._thread, self._write_point, self._version)
-        return self._publish({"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s})
+        times = {"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s}
+        return self._publish({**times, **self._world.figures(step)})
 
     async def _write_point(self, version: PolicyVersion) -> None:
         """Write a resume point that is complete, after its time."""

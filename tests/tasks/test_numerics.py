@@ -14,7 +14,7 @@ from tasks.knobs import values
 from tasks.names import AGGREGATION_NAMES
 from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP, advantages
 from tasks.training.packing import Row, microbatches, minibatches, token_weights
-from tasks.training.settings import TrainingConfig
+from tasks.training.settings import LossConfig, TrainingConfig
 
 RNG = np.random.default_rng(5)
 
@@ -215,6 +215,34 @@ def test_learning_rate_schedule(tiny_model: Any) -> None:
     assert rates[12] == pytest.approx(1e-4)
     longer = trainer(tiny_model, schedule="cosine", warmup_steps=2, num_steps=20, schedule_steps=12)
     assert [longer.learning_rate(s) for s in range(14)] == [*rates, rates[12]]
+
+
+def test_a_linear_schedule_ends_where_it_is_told(tiny_model: Any) -> None:
+    one = trainer(tiny_model, schedule="linear", warmup_steps=2, num_steps=12, schedule_floor=0.25)
+    rates = [one.learning_rate(s) for s in range(15)]
+    assert rates[:3] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
+    assert rates[2:13] == pytest.approx(np.linspace(1e-3, 2.5e-4, 11).tolist())
+    assert rates[12:] == pytest.approx([2.5e-4] * 3)
+    lowest = trainer(tiny_model, schedule="cosine", num_steps=4, schedule_floor=0.0)
+    assert lowest.learning_rate(4) == pytest.approx(0.0)
+
+
+def test_another_epoch_goes_over_the_batch_again_with_the_proximal_policy_of_the_first(tiny_model: Any) -> None:
+    data = rows(8)
+
+    def weights(name: str, epochs: int, steps: int, proximal: Any = None) -> torch.Tensor:
+        one = trainer(tiny_model, epochs=epochs, loss=LossConfig(name=name))
+        for _ in range(steps):
+            if proximal is not None:
+                one._before = lambda _: proximal
+            one.step(0, data)
+        return torch.cat([p.detach().flatten() for p in one.model.parameters()])
+
+    torch.testing.assert_close(weights("ppo_clip", 2, 1), weights("ppo_clip", 1, 2))
+    first = trainer(tiny_model, loss=LossConfig(name="decoupled_ppo"))._before(data)
+    twice = weights("decoupled_ppo", 2, 1)
+    torch.testing.assert_close(twice, weights("decoupled_ppo", 1, 2, first))
+    assert not torch.allclose(twice, weights("decoupled_ppo", 1, 2))
 
 
 def test_a_non_finite_gradient_changes_no_weights(tiny_model: Any) -> None:
