@@ -417,6 +417,8 @@ Redundant: two more groups and one more member each. `credits` is ROLL Flash's r
 PREFIX = """\
 Ten turns, 32 x 8, bound 1; each pull drops what is cached. "Prefilled" is the share of all tokens of context, over all
 turns, that an instance had to compute; least possible is what is new. Without affinity a turn goes where routing says.
+What is kept gives way to what runs, least recently used first, and is let go where an episode has ended.
+[engines.md](engines.md#contexts-of-later-turns) says what engines keep, find and count.
 """
 PREFIX_REAL = """\
 The same, as real engines count it: a tiny model on two instances on CPUs, 8 x 4, bound 1, routed by `least_requests`,
