@@ -198,5 +198,7 @@ class Acting:
             self._failure_said = True
             return EnvironmentFailed(trajectory=trajectory, epoch=epoch, error=outcome.failed)
         if outcome.ended:
-            return TrajectoryScored(trajectory=trajectory, reward=outcome.reward, error=outcome.error)
-        return EnvironmentAnswered(trajectory=trajectory, epoch=epoch, tokens=outcome.tokens)
+            return TrajectoryScored(
+                trajectory=trajectory, reward=outcome.reward, error=outcome.error, seconds=outcome.seconds
+            )
+        return EnvironmentAnswered(trajectory=trajectory, epoch=epoch, tokens=outcome.tokens, seconds=outcome.seconds)
