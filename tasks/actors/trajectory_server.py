@@ -292,6 +292,7 @@ class TrajectoryServer:
                 segments=item.segments,
                 finish=item.finish,
                 at_s=now,
+                attempt=self._flight.attempt(item.trajectory),
             )
             if self._flight.apply(entry):
                 taken.append(entry)
@@ -315,7 +316,7 @@ class TrajectoryServer:
         return EpisodeState(
             task=t.group,
             member=t.id % self._settings.members_started,
-            attempt=self._flight.restarts.get(t.id, 0),
+            attempt=self._flight.attempt(t.id),
             record=record,
             turns=turns,
             tokens=t.num_tokens,
@@ -348,6 +349,7 @@ class TrajectoryServer:
                     tokens=np.asarray(tokens, np.int32),
                     seconds=item.seconds,
                     at_s=self._now(),
+                    attempt=self._flight.attempt(t.id),
                 )
                 if self._flight.apply(entry):
                     taken.append(entry)
@@ -369,7 +371,9 @@ class TrajectoryServer:
         response, epoch of its last routing). One that has gone on since then is not touched."""
         taken = []
         for trajectory, tokens, epoch in failed:
-            entry = EpisodeRestarted(trajectory=trajectory, tokens=tokens, epoch=epoch)
+            entry = EpisodeRestarted(
+                trajectory=trajectory, tokens=tokens, epoch=epoch, attempt=self._flight.attempt(trajectory)
+            )
             if self._flight.awaits(trajectory, tokens, epoch) and self._flight.apply(entry):
                 taken.append(entry)
         await self._write(taken)
@@ -400,6 +404,7 @@ class TrajectoryServer:
                 parts=item.score.parts,
                 error=item.score.error,
                 at_s=now,
+                attempt=self._flight.attempt(item.trajectory),
             )
             if self._flight.awaits(item.trajectory, item.tokens, item.epoch) and self._flight.apply(entry):
                 taken.append(entry)
