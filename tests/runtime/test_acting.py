@@ -48,6 +48,8 @@ def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) ->
     waited = [span.seconds for t in rows for span in t.spans if isinstance(span, Given)]
     assert all(s > 0 for s in waited)
     assert {span.role for t in rows for span in t.spans if isinstance(span, Given)} == {"tool"}
+    (host,) = run.outcomes.environments
+    assert (host.host, host.places) == ("environment-0", run.config.environment.concurrency)
 
 
 def test_what_an_act_takes_beyond_its_environment_and_a_place_there_is_measured(body: Body) -> None:
