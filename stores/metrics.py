@@ -57,6 +57,12 @@ METRICS = (
     Metric(name="turns_max", unit="turns", doc="most turns of a trajectory", label="most"),
     Metric(name="given_tokens", unit="tokens", doc="tokens that environments gave between turns, of the batch"),
     Metric(name="tool_s", unit="s", doc="mean time a trajectory waited for its environment, all turns together"),
+    Metric(name="prefilled_tokens", unit="tokens", doc="tokens of contexts that instances computed, since the step "
+           "before", label="computed"),
+    Metric(name="cached_tokens", unit="tokens", doc="tokens of contexts that instances found cached, since the step "
+           "before", label="found cached"),
+    Metric(name="kept_tokens", unit="tokens", doc="KV tokens kept for turns to come, on all instances, when the step "
+           "ended"),
     Metric(name="truncated_share", unit="share", doc="responses cut off at max_new_tokens"),
     Metric(name="staleness_mean", unit="versions", doc="mean of step - v_traj over the batch", label="consumed, mean"),
     Metric(name="staleness_max", unit="versions", doc="largest step - v_traj of the batch; at most eta",

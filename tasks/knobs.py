@@ -107,7 +107,7 @@ def knob(default: str, doc: str, *, choices: Sequence[str] = ()) -> str: ...
 @overload
 def knob(default: dict[str, T], doc: str, *, shown: bool = True) -> dict[str, T]: ...
 @overload
-def knob(default: list[T], doc: str, *, choices: Sequence[str] = ()) -> list[T]: ...
+def knob(default: list[T], doc: str, *, choices: Sequence[str] = (), own: bool = False) -> list[T]: ...
 def knob(
     default: object,
     doc: str,
@@ -116,10 +116,12 @@ def knob(
     high: float | None = None,
     above: float | None = None,
     choices: Sequence[str] = (),
+    own: bool = False,
     shown: bool = True,
 ) -> object:
     """A dataclass field with its meaning and limits. Raises ValueError if the default violates them."""
-    return knob_field(default, Knob(doc=doc, low=low, high=high, above=above, choices=tuple(choices), shown=shown))
+    spec = Knob(doc=doc, low=low, high=high, above=above, choices=tuple(choices), own=own, shown=shown)
+    return knob_field(default, spec)
 
 
 def knob_field(default: object, spec: Knob, **more: object) -> Any:

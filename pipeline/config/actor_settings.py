@@ -131,12 +131,17 @@ def prompt_settings(
     held_out, longest: as in the store's RunHeader."""
     from tasks.prompts import PromptSettings
 
+    system = config.task.system
+    if "{tools}" in system and config.environment.tools:
+        from tasks.episodes.tools import described
+
+        system = system.replace("{tools}", described(config.environment))
     return PromptSettings(
         tokenizer=config.model.path,
         source=source_settings(config),
         template=config.task.template,
         chat=config.task.chat,
-        system=config.task.system,
+        system=system,
         observation=config.environment.template,
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,

@@ -246,6 +246,7 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
         ("task.source", config.task.source),
         ("reward.function", config.reward.function),
         *rewards,
+        *(("environment.tools", tool) for tool in config.environment.tools),
     ):
         module = named.rpartition(":")[0]
         imported = names_user_code(named) and not module.endswith(".py") and module != "reasoning_gym"

@@ -36,13 +36,20 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
     if entries := entry_type(hint):
         return schema | {"type": "object", "propertyNames": {"pattern": NAME}, "additionalProperties": _table(entries)}
     kind = TYPES[typing.get_origin(hint) or hint]
-    if spec.choices and spec.own:
-        user_code = {"type": kind, "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}
-        return schema | {"anyOf": [{"enum": list(spec.choices)}, user_code]}
-    schema["type"] = kind
     if kind == "array":
-        return schema | {"items": {"type": TYPES[typing.get_args(hint)[0]], "enum": list(spec.choices)}}
+        item = TYPES[typing.get_args(hint)[0]]
+        items = {"anyOf": _or_own(item, spec)} if spec.own else {"type": item, "enum": list(spec.choices)}
+        return schema | {"type": kind, "items": items}
+    if spec.choices and spec.own:
+        return schema | {"anyOf": _or_own(kind, spec)}
+    schema["type"] = kind
     if spec.choices:
         schema["enum"] = list(spec.choices)
     limits = (("minimum", spec.low), ("maximum", spec.high), ("exclusiveMinimum", spec.above))
     return schema | {name: limit for name, limit in limits if limit is not None}
+
+
+def _or_own(kind: str, spec: Knob) -> list[dict[str, Any]]:
+    """One of the choices, or user code."""
+    user_code = {"type": kind, "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}
+    return [{"enum": list(spec.choices)}, user_code]

@@ -14,6 +14,7 @@ from pipeline.config.schema import TRACKERS, RunConfig
 from stores.errors import ConfigError
 from tasks import user_code
 from tasks.episodes.loading import is_environment
+from tasks.episodes.own_tools import TOOLS_KEY
 from tasks.training.advantage import ADVANTAGES
 from tasks.training.loss import LOSSES
 
@@ -37,19 +38,24 @@ DATA = ("jsonl:", "parquet:", "datasets:")
 """How the name of a data set begins."""
 
 
-def code_keys(reward_parts: Iterable[str]) -> tuple[str, ...]:
-    """Keys of a job with these parts of its reward that may name user code by file."""
-    return (*CODE, *(f"reward.parts.{name}.function" for name in reward_parts))
+def code_keys(reward_parts: Iterable[str], num_tools: int) -> tuple[str, ...]:
+    """Keys of a job with these parts of its reward, and so many tools, that may name user code by file."""
+    parts = (f"reward.parts.{name}.function" for name in reward_parts)
+    return (*CODE, *parts, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)))
+
+
+def _code_keys(config: RunConfig) -> tuple[str, ...]:
+    return code_keys(config.reward.parts, len(config.environment.tools))
 
 
 def scoring_keys(reward_parts: Iterable[str]) -> tuple[str, ...]:
     """Those of them whose code scores responses."""
-    return tuple(key for key in code_keys(reward_parts) if key.startswith(("task.", "reward.")))
+    return tuple(key for key in code_keys(reward_parts, 0) if key.startswith(("task.", "reward.")))
 
 
 def located(config: RunConfig) -> RunConfig:
     """The job with absolute paths, since a cluster's workers have other working directories."""
-    for key in code_keys(config.reward.parts):
+    for key in _code_keys(config):
         file, name = _named(config, key)
         if file:
             config = _set(config, key, f"{Path(file).resolve()}:{name}")
@@ -118,7 +124,7 @@ def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[Run
     """The job with the user code of these keys, by default of all, referenced by file name only, and that code by file
     name. Raises ConfigError for an unreadable file."""
     code: dict[str, str] = {}
-    for key in code_keys(config.reward.parts) if keys is None else keys:
+    for key in _code_keys(config) if keys is None else keys:
         file, name = _named(config, key)
         if file:
             prefix = key.split(".")[-2 if key in CODE else 0] + "_"
@@ -135,7 +141,7 @@ def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[Run
 
 def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
     """The job with that code referenced by its path in `folder`."""
-    for key in code_keys(config.reward.parts):
+    for key in _code_keys(config):
         file, name = _named(config, key)
         if file in code:
             config = _set(config, key, f"{folder / file}:{name}")
@@ -160,8 +166,12 @@ def _set(config: RunConfig, key: str, value: str) -> RunConfig:
 def _replaced(node: Any, path: Sequence[str], value: str) -> Any:
     first, *rest = path
     changed = {first: _replaced(_below(node, first), rest, value) if rest else value}
+    if isinstance(node, list):
+        return [changed.get(str(i), item) for i, item in enumerate(node)]
     return {**node, **changed} if isinstance(node, Mapping) else dataclasses.replace(node, **changed)
 
 
 def _below(node: Any, name: str) -> Any:
+    if isinstance(node, list):
+        return node[int(name)]
     return node[name] if isinstance(node, Mapping) else getattr(node, name)

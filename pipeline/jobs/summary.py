@@ -69,6 +69,8 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "trajectories_consumed": sum(staleness.values()),
         "response_tokens": int(sum(s["response_tokens"] for s in outcomes.steps)),
         "tokens_per_s": tokens_per_s(outcomes.steps),
+        "prefilled_tokens": int(sum(s.get("prefilled_tokens", 0.0) for s in outcomes.steps)),
+        "cached_tokens": int(sum(s.get("cached_tokens", 0.0) for s in outcomes.steps)),
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
         "staleness_bound": config.bound,
         "ended": outcomes.snapshot.ended if outcomes.snapshot else {},
@@ -118,6 +120,8 @@ def step_line(step: Mapping[str, float], num_steps: int, limit: str = "") -> str
     failed = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
     dropped = f"  updates dropped {count:.0f}" if (count := step.get("updates_dropped", 0.0)) else ""
     turns = f"turns {step['turns_mean']:.1f}  tools {step['tool_s']:.1f} s  " if step.get("given_tokens") else ""
+    if turns and (cached := step.get("cached_tokens", 0.0)):
+        turns += f"cached {cached / (cached + step['prefilled_tokens']):.0%}  "
     return (
         f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}{failed}  "
         f"length {step['response_mean']:.1f}  {turns}"

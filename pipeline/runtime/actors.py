@@ -43,7 +43,7 @@ from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import RolloutInstance
 from tasks.actors.trainer import StepResult, Trainer
 from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.engines.base import Loaded
+from tasks.engines.base import EngineLoad, Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class InstanceHandle:
     index: int
     outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    has_weights: bool = False
+    """Whether its engine was loaded by an earlier start of the run: it holds weights, which need not be the model's."""
     version: PolicyVersion = PolicyVersion(0)
     fetching: PolicyVersion | None = None
     """The version it is about to serve, while it pulls."""
@@ -94,12 +96,27 @@ class InstanceHandle:
     """Fingerprint of the weights it holds; empty until its first pull."""
     drift: float = 0.0
     """Largest difference of its probe's logprobs from the trainer's after the latest pull, nats."""
-    # Its idle share comes from these: seconds the coordinator had work on it, seconds its engine worked. What the
-    # engine did before the run, such as an evaluation, does not count.
+    # Its idle share comes from these: seconds the coordinator had work on it, seconds its engine worked.
     assigned_s: float = 0.0
     busy_s: float = 0.0
-    busy_before_s: float | None = None
     tokens_sampled: int = 0
+    before: EngineLoad | None = None
+    """Its load when the driver first asked: what it did until then, such as an evaluation, does not count."""
+    load: EngineLoad | None = None
+    """Its load as last reported."""
+
+    @property
+    def context_tokens(self) -> tuple[int, int]:
+        """Tokens of contexts that its engine computed, and that it found cached, as last reported."""
+        if self.before is None or self.load is None:
+            return 0, 0
+        computed = self.load.prefilled_tokens - self.before.prefilled_tokens
+        return computed, self.load.cached_tokens - self.before.cached_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        """KV tokens that its engine keeps for turns to come, as last reported."""
+        return self.load.kept_tokens if self.load else 0
 
     @property
     def id(self) -> InstanceId:
@@ -119,6 +136,7 @@ class Actors:
         self._retired: list[int] = []
         """Indices of the instances that were retired, each time."""
         self._earlier_starts = 0
+        self._resumed = False
         self._trainer_host = ""
         self._placing_parameters: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._unanswering: set[str] = set()
@@ -190,6 +208,7 @@ class Actors:
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
+        self._resumed = resumption is not None
         stored = resumption is not None and (self._run_dir / "store").exists()
         await side_by_side(
             self.place_server(begin_s, resumed=stored),
@@ -203,8 +222,8 @@ class Actors:
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
         await self.publish_initial(version, "" if resumption is None else resumption.fingerprint)
-        if version:
-            await side_by_side(*(self.pull(instance, version) for instance in self.instances.values()))
+        pulling = [i for i in self.instances.values() if version or i.has_weights]
+        await side_by_side(*(self.pull(instance, version) for instance in pulling))
 
     @property
     def starting(self) -> str:
@@ -276,11 +295,18 @@ class Actors:
             config.deadlines.call_s,
             config.rollout.spool_s,
             config.acts,
+            str(self._run_dir),
+            self._resumed,
         )
         instance = InstanceHandle(placed=placed, index=index)
+        if self._resumed:
+            instance.has_weights = await self.ask(name, "took_over", deadline="start_s")
         self.instances[instance.id] = instance
-        logger.info("%s %s on %s", name, "takes a lost one's place" if attempt else "joins", placed.address)
-        if self._published and max(self._published) > 0:
+        if instance.has_weights:
+            logger.warning("%s goes on with an engine that is loaded, on %s", name, placed.address)
+        else:
+            logger.info("%s %s on %s", name, "takes a lost one's place" if attempt else "joins", placed.address)
+        if self._published and (max(self._published) > 0 or instance.has_weights):
             await self.pull(instance, max(self._published))
         return instance
 

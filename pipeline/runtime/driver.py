@@ -211,6 +211,10 @@ class Driver:
         """Tokens each instance has sampled since it was started."""
         return {str(name): instance.tokens_sampled for name, instance in self._actors.instances.items()}
 
+    def kept_tokens(self) -> dict[str, int]:
+        """KV tokens each instance keeps for turns to come."""
+        return {str(name): instance.kept_tokens for name, instance in self._actors.instances.items()}
+
     async def _resume(self) -> RunResumed | None:
         """Restore the results of a stored run, if this resumes one; returns the event that reports it."""
         if self._resumption is None:
@@ -361,7 +365,7 @@ class Driver:
     async def _train(self, command: Train) -> None:
         await self._commits.room()
         result = await self._actors.train(command.step, command.trajectories, command.versions)
-        self._measurements.training_ended(result.metrics)
+        self._measurements.training_ended(result.metrics, self._actors.instances.values())
         self._inbox.put_nowait(result)
 
     def _after_training(self, result: StepResult) -> Event:

@@ -61,6 +61,7 @@ def taken(config: RunConfig) -> Fingerprints:
     template = {"task.template": task.template, "task.chat": str(task.chat)}
     if task.system:
         template["task.system"] = task.system
+    template |= {f"tool {_name(named)}": _code(named) for named in config.environment.tools if ":" in named}
     if task.chat:
         template["chat template"] = _chat_template(config.model.path)
     return Fingerprints(reward={**verifier, "task.answer_pattern": task.answer_pattern}, data=source, template=template)

@@ -83,22 +83,32 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     tree = loading.read_tree(run_dir / file)
     here, place = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
     known = all(isinstance(part, str) for part in place)  # else it is no job, as is said below
-    for path in (*PATHS, *user_files.code_keys(_reward_parts(tree))) if known else ():
+    tools = _below(tree, "environment", "tools")
+    num_tools = len(tools) if isinstance(tools, list) else 0
+    for path in (*PATHS, *user_files.code_keys(_reward_parts(tree), num_tools)) if known else ():
         *tables, key = path.split(".")
-        section: Any = tree
-        for table in tables:
-            section = section.get(table) if isinstance(section, dict) else None
-        if isinstance(section, dict) and isinstance(value := section.get(key), str):
-            section[key] = _moved(value, str(Path(*place)), str(here))
+        section = _below(tree, *tables)
+        at = int(key) if isinstance(section, list) else key
+        if isinstance(value := _below(section, key), str):
+            section[at] = _moved(value, str(Path(*place)), str(here))
     config = loading.from_overridden(tree, overrides, str(run_dir / file))
     return user_files.placed(config, here)
 
 
 def _reward_parts(tree: Mapping[str, Any]) -> list[str]:
     """Names of the parts of an unchecked job's reward."""
-    reward = tree.get("reward")
-    parts = reward.get("parts") if isinstance(reward, dict) else None
+    parts = _below(tree, "reward", "parts")
     return list(parts) if isinstance(parts, dict) else []
+
+
+def _below(tree: Any, *path: str) -> Any:
+    """What is at a path of an unchecked job; None if there is nothing."""
+    for name in path:
+        if isinstance(tree, list):
+            tree = tree[int(name)] if name.isdigit() and int(name) < len(tree) else None
+        else:
+            tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
 
 
 def _moved(value: str, before: str, here: str) -> str:

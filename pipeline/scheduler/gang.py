@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 DRIVER = "driver"
-HEAVY_ROLES = ("rollout", "trainer")
+ROLLOUT = "rollout"
+HEAVY_ROLES = (ROLLOUT, "trainer")
 ROLES = ("server", "reward", *HEAVY_ROLES)
 
 Resources = Mapping[str, Mapping[str, float]]
@@ -39,11 +40,14 @@ class Needs:
         return f"{self.instances + 2} worker processes ({instances}, the trainer, one for the light roles)"
 
 
-def choose(needs: Needs, kinds: Kinds, free: Iterable[str], driver_at: str = "") -> Gang | None:
+def choose(
+    needs: Needs, kinds: Kinds, free: Iterable[str], driver_at: str = "", engines: Sequence[str] = ()
+) -> Gang | None:
     """The workers for a job, out of the free ones, earlier ones preferred; None if they do not suffice. kinds: of all
-    workers. driver_at: one of the free ones, on which the job's driver is already."""
+    workers. driver_at: one of the free ones, on which the job's driver is already. engines: further ones that have the
+    job's engines, preferred for rollout instances; they get another role only if the free ones do not suffice."""
     of_kind: dict[Kind, list[str]] = defaultdict(list)
-    for address in free:
+    for address in (*free, *engines):
         if address != driver_at:
             of_kind[kinds[address]].append(address)
     counts = Counter({kind: len(addresses) for kind, addresses in of_kind.items()})
@@ -55,7 +59,8 @@ def choose(needs: Needs, kinds: Kinds, free: Iterable[str], driver_at: str = "")
     gang |= {next(waiting[kind]): roles for kind, roles in chosen}
     rest = sorted(waiting, key=lambda kind: (len(kind), sorted(kind)))
     unused = [address for kind in rest if "rollout" in kind for address in waiting[kind]]
-    gang |= dict.fromkeys(unused[: needs.instances], ("rollout",))
+    unused.sort(key=lambda address: address not in engines)
+    gang |= dict.fromkeys(unused[: needs.instances], (ROLLOUT,))
     spare = [address for kind in rest if "reward" in kind and not kind & set(HEAVY_ROLES) for address in waiting[kind]]
     return gang | dict.fromkeys(spare[: needs.rewards], ("reward",))
 

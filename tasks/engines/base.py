@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from stores.trajectory import FinishReason, PolicyVersion, Segment, TrajectoryId
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,5 +132,11 @@ class Engine(Protocol):
         ...
 
     def load_statistics(self) -> EngineLoad: ...
+
+    def begin_again(self, instance: InstanceId) -> None:
+        """Forget all requests and what they have sampled, what is kept of them, and all counts. What is sampled from
+        now on is `instance`'s. The weights stay, as version 0, until others are loaded. Nobody else uses the engine
+        meanwhile."""
+        ...
 
     def close(self) -> None: ...

@@ -203,6 +203,18 @@ class EmulatedEngine:
                 cached_tokens=work.cached,
             )
 
+    def begin_again(self, instance: InstanceId) -> None:
+        settings = self._settings
+        with self._changed:
+            self._check()
+            self._instance, self._version = instance, PolicyVersion(0)
+            self._batch = DecodingInstance(
+                settings.cost, kv_capacity=settings.kv_tokens, max_running=settings.max_running
+            )
+            self._running, self._ended, self._contexts = {}, [], {}
+            self._begin = self._clock.now()
+            self._changed.notify_all()
+
     def close(self) -> None:
         with self._changed:
             self._stopping = True

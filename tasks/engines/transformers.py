@@ -150,6 +150,18 @@ class TransformersEngine:
                 self._seen = self._load()
             return self._seen
 
+    def begin_again(self, instance: InstanceId) -> None:
+        with self._lock, self._paused():
+            self._check()
+            for running in self._requests:
+                self._stop(running)
+            for scheduler in self._schedulers.values():
+                scheduler.forget_all()
+                scheduler.prefilled_tokens = scheduler.cached_tokens = 0
+            self._instance, self._ended = instance, []
+            self._requests.begin_again(instance)
+            self._seen = self._load()
+
     def close(self) -> None:
         for manager in self._managers.values():
             if manager.is_running():

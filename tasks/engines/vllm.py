@@ -116,6 +116,9 @@ class VllmEngine:
                 raise self._lost()
             return dataclasses.replace(self._requests.load(), **self._figures._asdict())
 
+    def begin_again(self, instance: InstanceId) -> None:
+        self._call(lambda: self._begin_again(instance)).result()
+
     def close(self) -> None:
         with self._changed:
             self._closing = True
@@ -245,6 +248,14 @@ class VllmEngine:
         aborted = set(trajectories)
         with self._changed:
             self._ended = [e for e in self._ended if e.trajectory not in aborted]
+
+    def _begin_again(self, instance: InstanceId) -> None:
+        self._stop([running.request.trajectory for running in self._requests])
+        self._scheduler.begin_again()
+        with self._changed:
+            self._instance, self._ended = instance, []
+            self._requests.begin_again(instance)
+            self._figures = self._scheduler.figures()
 
     def _load(self, version: PolicyVersion, weights: Path, prepared: bool | Exception) -> float:
         engine, begin = self._engine, time.monotonic()

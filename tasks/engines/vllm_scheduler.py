@@ -53,6 +53,12 @@ class VllmScheduler:
             cached_tokens=self._cached_tokens,
         )
 
+    def begin_again(self) -> None:
+        """Forget all cached pages, which a later version of the same number must not find, and all counts. No request
+        is left."""
+        self._engine.reset_prefix_cache()
+        self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
+
     def change_version(self, version: PolicyVersion, *, keep: bool) -> None:
         """Have all requests use pages of the loaded version only; keep: except those that have pages, which go on with
         them."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -23,8 +23,9 @@ from tasks.episodes.episode import OBSERVED, Episode, EpisodeFailed, EpisodeStar
 from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.episodes.loading import open_environment, traits_of
+from tasks.episodes.own_tools import GIVEN_BACK
 from tasks.episodes.processes import ForkedEpisode, ForkServer
-from tasks.episodes.tools import GIVEN_BACK, TOOLS, ToolEpisode, check_tools
+from tasks.episodes.tools import Tool, ToolEpisode, check_tools, tools_of
 from tasks.scoring import ScoredResponse, Scorer, ScoringSettings
 from tasks.seeds import task_seed
 from tasks.task_source import Message, Prompt, Record, prompt_of
@@ -56,12 +57,13 @@ class EpisodeSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeMaker:
     """Makes episodes of an environment. repeatable: see Traits. score: the verifier of answers that have yet to be
-    scored. close: releases what its episodes share."""
+    scored. close: releases what its episodes share. tools: that episodes of tasks with a verifier may call."""
 
     make: Callable[[Record], Episode]
     repeatable: bool
     score: Callable[[str, Record], ScoredResponse] | None = None
     close: Callable[[], None] = lambda: None
+    tools: Mapping[str, Tool] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -95,8 +97,8 @@ class Episodes:
     async def check(self) -> None:
         """Raise ConfigError if the environment cannot be made, or begins in two ways with one seed."""
         if self._settings.scoring is not None:
-            await asyncio.to_thread(self._kind, False)
-            await check_tools(self._limits)
+            kind = await asyncio.to_thread(self._kind, False)
+            await check_tools(kind.tools, self._limits)
             return
         for held_out in (False, True) if self._settings.source.evaluation else (False,):
             source = self._settings.source
@@ -361,14 +363,22 @@ def environment_kind(settings: EpisodeSettings, other: bool) -> EpisodeMaker:
 
 def tool_episodes(scoring: ScoringSettings, limits: EnvironmentConfig) -> EpisodeMaker:
     """Episodes of tasks with a verifier, in which the model may call tools. Raises ConfigError."""
-    tools = {name: TOOLS[name] for name in limits.tools}
+    tools = tools_of(limits)
     scorer = Scorer(scoring)
     scorer.check()
+
+    def close() -> None:
+        scorer.close()
+        for tool in tools.values():
+            if tool.server is not None:
+                tool.server.close()
+
     return EpisodeMaker(
         make=lambda record: ToolEpisode(record, tools, limits),
         repeatable=True,
         score=lambda text, record: scorer.score([(text, record)])[0],
-        close=scorer.close,
+        close=close,
+        tools=tools,
     )
 
 

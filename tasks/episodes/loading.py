@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from stores.errors import ConfigError
 from tasks import user_code
 from tasks.episodes.episode import Environment
+from tasks.episodes.own_tools import TOOLS_KEY, CalledTool, load_tool
 from tasks.episodes.playing import PlayedEnvironment
 from tasks.episodes.stepping import SteppedEnvironment
 
@@ -55,7 +56,10 @@ def traits_of(source: str, key: str) -> Traits:
 
 
 def open_environment(source: str, options: Mapping[str, Any], key: str = "task.source") -> Environment:
-    """The environment named `kind:name`, `file.py:NAME` or `module:NAME`. key: of the job file. Raises ConfigError."""
+    """The environment named `kind:name`, `file.py:NAME` or `module:NAME`. key: of the job file, which may also name a
+    tool. Raises ConfigError."""
+    if key == TOOLS_KEY:
+        return CalledTool(load_tool(source))
     where = f"{key} = {source!r}"
     kind, _, name = source.partition(":")
     if kind in PACKAGED:

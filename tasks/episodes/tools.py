@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from stores.errors import ConfigError
 from tasks.episodes.calculator import calculate
-from tasks.episodes.episode import Said
+from tasks.episodes.episode import EpisodeFailed, EpisodeStart, Said
+from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
+from tasks.episodes.own_tools import GIVEN_BACK, TOOLS_KEY, fault, load_tool, only_argument, read_argument
+from tasks.episodes.processes import ForkedEpisode, ForkServer
 from tasks.episodes.sandbox import run_python
 from tasks.task_source import Message, Prompt, Record, prompt_of
 
 MOST_CALLS = 8
 """Calls of one turn that are carried out."""
-GIVEN_BACK = "tool"
-"""Role of what a tool gives back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool. argument: name of its one argument in a call as JSON. run: takes that text, the seconds left and the
+    """A tool. description, parameters: what a model is told, with the JSON schema of its arguments. argument: the one
+    that a call may give alone; empty if there is none. run: takes the text of that argument, the seconds left and the
     limits, and returns what is given back. trial: an argument, and what is given back for it where the tool works."""
 
+    description: str
+    parameters: Mapping[str, Any]
     argument: str
     run: Callable[[str, float, EnvironmentConfig], Awaitable[str]]
-    trial: tuple[str, str]
+    trial: tuple[str, str] = ("", "")
+    server: ForkServer | None = field(default=None, compare=False)
+    """Of a user's tool, which takes all its arguments as a JSON object in place of one: forks a process for each call.
+    None of the others."""
 
 
 async def _calculator(text: str, left_s: float, limits: EnvironmentConfig) -> str:
@@ -40,18 +49,93 @@ async def _python(text: str, left_s: float, limits: EnvironmentConfig) -> str:
     return await run_python(text, within_s=left_s, memory_mib=limits.memory_mib)
 
 
+def _of_one_text(argument: str, meaning: str) -> dict[str, Any]:
+    """The JSON schema of one argument, a text."""
+    properties = {argument: {"type": "string", "description": meaning}}
+    return {"type": "object", "properties": properties, "required": [argument]}
+
+
 TOOLS = {
-    "calculator": Tool(argument="expression", run=_calculator, trial=("6 * 7", "42")),
-    "python": Tool(argument="code", run=_python, trial=("import math; math.gcd(12, 18)", "6")),
+    "calculator": Tool(
+        description="Computes an arithmetic expression.",
+        parameters=_of_one_text("expression", "such as 12 * 7"),
+        argument="expression",
+        run=_calculator,
+        trial=("6 * 7", "42"),
+    ),
+    "python": Tool(
+        description="Runs Python code; gives back what it prints, and the value of a last expression.",
+        parameters=_of_one_text("code", "such as print(12 * 7)"),
+        argument="code",
+        run=_python,
+        trial=("import math; math.gcd(12, 18)", "6"),
+    ),
 }
 """Tools by their names in a job file, which TOOL_NAMES lists."""
 
 
-async def check_tools(limits: EnvironmentConfig) -> None:
-    """Raise ConfigError for a tool of a job that does not work on this machine."""
-    for name in limits.tools:
-        argument, expected = TOOLS[name].trial
-        found = await TOOLS[name].run(argument, limits.step_s, limits)
+def tools_of(limits: EnvironmentConfig) -> dict[str, Tool]:
+    """The tools of a job by the names that models call them. Nothing is started yet. Raises ConfigError."""
+    tools: dict[str, Tool] = {}
+    for named in limits.tools:
+        name, tool = (named, TOOLS[named]) if named in TOOLS else _own(named, limits)
+        if name in tools or name == "tool_call":
+            raise ConfigError(f"{TOOLS_KEY}: {named!r}: another is called {name}; rename the function")
+        tools[name] = tool
+    return tools
+
+
+def _own(named: str, limits: EnvironmentConfig) -> tuple[str, Tool]:
+    """A user's tool, and its name. Raises ConfigError."""
+    found = load_tool(named)
+    server = ForkServer(ForkSettings(source=named, options={}, key=TOOLS_KEY, memory_mib=limits.memory_mib))
+    return found.name, Tool(
+        description=found.description,
+        parameters=found.parameters,
+        argument=only_argument(found.parameters),
+        run=functools.partial(_call, server),
+        server=server,
+    )
+
+
+async def _call(server: ForkServer, arguments: str, left_s: float, limits: EnvironmentConfig) -> str:
+    """What a user's tool gives back, or a line that begins with `error:`. Its process has been killed by then."""
+    episode = ForkedEpisode(server, EpisodeStart(index=0, held_out=False, seed=0))
+    try:
+        async with asyncio.timeout(left_s):
+            await episode.begin()
+            said = await episode.step(arguments, cut=False, last=False)
+    except TimeoutError:
+        return f"error: stopped after {left_s:.3g} s"
+    except EpisodeFailed as failed:
+        return f"error: {failed}"
+    finally:
+        episode.abandon()
+    return said.messages[0].content
+
+
+def described(limits: EnvironmentConfig) -> str:
+    """The tools of a job as models are told of them: a line of JSON each. Raises ConfigError."""
+    return "\n".join(
+        json.dumps(
+            {
+                "type": "function",
+                "function": {"name": name, "description": tool.description, "parameters": tool.parameters},
+            },
+            ensure_ascii=False,
+        )
+        for name, tool in tools_of(limits).items()
+    )
+
+
+async def check_tools(tools: Mapping[str, Tool], limits: EnvironmentConfig) -> None:
+    """Raise ConfigError for a tool that does not work on this machine. What forks processes is started."""
+    for name, tool in tools.items():
+        if tool.server is not None:
+            await asyncio.to_thread(tool.server.start)
+            continue
+        argument, expected = tool.trial
+        found = await tool.run(argument, limits.step_s, limits)
         if found != expected:
             raise ConfigError(
                 f"environment.tools: {name} does not work on this machine: "
@@ -61,7 +145,8 @@ async def check_tools(limits: EnvironmentConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a tool in a model's turn. problem: why it cannot be carried out. tagged: it is <name>text</name>."""
+    """A call of a tool in a model's turn. text: of its argument, or of all as JSON; see Tool. problem: why it cannot be
+    carried out. tagged: it is <name>text</name>."""
 
     name: str = ""
     text: str = ""
@@ -69,7 +154,7 @@ class ToolCall:
     tagged: bool = False
 
 
-def tool_calls(turn: str, tools: dict[str, Tool]) -> list[ToolCall]:
+def tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
     """The calls in a model's turn, in order: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or the tool's
     name as a tag around the argument. The last closing tag may be missing: it may be what ended the turn.
 
@@ -79,11 +164,30 @@ def tool_calls(turn: str, tools: dict[str, Tool]) -> list[ToolCall]:
     tags = "|".join(map(re.escape, ("tool_call", *tools)))
     found = []
     for tag, text in re.findall(rf"<({tags})>(.*?)(?:</\1>|\Z)", turn, re.DOTALL):
-        found.append(_json_call(text, tools) if tag == "tool_call" else ToolCall(name=tag, text=text, tagged=True))
+        found.append(_json_call(text, tools) if tag == "tool_call" else _tagged_call(tag, text, tools[tag]))
     return found
 
 
-def _json_call(text: str, tools: dict[str, Tool]) -> ToolCall:
+def _tagged_call(name: str, text: str, tool: Tool) -> ToolCall:
+    if tool.server is None:
+        return ToolCall(name=name, text=text, tagged=True)
+    if not tool.argument:
+        several = ", ".join(tool.parameters["properties"])
+        problem = (
+            f'call it as <tool_call>{{"name": "{name}", "arguments": {{...}}}}</tool_call>, with {several or "none"}'
+        )
+        return ToolCall(name=name, problem=problem, tagged=True)
+    value = read_argument(text.strip(), tool.parameters["properties"][tool.argument])
+    return _own_call(name, {tool.argument: value}, tool, tagged=True)
+
+
+def _own_call(name: str, arguments: Mapping[str, Any], tool: Tool, *, tagged: bool = False) -> ToolCall:
+    if problem := fault(arguments, tool.parameters):
+        return ToolCall(name=name, problem=f"{name}: {problem}", tagged=tagged)
+    return ToolCall(name=name, text=json.dumps(arguments), tagged=tagged)
+
+
+def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
     try:
         call = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -94,6 +198,9 @@ def _json_call(text: str, tools: dict[str, Tool]) -> ToolCall:
     if tool is None:
         return ToolCall(problem=f"there is no tool {call['name']}; there are {', '.join(tools)}")
     arguments: Any = call.get("arguments", call.get("parameters"))
+    if tool.server is not None:
+        named = arguments if isinstance(arguments, dict) else {tool.argument: arguments} if tool.argument else {}
+        return _own_call(call["name"], named, tool)
     argument = arguments.get(tool.argument) if isinstance(arguments, dict) else arguments
     if isinstance(argument, (int, float)) and not isinstance(argument, bool):
         argument = str(argument)
@@ -106,7 +213,7 @@ class ToolEpisode:
     """An episode of a task with a verifier: turns that call tools are given the results, and the first one that calls
     none is the answer, to be scored. So is a turn that is cut, or the last one that may be taken."""
 
-    def __init__(self, record: Record, tools: dict[str, Tool], limits: EnvironmentConfig) -> None:
+    def __init__(self, record: Record, tools: Mapping[str, Tool], limits: EnvironmentConfig) -> None:
         self._record, self._tools, self._limits = record, tools, limits
 
     async def begin(self) -> Prompt:

@@ -16,7 +16,6 @@ from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault, Moment
 
 AGENTS = (
-    "environment.step_s=20",
     "task.environment=yes",
     "workload.kind=agentic",
     "workload.median=20",
@@ -45,6 +44,16 @@ def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) ->
     waited = [span.seconds for t in rows for span in t.spans if isinstance(span, Given)]
     assert all(s > 0 for s in waited)
     assert {span.role for t in rows for span in t.spans if isinstance(span, Given)} == {"tool"}
+
+
+def test_contexts_found_cached_are_counted_step_by_step_and_those_of_ended_episodes_are_let_go(body: Body) -> None:
+    run = body.run(*AGENTS)
+    steps = run.outcomes.steps
+    assert all(step["prefilled_tokens"] > 0 for step in steps)
+    assert sum(step["cached_tokens"] for step in steps) > 0
+    told = [t for call in run.workers.calls if call.method == "abort" for t in call.args[0]]
+    assert {c.trajectory for c in run.commands("Forget")} <= set(told)
+    assert run.commands("Forget")
 
 
 def test_what_is_surplus_leaves_no_environment_open(body: Body) -> None:

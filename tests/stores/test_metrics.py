@@ -63,8 +63,11 @@ def test_summary_and_simulation_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
     config = loading.load(tmp_path / "job.toml", ("model.path=x", "steps=3", "staleness.eta=0"))
     steps = [{**dict.fromkeys((m.name for m in metrics.STEP.values()), 0.0), **s} for s in metrics.with_rates(STEPS)]
+    steps[0] |= {"prefilled_tokens": 30.0, "cached_tokens": 70.0}
+    del steps[1]["cached_tokens"]  # of an earlier version
     outcomes = Outcomes(steps=steps, phases={"wall_s": 33.0})  # until the last commit was stored
-    assert summarize(config, outcomes, tmp_path / "none")["tokens_per_s"] == 50.0
+    summary = summarize(config, outcomes, tmp_path / "none")
+    assert [summary[name] for name in ("tokens_per_s", "prefilled_tokens", "cached_tokens")] == [50.0, 30, 70]
     measures = measure(config, simulated())
     assert measures.tokens_per_s == 50.0
     assert measures.steady_tokens_per_s == steady_tokens_per_s(STEPS, 0) == 700 / 10

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import inspect
 import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +179,9 @@ class VirtualEngine:
         self._begin = self._now()
         self._sampled = 0
         """Tokens of the requests that have ended or were stopped."""
+        self._kept: dict[TrajectoryId, tuple[int, ...]] = {}
+        """Contexts of trajectories that may return."""
+        self._prefilled = self._cached = 0
         self.closed = False
 
     def stand_still(self) -> None:
@@ -193,6 +197,10 @@ class VirtualEngine:
         for request in requests:
             held = self._requests.get(request.trajectory)
             if held is None or held.request.epoch < request.epoch:
+                kept = self._kept.pop(request.trajectory, ())
+                found = len(kept) if request.tokens[: len(kept)] == kept else 0
+                self._cached += found
+                self._prefilled += len(request.tokens) - found
                 self._requests[request.trajectory] = _Request(
                     request=request, since=self._now(), marks=[(self.version, request.num_prior)]
                 )
@@ -212,12 +220,15 @@ class VirtualEngine:
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self.interrupt(trajectories)
+        for trajectory in trajectories:
+            self._kept.pop(trajectory, None)
         self._ended = [e for e in self._ended if e.trajectory not in trajectories]
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         self._advance()
         assert str(weights) == self._world.path(version)
         self.version = version
+        self._kept.clear()
         for held in self._requests.values():
             held.marks.append((version, self._tokens(held)))
         held_version = version - 1 if self._world.loads_wrong else version
@@ -253,6 +264,9 @@ class VirtualEngine:
             busy_s=self._now() - self._begin,
             tokens_sampled=self._sampled + sum(n - self._requests[t].request.num_prior for t, n in progress),
             progress=progress,
+            kept_tokens=sum(map(len, self._kept.values())),
+            prefilled_tokens=self._prefilled,
+            cached_tokens=self._cached,
         )
 
     def close(self) -> None:
@@ -274,7 +288,11 @@ class VirtualEngine:
             if self._end_s(held) <= self._now() + 1e-9:
                 del self._requests[trajectory]
                 self._sampled += self._length(held) - held.request.num_prior
-                self._ended.append(self._result(held, self._length(held), FinishReason.STOP))
+                ended = self._result(held, self._length(held), FinishReason.STOP)
+                self._ended.append(ended)
+                if held.request.may_return:
+                    sampled = (int(token) for segment in ended.segments for token in segment.tokens)
+                    self._kept[trajectory] = (*held.request.tokens, *sampled)
 
     def _result(self, held: _Request, tokens: int, finish: FinishReason) -> Sampled:
         key, segments = held.request.trajectory, []
@@ -294,8 +312,16 @@ class VirtualEngine:
         )
 
 
+NUM_ARGUMENTS = len(inspect.signature(RolloutInstance.__init__).parameters) - 3
+"""Of a rollout instance, without `self`, and `run` and `resumed`, which come last."""
+
+
 class VirtualRolloutInstance(RolloutInstance):
-    """The real rollout instance except for its evaluation, which blocks a thread on the engine."""
+    """The real rollout instance except for its evaluation, which blocks a thread on the engine, and for what becomes of
+    the engine after it: here all actors share a process."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args[:NUM_ARGUMENTS])
 
     @property
     def engine(self) -> VirtualEngine:

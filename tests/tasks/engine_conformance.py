@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from stores.errors import ActorLost, StoreError
-from stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, Failed, Request, Sampled
 
 PATIENCE_S = 60.0
@@ -255,6 +255,28 @@ class EngineTests:
         engine.submit([request(0)])
         collect(engine, 1)
 
+    def test_an_engine_that_begins_again_has_forgotten_all_but_its_weights(
+        self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
+    ) -> None:
+        path, fingerprint = other_weights
+        engine.load(PolicyVersion(3), path)
+        engine.submit([request(i, max_new_tokens=100, may_return=True) for i in range(6)])
+        wait_until_sampling(engine, 1)
+        engine.begin_again(InstanceId("another"))
+        load = engine.load_statistics()
+        assert (load.version, engine.version, load.running, load.progress) == (0, 0, 0, ())
+        assert (load.tokens_sampled, load.prefilled_tokens, load.cached_tokens, load.kept_tokens) == (0, 0, 0, 0)
+        assert load.busy_s == pytest.approx(0, abs=0.05)
+        assert engine.events(0.1) == []
+        assert engine.interrupt([TrajectoryId(i) for i in range(6)]) == []
+
+        engine.submit([request(i) for i in range(6)])  # under the epoch of before
+        for sampled in collect(engine, 6).values():
+            assert {(s.version, s.instance) for s in sampled.segments} == {(0, "another")}
+            tokens = tokens_of(sampled)
+            np.testing.assert_allclose(logprobs_of(sampled), reference([3, 10, 14, 7, *tokens], 4, path), atol=2e-4)
+        assert engine.load(PolicyVersion(3), path).fingerprint == fingerprint
+
     def test_a_dead_engine_says_so_at_once_in_every_verb(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
         engine.submit([request(i, max_new_tokens=100) for i in range(4)])
         done = wait_until_sampling(engine, 1)
@@ -266,6 +288,7 @@ class EngineTests:
             lambda: engine.interrupt([TrajectoryId(0)]),
             lambda: engine.abort([TrajectoryId(1)]),
             lambda: engine.load(PolicyVersion(5), other_weights[0]),
+            lambda: engine.begin_again(InstanceId("rollout-0")),
             lambda: engine.logprobs([3, 10, 14]),
             engine.load_statistics,
             engine.peek,

@@ -14,6 +14,7 @@ from tasks.environments import SourceSettings, extract_answer
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.episodes.host import Episodes, EpisodeSettings
 from tasks.episodes.limits import EnvironmentConfig
+from tasks.episodes.tools import ToolEpisode, tools_of
 
 PAGE = Path("docs/tasks.md").read_text()
 
@@ -53,6 +54,28 @@ def test_the_job_with_tools_is_valid() -> None:
     made = actor_settings.episode_settings(config)
     assert made is not None and made.roles == ("tool",)
     assert '"arguments": {"expression": "12 * 7"}' in config.task.system
+
+
+def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text("".join(blocks("Tools", "python")))
+    limits = EnvironmentConfig(tools=["calculator", f"{tmp_path}/tools.py:capital"])
+    tools = tools_of(limits)
+
+    async def answer(turn: str) -> list[str]:
+        said = await ToolEpisode({}, tools, limits).step(turn, cut=False, last=False)
+        return [message.content for message in said.messages]
+
+    async def work() -> list[str]:
+        return await answer(
+            "<capital>Peru</capital><capital>Atlantis</capital>"
+            '<tool_call>{"name": "capital", "arguments": {"country": "France", "letters": 3}}</tool_call>'
+        )
+
+    assert asyncio.run(work()) == ["<result>Lima</result>", "<result>error: KeyError: 'Atlantis'</result>", "Par"]
+    assert tools["capital"].description == "The capital of a country, or its first letters."
+    for tool in tools.values():
+        if tool.server is not None:
+            tool.server.close()
 
 
 def test_each_answer_pattern_of_the_page_finds_what_its_system_message_asks_for() -> None:

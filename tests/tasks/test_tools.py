@@ -298,7 +298,10 @@ def test_a_verifier_that_fails_is_an_error_and_no_reward_of_0(tooled: Path) -> N
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ('environment.tools=["calculater"]', "each must be one of calculator, python, not 'calculater'; did you mean"),
+        (
+            'environment.tools=["calculater"]',
+            "each must be one of calculator, python, or your own, file.py:NAME, not 'calculater'; did you mean",
+        ),
         ("environment.tools=calculator", "environment.tools must be a list, not 'calculator'"),
         ("environment.tools=[3]", "environment.tools: each must be a string, not 3"),
         ("environment.tool_s=30", "environment.tool_s = 30 must be less than environment.step_s = 30"),

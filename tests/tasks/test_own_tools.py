@@ -1,0 +1,226 @@
+"""Users' own tools: what becomes of a function, its calls, its failures, and what is refused before a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import actor_settings, loading, user_files
+from pipeline.config.schema import RunConfig
+from pipeline.runtime import run_folder
+from stores.errors import ConfigError
+from tasks.episodes.answers import Answer, EpisodeKey
+from tasks.episodes.host import Episodes
+from tasks.episodes.own_tools import LONGEST_RESULT, load_tool
+
+FILE = '''
+import asyncio, os, time
+from typing import Any, Literal
+
+calls = []
+
+def lookup(word: str, among: list[str] | None = None, kind: Literal["noun", "verb"] = "noun") -> dict[str, Any]:
+    """Looks a word up.
+
+    In a list, if one is given."""
+    calls.append(word)
+    return {"word": word, "among": among, "kind": kind, "calls": len(calls)}
+
+async def slow(seconds: float) -> str:
+    """Waits."""
+    await asyncio.sleep(seconds)
+    return "waited"
+
+def hangs(what: str) -> None:
+    """Never answers."""
+    while True:
+        time.sleep(1)
+
+def breaks(how: str) -> Any:
+    """Fails in many ways."""
+    if how == "exit":
+        os._exit(3)
+    if how == "leave":
+        raise SystemExit(4)
+    if how == "greedy":
+        return len(bytearray(10**12))
+    if how == "odd":
+        return {1, 2}
+    if how == "nan":
+        return float("nan")
+    if how == "half":
+        return "\\ud800"
+    if how == "long":
+        return "a" * 10**6
+    if how == "none":
+        return None
+    raise KeyError(how)
+
+def unhinted(word):
+    """Has no hint."""
+def undocumented(word: str): ...
+def many(*words: str):
+    """Takes any number."""
+def typed(word: bytes):
+    """Takes bytes."""
+def unread(word: "Nothing"):
+    """Has a hint that names nothing."""
+def calculator(word: str):
+    """Has the name of another."""
+class Thing:
+    """Is no function."""
+'''
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "answer": "144"}\n' * 3)
+    (tmp_path / "mine.py").write_text(FILE)
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f'runs_dir = "{tmp_path}/runs"\nname = "own"\n[model]\npath = "x"\n'
+        f'[task]\nsource = "jsonl:{tmp_path}/rows.jsonl"\n'
+        f'chat = true\nsystem = "Tools:\\n{{tools}}"\n[environment]\nmax_turns = 3\ntool_s = 2\ntools = ["calculator"'
+        + "".join(f', "{tmp_path}/mine.py:{name}"' for name in ("lookup", "slow", "hangs", "breaks"))
+        + "]\n"
+    )
+    return path
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def results(job: Path, *turns: str) -> list[list[str]]:
+    """What is given back for each turn, each of another episode."""
+    made = actor_settings.episode_settings(loading.load(job, ()))
+
+    async def work() -> list[Answer]:
+        episodes = Episodes(made)
+        try:
+            await episodes.check()
+            record = made.source.build().task(0).record
+            keys = [EpisodeKey(task=0, member=member) for member in range(len(turns))]
+            asked = [episodes.act(key, record, [turn], cut=False) for key, turn in zip(keys, turns, strict=True)]
+            return list(await asyncio.gather(*asked))
+        finally:
+            await episodes.close()
+
+    answers = asyncio.run(work())
+    assert not any(answer.error or answer.ended for answer in answers)
+    return [[message.content for message in answer.messages] for answer in answers]
+
+
+def test_a_function_becomes_a_tool_with_the_schema_of_its_arguments(job: Path) -> None:
+    tool = load_tool(f"{job.parent}/mine.py:lookup")
+    assert (tool.name, tool.description) == ("lookup", "Looks a word up.\n\nIn a list, if one is given.")
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {
+            "word": {"type": "string"},
+            "among": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+            "kind": {"enum": ["noun", "verb"]},
+        },
+        "required": ["word"],
+        "additionalProperties": False,
+    }
+    lines = actor_settings.prompt_settings(loading.load(job, ()), held_out=None, longest=None).system.splitlines()
+    told = [json.loads(line) for line in lines[1:]]
+    assert [one["function"]["name"] for one in told] == ["calculator", "lookup", "slow", "hangs", "breaks"]
+    assert told[1]["function"]["parameters"] == tool.parameters
+
+
+def test_tools_are_called_each_time_in_a_new_process(job: Path) -> None:
+    first, second, third = results(
+        job,
+        call("lookup", word="a", among=["b"], kind="verb") + "<lookup>x y</lookup>",
+        call("slow", seconds=0) + "<slow>0.1</slow>" + "<calculator>1 + 1</calculator>",
+        call("lookup") + call("lookup", word=3) + call("lookup", word="a", kind="x") + call("lookup", word="a", b=1)
+        + call("lookup", word="a", among=[1]) + "<slow>long</slow>" + '<tool_call>{"name": "lookup"}</tool_call>',
+    )  # fmt: skip
+    assert [json.loads(text.removeprefix("<result>").removesuffix("</result>")) for text in first] == [
+        {"word": "a", "among": ["b"], "kind": "verb", "calls": 1},
+        {"word": "x y", "among": None, "kind": "noun", "calls": 1},
+    ]
+    assert second == ["waited", "<result>waited</result>", "<result>2</result>"]
+    assert third == [
+        "error: lookup: argument word is missing",
+        "error: lookup: argument word must be a text",
+        'error: lookup: argument kind must be one of "noun", "verb"',
+        "error: lookup: there is no argument b; there are word, among, kind",
+        "error: lookup: argument among must be a list of a text or null",
+        "<result>error: slow: argument seconds must be a number</result>",
+        "error: lookup: argument word must be a text",
+    ]
+
+
+def test_failures_and_hangs_of_a_tool_are_told_to_the_model(job: Path) -> None:
+    ways = ("exit", "leave", "greedy", "odd", "nan", "half", "none")
+    failed, hung, long = results(
+        job, "".join(call("breaks", how=how) for how in ways), call("hangs", what=""), "<breaks>long</breaks>"
+    )
+    told = [
+        "error: its process ended with exit code 3",
+        "error: SystemExit: 4",
+        "error: MemoryError: (environment.memory_mib = 1024)",
+        "error: it returned what JSON cannot say: TypeError: Object of type set is not JSON serializable",
+        "error: it returned what JSON cannot say: ValueError: Out of range float",
+        "\ufffd",
+        "null",
+    ]
+    assert [text[: len(start)] for text, start in zip(failed, told, strict=True)] == told
+    assert hung == ["error: stopped after 2 s"]
+    assert LONGEST_RESULT < len(long[0]) < LONGEST_RESULT + 100
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        ("mine.py:lokup", "has no function lokup; did you mean lookup?"),
+        ("none.py:lookup", "cannot be loaded: "),
+        ("mine.py:unhinted", "argument word needs a type hint, such as word: str"),
+        ("mine.py:undocumented", "needs a docstring, which tells the model what it does"),
+        ("mine.py:many", "argument *words: str cannot be given by name"),
+        ("mine.py:typed", "argument word has type <class 'bytes'>; use str, int, float"),
+        ("mine.py:unread", "its type hints cannot be read: NameError: name 'Nothing' is not defined"),
+        ("mine.py:calculator", "another is called calculator; rename the function"),
+        ("mine.py:Thing", "a tool is a function, def or async def, not type"),
+    ],
+)
+def test_what_is_no_tool_is_one_line_before_the_run(job: Path, tool: str, message: str) -> None:
+    made = actor_settings.episode_settings(
+        loading.load(job, (f'environment.tools=["calculator", "{job.parent}/{tool}"]',))
+    )
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        try:
+            await episodes.check()
+        finally:
+            await episodes.close()
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(work())
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_files_of_tools_travel_with_a_job_and_its_folder(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = loading.load(job, ('environment.tools=["mine.py:slow", "calculator", "mine.py:lookup"]',))
+    config = user_files.located(here)
+    assert config.environment.tools == [f"{tmp_path}/mine.py:slow", "calculator", f"{tmp_path}/mine.py:lookup"]
+    sent, code = user_files.with_code(config)
+    assert code == {"environment_mine.py": FILE}
+    assert sent.environment.tools[2] == "environment_mine.py:lookup"
+    there: RunConfig = user_files.with_code_in(sent, here.run_dir / "code", code)
+    assert there.environment.tools[0] == f"{here.run_dir}/code/environment_mine.py:slow"
+    run_folder.prepare_run_dir(there, code)
+    moved = here.run_dir.rename(tmp_path / "elsewhere")
+    assert run_folder.load_job(moved).environment.tools == [
+        f"{moved}/code/environment_mine.py:slow", "calculator", f"{moved}/code/environment_mine.py:lookup",
+    ]  # fmt: skip

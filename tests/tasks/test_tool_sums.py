@@ -1,0 +1,47 @@
+"""The example of a job with a tool: its prompts show calls as the model's turns, answered as the calculator answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from examples.tool_sums import ToolSums
+from pipeline.config import actor_settings, loading
+from tasks.episodes.answers import EpisodeKey
+from tasks.episodes.host import Episodes
+from tasks.task_source import Message, prompt_of
+
+JOB = "examples/tools.toml"
+
+
+def test_what_the_prompt_shows_is_what_a_call_in_an_episode_is_answered() -> None:
+    settings = actor_settings.episode_settings(loading.load(JOB, ()))
+    assert settings is not None
+    task = settings.source.build().task(3)
+    *shown, asked = prompt_of(task.record["prompt"])
+    assert isinstance(asked, Message) and asked.role == "user"
+    examples = [shown[i : i + 4] for i in range(0, len(shown), 4)]
+    assert len(examples) == 2
+
+    async def work() -> None:
+        episodes = Episodes(settings)
+        await episodes.check()
+        for number, (_, call, given, answer) in enumerate(examples):
+            assert isinstance(call, Message) and isinstance(answer, Message)
+            key = EpisodeKey(task=3, member=number)
+            first = await episodes.act(key, task.record, [call.content], cut=False)
+            assert (first.ended, first.messages) == (False, (given,))
+            last = await episodes.act(key, task.record, [call.content, answer.content], cut=False)
+            assert (last.ended, last.reward) == (True, 0.0)  # right there, and not what is asked here
+        right = task.record["answer"]
+        told = await episodes.act(EpisodeKey(task=3, member=2), task.record, [f"It is {right}"], cut=False)
+        assert (told.ended, told.reward) == (True, 1.0)
+        await episodes.close()
+
+    asyncio.run(work())
+
+
+def test_held_out_sums_are_never_trained_on() -> None:
+    sums = ToolSums({}, 1)
+    asked = {held: {str(sums.record(i, held)["prompt"][-1]) for i in range(300)} for held in (False, True)}
+    assert len(asked[False]) > 200 and not asked[False] & asked[True]
+    assert sums.record(5, False) == ToolSums({}, 1).record(5, False) != ToolSums({}, 2).record(5, False)
