@@ -377,8 +377,8 @@ class TrajectoryServer:
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
         """What is to be scored of each trajectory that is still live."""
         alive = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
-        known = await self._recall(t.group for t in alive)
         places = [(t.num_tokens, self._flight.epoch(t.id)) for t in alive]
+        known = await self._recall(t.group for t in alive)
         records = [known[t.group] for t in alive]
         texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in alive))
         return [
