@@ -348,28 +348,13 @@ def page(results: list[dict[str, Any]]) -> str:
     head = ["job", "system", "s a step", "of synchronous", "of lock step", "bound kept", "dropped", "why"]
     lines += table(head, rows)
     lines += ["## Contexts that are still cached", "", PREFIX]
+    head = ["KV tokens", "affinity", "prefilled, of context", "cached, of what was computed"]
     lines += table(
-        ["routing", "KV tokens", "affinity", "prefilled, of context", "cached, of what was computed", "s a step"],
-        [
-            [
-                r["routing"], f"{r['kv_tokens']:,}", "yes" if r["affinity"] else "no", f"{r['prefilled']:.1%}",
-                f"{r['cached']:.1%}", f"{r['step_s']:.1f}",
-            ]
-            for r in of("prefix")
-        ],
-    )  # fmt: skip
+        ["routing", *head, "s a step"],
+        [[r["routing"], *_cached(r), f"{r['step_s']:.1f}"] for r in of("prefix")],
+    )
     if of("prefix_real"):
-        lines += [PREFIX_REAL]
-        lines += table(
-            ["engine", "KV tokens", "affinity", "prefilled, of context", "cached, of what was computed"],
-            [
-                [
-                    r["engine"], f"{r['kv_tokens']:,}", "yes" if r["affinity"] else "no", f"{r['prefilled']:.1%}",
-                    f"{r['cached']:.1%}",
-                ]
-                for r in of("prefix_real")
-            ],
-        )  # fmt: skip
+        lines += [PREFIX_REAL, *table(["engine", *head], [[r["engine"], *_cached(r)] for r in of("prefix_real")])]
     lines += ["## Single turns: queue scheduling and prompt replication", "", SINGLE]
     lines += table(
         ["8 x 8, filtered", "batch by batch, s", "as a queue, s"],
@@ -383,6 +368,11 @@ def page(results: list[dict[str, Any]]) -> str:
         ],
     )
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _cached(r: dict[str, Any]) -> list[str]:
+    affinity = "yes" if r["affinity"] else "no"
+    return [f"{r['kv_tokens']:,}", affinity, f"{r['prefilled']:.1%}", f"{r['cached']:.1%}"]
 
 
 INTRODUCTION = """\
@@ -417,10 +407,13 @@ Redundant: two more groups and one more member each. `credits` is ROLL Flash's r
 PREFIX = """\
 Ten turns, 32 x 8, bound 1; each pull drops what is cached. "Prefilled" is the share of all tokens of context, over all
 turns, that an instance had to compute; least possible is what is new. Without affinity a turn goes where routing says.
+What is kept gives way to what runs, least recently used first, and is let go where an episode has ended.
+[engines.md](engines.md#contexts-of-later-turns) says what engines keep, find and count.
 """
 PREFIX_REAL = """\
-The same, as real engines count it: a tiny model on two instances on CPUs, 8 x 4, bound 1, routed by `least_requests`,
-turns of 16 tokens and answers of 60, `python -m benchmarks.prefix --engine vllm --out docs`.
+The same, as real engines count it (`python -m benchmarks.prefix --engine vllm --out docs`): a tiny model on two
+instances on CPUs, 8 x 4, bound 1, routed by `least_requests`, turns of 16 tokens, answers of 60. New are 14.5%. vLLM
+finds whole pages, here of 32 tokens. A turn that ends makes room at its instance, where routing then often sends it.
 """
 SINGLE = """\
 What ROLL Flash calls queue scheduling and prompt replication is what routing always does here: each response is scored

@@ -50,7 +50,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """Free what an instance keeps of a trajectory's earlier turns: there will be no further one there."""
+    """Free what an instance keeps of a trajectory's earlier turns: nothing goes on from them."""
 
     trajectory: TrajectoryId
     instance: InstanceId

@@ -371,8 +371,8 @@ class Coordinator:
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
         pace_s = self._placement.pace_s(live, self._state.now)
         forecast = self.forecast.expected_remaining(live.group, 0) if live.v_traj < 0 else live.forecast
-        kept_on = self._state.leave_home(live)  # where it is routed to, its next request takes over what is kept
-        self._forget(live.id, None if kept_on == instance.instance else kept_on)
+        # What is kept is taken over where it is routed to; elsewhere it stays, in case a later turn returns.
+        self._state.leave_home(live)
         self._state.send(live, instance, pace_s=pace_s, forecast=forecast)
         self._history.note(live.id, f"routed to {instance.instance} at version {instance.version}")
         self._commands.append(

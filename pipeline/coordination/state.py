@@ -346,8 +346,8 @@ class CoordinatorState:
         return live.attempts
 
     def leave_home(self, live: LiveTrajectory) -> InstanceId | None:
-        """Note that what an instance keeps of a trajectory is taken over now, or of no use any more. Returns the
-        instance if there may be something."""
+        """Note that what is kept of a trajectory where it took its latest turn is taken over now, or of no use any
+        more. Returns the instance if there may be something."""
         home, live.home = self._fleet.get(live.home), None
         return home.instance if home is not None and home.version == live.home_version else None
 

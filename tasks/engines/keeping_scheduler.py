@@ -76,6 +76,9 @@ class KeepingScheduler(FIFOScheduler):
         return super().clear_cancelled_requests()
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        if not self.active_requests:
+            # After a preemption the base lets nothing begin until a request ends; those that ran may have been stopped.
+            self.block_new_requests = False
         if self._kept:
             self._make_room(token_budget)
         return super().schedule_batch(token_budget, cache_budget)

@@ -560,33 +560,26 @@ def answered(bench: Bench) -> list[Command]:
     return bench.tell(EnvironmentAnswered(trajectory=TrajectoryId(0), epoch=bench.epochs[0], tokens=9))
 
 
-def test_an_instance_is_told_when_no_further_turn_needs_what_it_keeps() -> None:
-    """Once: when the episode has ended, or begins again, or goes on elsewhere."""
-    failed = EnvironmentFailed(trajectory=TrajectoryId(0), epoch=1, error="x")
+def test_an_instance_is_told_once_when_nothing_goes_on_from_what_it_keeps() -> None:
     for ending in (
-        lambda bench: bench.scored(0),
-        lambda bench: bench.tell(StopRequested(why="enough")),
-        lambda bench: bench.tell(failed),
+        TrajectoryScored(trajectory=TrajectoryId(0), reward=1.0),
+        StopRequested(why="enough"),
+        EnvironmentFailed(trajectory=TrajectoryId(0), epoch=1, error="x"),
     ):
         bench = acting()
-        told = [*ending(bench), *bench.tell(StopRequested(why="enough"))]
+        told = [*bench.tell(ending), *bench.tell(StopRequested(why="enough"))]
         assert [(f.trajectory, f.instance) for f in only(told, Forget)] == [(0, A)]
+
+
+def test_what_is_kept_stays_when_a_turn_is_taken_elsewhere_and_is_taken_over_at_home() -> None:
     bench = acting()
-    bench.tell(InstanceReported(instance=A, progress=()))
-    bench.arrive(1)  # goes to the other one
-    bench.finish(1)
-    (route,) = only(answered(bench), Route)
-    assert route.instance == A and not only(bench.tell(Tick()), Forget)
-
-
-def test_a_turn_that_is_taken_elsewhere_leaves_nothing_behind() -> None:
-    bench = acting(groups=4)
-    bench.arrive(1, 2, 3)
-    told = bench.tell(InstanceLeaving(instance=A))
-    told += answered(bench)
-    assert [r.instance for r in only(told, Route) if r.trajectory == 0] == [B]
-    assert [(f.trajectory, f.instance) for f in only(told, Forget)] == [(0, A)]
-    assert not only([*bench.sampled(0), *bench.tell(StopRequested(why="enough"))], Forget)[1:]
+    told = [*bench.tell(InstanceLeaving(instance=A)), *answered(bench)]
+    assert [r.instance for r in only(told, Route)] == [B]
+    assert not only([*told, *bench.tell(StopRequested(why="enough"))], Forget)
+    bench = acting()
+    told = answered(bench)
+    assert [r.instance for r in only(told, Route)] == [A]
+    assert not only([*told, *bench.tell(StopRequested(why="enough"))], Forget)
 
 
 def test_what_was_kept_under_older_weights_is_not_forgotten_again() -> None:

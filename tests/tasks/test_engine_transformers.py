@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,6 +162,20 @@ class TestKeptContexts:
         assert set(collect(engine, 4)) == set(range(4))
         load = engine.load_statistics()
         assert load.running == 0 and load.cached_tokens > 0
+
+    def test_new_requests_begin_after_all_that_ran_was_stopped_for_want_of_memory(self, engine: Engine) -> None:
+        """What was preempted goes on before anything new begins, which must not wait for what is no longer there."""
+        assert isinstance(engine, TransformersEngine)
+        scheduler = engine._schedulers[False]
+        engine.submit([request(i, self.prompt(i), max_new_tokens=80) for i in range(6)])
+        deadline = time.monotonic() + 60
+        while not scheduler.block_new_requests:
+            assert time.monotonic() < deadline, "nothing was preempted"
+            time.sleep(0.0005)
+        engine.interrupt([TrajectoryId(i) for i in range(6)])
+        engine.events(0.0)
+        engine.submit([request(7)])
+        assert set(collect(engine, 1)) == {7}
 
 
 def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:
