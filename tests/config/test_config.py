@@ -221,7 +221,7 @@ def without_meaning(text: str) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_explain_prints_each_key_in_the_order_it_always_had(path: Path) -> None:
     result = CliRunner().invoke(config_command, ["explain", str(path)])
-    assert without_meaning(result.output) == without_meaning((WRITTEN / f"{path.stem}.txt").read_text())
+    assert without_meaning(result.stdout) == without_meaning((WRITTEN / f"{path.stem}.txt").read_text())
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
