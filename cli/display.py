@@ -123,6 +123,8 @@ class Display:
                 f"{one.num_running}/{one.max_running} running",
                 f"{one.kv_tokens}/{one.kv_capacity} KV tokens",
             )
+        for host in outcomes.environments:
+            instances.add_row(host.host, "", f"{host.num_acting} acting", f"{host.places} places")
         return Group(head, buffers, instances)
 
     def summarize(self, end: RunEnd) -> None:

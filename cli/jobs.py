@@ -241,6 +241,10 @@ def _details(job: dict[str, Any]) -> list[str]:
             f"{one['num_running']}/{one['max_running']} running, {one['kv_tokens']}/{one['kv_capacity']} KV tokens"
             for one in status["instances"]
         ]
+        lines += [
+            f"{host['host']:<14} {host['num_acting']} acting, {host['places']} places"
+            for host in status.get("environments", ())
+        ]
         lines += [f"lost: {loss}" for loss in status["losses"]]
     if job["stop"] and job["state"] in ("running", "waiting"):
         lines.append(f"stop requested: {job['stop']}")

@@ -9,6 +9,8 @@ Invariants:
   and some may be missing.
 - A turn that has ended is never continued without an environment's answer, and a reward belongs to exactly the tokens
   that were scored.
+- What is held of a trajectory is of one attempt of its episode. An entry of a later attempt shows that a restart is
+  missing: all but the prompt is dropped first. One of an earlier attempt is late.
 - Every trajectory that was drawn is either live, in the batch of a step, or ended, until the store holds it.
 """
 
@@ -23,12 +25,14 @@ import numpy as np
 
 from stores.base import LedgerState
 from stores.spool_entries import (
+    UNKNOWN,
     AnswerGiven,
     BatchTaken,
     Entry,
     EpisodeRestarted,
     FlightResumed,
     GroupDrawn,
+    OfEpisode,
     RewardDelivered,
     TokensDelivered,
     TrajectoriesRetired,
@@ -100,6 +104,16 @@ class InFlight:
 
     def apply(self, entry: Entry) -> bool:
         """Take in an entry. False if it changes nothing, as what is late, repeated, or about what has ended does."""
+        t = self.live.get(entry.trajectory) if isinstance(entry, OfEpisode) else None
+        if isinstance(entry, OfEpisode) and t is not None and entry.attempt not in (UNKNOWN, self.attempt(t.id)):
+            if entry.attempt < self.attempt(t.id):
+                return False
+            self._begin_again(t, entry.attempt, self.epoch(t.id))
+            self._apply(entry)
+            return True
+        return self._apply(entry)
+
+    def _apply(self, entry: Entry) -> bool:
         match entry:
             case TokensDelivered():
                 return self._deliver(entry)
@@ -119,6 +133,10 @@ class InFlight:
                 return self._retire(entry)
             case FlightResumed():
                 return self._resume(entry)
+
+    def attempt(self, trajectory: TrajectoryId) -> int:
+        """The attempt of a live trajectory's episode: how often it began again."""
+        return self.restarts.get(trajectory, 0)
 
     def epoch(self, trajectory: TrajectoryId) -> int:
         """The epoch of a trajectory's latest routing; 0 if there was none."""
@@ -247,6 +265,16 @@ class InFlight:
                 changed = True
         return changed
 
+    def _begin_again(self, t: Trajectory, attempt: int, epoch: int) -> None:
+        """Leave a trajectory only its prompt. attempt: that begins. epoch: earlier ones are not heard."""
+        self.live[t.id] = replace(
+            t, spans=(), finish=FinishReason.UNFINISHED, reward=0.0, reward_parts={}, error="",
+            timings=replace(t.timings, rewarded_s=0.0),
+        )  # fmt: skip
+        self.scored.discard(t.id)
+        self.routings[t.id] = LatestRouting(epoch, 0)
+        self.restarts[t.id] = attempt
+
     def _deliver(self, entry: TokensDelivered) -> bool:
         t = self.live.get(entry.trajectory)
         routing = self.routings.get(entry.trajectory, LatestRouting(0, 0))
@@ -283,9 +311,7 @@ class InFlight:
         t = self.live.get(entry.trajectory)
         if t is None or entry.epoch < self.epoch(t.id) or t.id in self.scored:
             return False
-        self.live[t.id] = replace(t, spans=(), finish=FinishReason.UNFINISHED)
-        self.routings[t.id] = LatestRouting(entry.epoch + 1, 0)
-        self.restarts[t.id] = self.restarts.get(t.id, 0) + 1
+        self._begin_again(t, self.attempt(t.id) + 1, entry.epoch + 1)
         return True
 
     def _reward(self, entry: RewardDelivered) -> bool:

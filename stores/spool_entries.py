@@ -1,6 +1,9 @@
 """The entries of a spool: what becomes of groups, trajectories and batches in flight. Pure.
 
 As bytes, an entry is a JSON list with its arrays behind it. `FlightResumed` is the only one about a whole run.
+
+What is said of an episode says in which attempt: how often it had begun again by then. Entries of earlier versions do
+not, which is `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from stores.trajectory import (
     Segment,
     TrajectoryId,
 )
+
+UNKNOWN = -1
+"""Attempt of an entry that does not say it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,7 @@ class TokensDelivered:
     segments: tuple[Segment, ...]
     finish: FinishReason
     at_s: float
+    attempt: int = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +74,19 @@ class AnswerGiven:
     tokens: IntArray  # [T] token ids; there may be none
     seconds: float
     at_s: float
+    attempt: int = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRestarted:
     """An environment failed, and the trajectory begins again with its prompt. tokens: those it had, which are lost.
-    epoch: the latest that it was routed under; what is sampled from now on has a higher one."""
+    epoch: the latest that it was routed under; what is sampled from now on has a higher one. attempt: the one that has
+    failed."""
 
     trajectory: TrajectoryId
     tokens: int
     epoch: int
+    attempt: int = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +99,7 @@ class RewardDelivered:
     parts: Mapping[str, float]
     error: str
     at_s: float
+    attempt: int = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +141,9 @@ Entry = (
     | FlightResumed
 )
 
+OfEpisode = TokensDelivered | AnswerGiven | EpisodeRestarted | RewardDelivered
+"""Entries that say in which attempt of an episode."""
+
 
 def encode(entry: Entry) -> bytes:
     """An entry as bytes."""
@@ -144,15 +158,18 @@ def encode(entry: Entry) -> bytes:
         case TokensDelivered():
             segments = [(s.version, s.instance, len(s.tokens)) for s in entry.segments]
             head = ["tokens", entry.trajectory, entry.epoch, entry.first, entry.finish.value, entry.at_s, segments]
+            head += [entry.attempt]
             arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
         case AnswerGiven():
             head = ["given", entry.trajectory, entry.first, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
+            head += [entry.attempt]
             arrays = (entry.tokens.astype("<i4"),)
         case EpisodeRestarted():
-            head = ["restarted", entry.trajectory, entry.tokens, entry.epoch]
+            head = ["restarted", entry.trajectory, entry.tokens, entry.epoch, entry.attempt]
         case RewardDelivered():
             parts = {name: float(value) for name, value in entry.parts.items()}
             head = ["reward", entry.trajectory, entry.tokens, float(entry.reward), parts, entry.error, entry.at_s]
+            head += [entry.attempt]
         case BatchTaken():
             head = ["batch", entry.step, entry.trajectories, entry.versions]
         case TrajectoriesRetired():
@@ -180,7 +197,15 @@ def _ints(data: bytes, at: int, count: int) -> IntArray:
 
 
 def _tokens(
-    data: bytes, at: int, trajectory: int, epoch: int, first: int, finish: str, at_s: float, parts: list[Any]
+    data: bytes,
+    at: int,
+    trajectory: int,
+    epoch: int,
+    first: int,
+    finish: str,
+    at_s: float,
+    parts: list[Any],
+    attempt: int = UNKNOWN,
 ) -> TokensDelivered:
     segments = []
     for version, instance, count in parts:
@@ -200,6 +225,7 @@ def _tokens(
         segments=tuple(segments),
         finish=FinishReason(finish),
         at_s=at_s,
+        attempt=attempt,
     )
 
 
@@ -221,19 +247,26 @@ _DECODERS: dict[str, Any] = {
         routed=tuple((TrajectoryId(t), epoch) for t, epoch in routed), at_s=at_s
     ),
     "tokens": _tokens,
-    "given": lambda data, at, trajectory, first, role, count, seconds, at_s: AnswerGiven(
+    "given": lambda data, at, trajectory, first, role, count, seconds, at_s, attempt=UNKNOWN: AnswerGiven(
         trajectory=TrajectoryId(trajectory),
         first=first,
         role=role,
         tokens=_ints(data, at, count),
         seconds=seconds,
         at_s=at_s,
+        attempt=attempt,
     ),
-    "restarted": lambda data, at, trajectory, tokens, epoch: EpisodeRestarted(
-        trajectory=TrajectoryId(trajectory), tokens=tokens, epoch=epoch
+    "restarted": lambda data, at, trajectory, tokens, epoch, attempt=UNKNOWN: EpisodeRestarted(
+        trajectory=TrajectoryId(trajectory), tokens=tokens, epoch=epoch, attempt=attempt
     ),
-    "reward": lambda data, at, trajectory, tokens, reward, parts, error, at_s: RewardDelivered(
-        trajectory=TrajectoryId(trajectory), tokens=tokens, reward=reward, parts=parts, error=error, at_s=at_s
+    "reward": lambda data, at, trajectory, tokens, reward, parts, error, at_s, attempt=UNKNOWN: RewardDelivered(
+        trajectory=TrajectoryId(trajectory),
+        tokens=tokens,
+        reward=reward,
+        parts=parts,
+        error=error,
+        at_s=at_s,
+        attempt=attempt,
     ),
     "batch": lambda data, at, step, trajectories, versions: BatchTaken(
         step=step, trajectories=tuple(map(TrajectoryId, trajectories)), versions=tuple(map(PolicyVersion, versions))

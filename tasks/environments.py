@@ -218,6 +218,13 @@ class SourceSettings:
     evaluation_options: Mapping[str, Any] = field(default_factory=dict)
     limits: EnvironmentConfig = EnvironmentConfig()
 
+    @property
+    def at_once(self) -> int:
+        """How many tasks are drawn side by side: drawing those of environments is waiting for their resets. Raises
+        ConfigError."""
+        plays = self.source != "emulated" and is_environment(self.source, "task.source")
+        return self.limits.concurrency if plays else 1
+
     def build(self) -> TaskSource:
         """Create the source. Raises ConfigError."""
         if not self.evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from stores.errors import ConfigError
@@ -21,6 +22,7 @@ class FittingSource:
     def __init__(self, source: TaskSource, fits: Callable[[Task], bool]) -> None:
         self._source, self._fits = source, fits
         self._num_drawn = self._num_replaced = 0
+        self._counting = threading.Lock()
 
     @property
     def num_held_out(self) -> int | None:
@@ -46,8 +48,9 @@ class FittingSource:
         for attempt in range(ATTEMPTS):
             task = self._source.task(index + attempt * (APART + attempt))
             if self._fits(task):
-                self._num_drawn += 1
-                self._num_replaced += attempt > 0
+                with self._counting:
+                    self._num_drawn += 1
+                    self._num_replaced += attempt > 0
                 return task
         raise ConfigError(
             f"task.skip_long: {ATTEMPTS} prompts in a row are too long; lower rollout.max_new_tokens, raise "

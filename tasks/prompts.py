@@ -12,7 +12,7 @@ from tasks.drawn_texts import DrawnTexts
 from tasks.engines.emulated import words
 from tasks.environments import SourceSettings
 from tasks.fitting import FittingSource
-from tasks.task_source import Message, Record, Task, TaskSource, distinct_held_out, shown_prompt
+from tasks.task_source import Message, Record, Task, TaskSource, distinct_held_out, drawn, shown_prompt
 from tasks.texts import NumberTexts, TokenizerTexts, tokenizer_texts
 from tasks.workload import Workload
 
@@ -61,6 +61,8 @@ class Prompts(Protocol):
 
     def task(self, index: int) -> Task: ...
 
+    def tasks(self, indices: Sequence[int]) -> list[Task]: ...
+
     def held_out(self, count: int) -> list[Task]: ...
 
     @property
@@ -90,6 +92,9 @@ class EmulatedPrompts:
     def task(self, index: int) -> Task:
         return Task(prompt="", record={"prompt": "", "answer": "", "group": index})
 
+    def tasks(self, indices: Sequence[int]) -> list[Task]:
+        return [self.task(i) for i in indices]
+
     def encode(self, task: Task) -> tuple[int, ...]:
         group = int(task.record["group"])
         return tuple(words(group, 0, self._workload.prompt_tokens(group)).tolist())
@@ -113,6 +118,7 @@ class TokenizedPrompts:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
         source = settings.source.build()
+        self._at_once = settings.source.at_once
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
         if settings.longest is not None:
             self._source = FittingSource(self._source, self._fits)
@@ -175,9 +181,13 @@ class TokenizedPrompts:
         """Training prompt `index`."""
         return self._source.task(index)
 
+    def tasks(self, indices: Sequence[int]) -> list[Task]:
+        """Training prompts, drawn side by side where drawing one is waiting."""
+        return drawn(self._source, indices, at_once=self._at_once)
+
     def held_out(self, count: int) -> list[Task]:
         """The first `count` held-out prompts without duplicates; may be fewer."""
-        return [task for task in distinct_held_out(self._source, count) if self._fits(task)]
+        return [task for task in distinct_held_out(self._source, count, self._at_once) if self._fits(task)]
 
     @property
     def held_out_notice(self) -> str:

@@ -7,7 +7,8 @@ the same prompt, a run draws from `source.apart(n)`, where they also differ as p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -103,12 +104,20 @@ class TaskSource(Protocol):
         ...
 
 
-def distinct_held_out(source: TaskSource, count: int) -> list[Task]:
-    """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
+def drawn(source: TaskSource, indices: Sequence[int], *, held_out: bool = False, at_once: int = 1) -> list[Task]:
+    """The prompts with these indices. at_once: how many are drawn side by side."""
+    if at_once == 1 or len(indices) <= 1:
+        return [source.task(index, held_out=held_out) for index in indices]
+    with ThreadPoolExecutor(min(at_once, len(indices)), thread_name_prefix="draw") as threads:
+        return list(threads.map(lambda index: source.task(index, held_out=held_out), indices))
+
+
+def distinct_held_out(source: TaskSource, count: int, at_once: int = 1) -> list[Task]:
+    """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer. at_once:
+    see `drawn`."""
     at_most = count if source.num_held_out is None else min(count, source.num_held_out)
     found: dict[tuple[Prompt, int | None], Task] = {}
-    for index in range(at_most):
-        task = source.task(index, held_out=True)
+    for task in drawn(source, range(at_most), held_out=True, at_once=at_once):
         found.setdefault(task.identity, task)
     return list(found.values())
 

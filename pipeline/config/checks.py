@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import actor_settings, user_files
 from pipeline.config.model_files import check_files, find_model, read_architecture, read_context
-from pipeline.config.rules import check_steps
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 from tasks.file_tokenizer import FileTokenizer, chat_template
@@ -68,6 +67,7 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         from stores.repository import check_bucket
 
         check_bucket(config.store_url, new=not (config.run_dir / "store").exists())
+    _check_steps(config)
     if not config.has_texts:
         user_files.check(config)
         return []
@@ -82,9 +82,8 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     if not here and _elsewhere(config, unchecked):
         return unchecked
     task, prompts = _first_prompt(config, folder)
-    settled = user_files.settled(config)
-    check_steps(settled, f"job {config.name!r}")
-    environments = actor_settings.episode_settings(config) if settled.acts else None
+    acts = user_files.settled(config).acts
+    environments = actor_settings.episode_settings(config) if acts else None
     if environments is None or environments.scoring is not None:
         _try_reward(config, task)
     if environments is not None:
@@ -108,6 +107,18 @@ def check_names(config: RunConfig) -> None:
                 f'cluster.{key} = {given!r} has no effect with cluster.kind = "local"; set cluster.kind = "{kind}" to '
                 "join that cluster, or remove it"
             )
+
+
+def _check_steps(config: RunConfig) -> None:
+    """Check that a job that acts does not count as stuck while it waits for a step of an environment."""
+    step_s, stuck_s = config.environment.step_s / config.time_scale, config.deadlines.stuck_s
+    if step_s >= stuck_s and user_files.settled(config).acts:
+        emulated = f" (at rollout.engine.time_scale = {config.time_scale:g})" if config.time_scale != 1 else ""
+        raise ConfigError(
+            f"environment.step_s = {config.environment.step_s:g}{emulated} must be less than "
+            f"deadlines.stuck_s = {stuck_s:g}, after which a run that only waits for a step would be ended; raise "
+            "deadlines.stuck_s"
+        )
 
 
 def _check_runs_dir(runs_dir: Path) -> None:

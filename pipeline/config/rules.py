@@ -61,19 +61,6 @@ def check_across(config: RunConfig, where: str) -> None:
             raise ConfigError(f"{where}: store = {config.store!r} is no place for a store; {HOW}") from error
     _check_engine(config, where)
     _check_virtual(config, where)
-    check_steps(config, where)
-
-
-def check_steps(config: RunConfig, where: str) -> None:
-    """Check that a job that acts does not count as stuck while it waits for a step of an environment."""
-    step_s, stuck_s = config.environment.step_s / config.time_scale, config.deadlines.stuck_s
-    if config.acts and step_s >= stuck_s:
-        emulated = f" (at rollout.engine.time_scale = {config.time_scale:g})" if config.time_scale != 1 else ""
-        raise ConfigError(
-            f"{where}: environment.step_s = {config.environment.step_s:g}{emulated} must be less than "
-            f"deadlines.stuck_s = {stuck_s:g}, after which a run that only waits for a step would be ended; raise "
-            "deadlines.stuck_s"
-        )
 
 
 def _check_sizes(config: RunConfig, where: str) -> None:

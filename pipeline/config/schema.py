@@ -312,6 +312,7 @@ class SimulationConfig:
     )
     draw_s: float = knob(0.0, "seconds until requested prompts arrive", low=0)
     reward_s: float = knob(0.1, "seconds until a response is scored", low=0)
+    act_s: float = knob(0.0, "seconds that an environment's answer takes beyond those of the environment itself", low=0)
     pull_s: float = knob(1.0, "seconds an instance takes to load new weights, without prefill", low=0)
     command_s: float = knob(0.0, "seconds a message between coordinator and instance takes, each way", low=0)
     report_s: float = knob(2.0, "seconds between reports of an instance and between ticks of the coordinator", low=0.01)

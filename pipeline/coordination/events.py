@@ -103,11 +103,13 @@ class TrajectoryFailed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentAnswered:
     """The environment has answered a turn, and another is to follow. tokens: of the trajectory after its prompt, with
-    the answer, which is with the trajectory server."""
+    the answer, which is with the trajectory server. seconds: of the environment itself, and until it had a place on its
+    host; None if that is not known."""
 
     trajectory: TrajectoryId
     epoch: int
     tokens: int
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +123,13 @@ class EnvironmentFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryScored:
-    """The reward function answered, or failed: `error` says how. Or the episode has ended, with this reward."""
+    """The reward function answered, or failed: `error` says how. Or the episode has ended, with this reward; seconds:
+    see EnvironmentAnswered."""
 
     trajectory: TrajectoryId
     reward: float
     error: str = ""
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

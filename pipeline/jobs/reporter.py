@@ -70,6 +70,7 @@ class Reporter:
             "doing": self._doing,
             "losses": list(outcomes.losses),
             "fleet": outcomes.instances,
+            "environments": [CODEC.encode(host) for host in outcomes.environments],
             "bound": self._bound,
             "limit": next(reversed(outcomes.limits.values()), ""),
             "evaluations": [{name: getattr(e, name) for name in EVALUATED} for e in outcomes.evaluations],

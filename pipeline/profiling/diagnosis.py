@@ -1,9 +1,9 @@
 """What limits a run, from the loads of its steps: one cause, its share of the time, and what to change. Pure.
 
 If the trainer hardly waits, it is the limit, and the question is how many instances would keep up with it. Otherwise
-its waiting time says what for: rewards, environments, a slow instance, weights being loaded, KV memory, or more
-sampling. More sampling comes from another instance or from a larger bound; which is worth more follows from the cost
-model:
+its waiting time says what for: rewards, environments or a place on their hosts, a slow instance, weights being loaded,
+KV memory, or more sampling. More sampling comes from another instance or from a larger bound; which is worth more
+follows from the cost model:
 
     rate(n) = n / step_s(n)                                tokens/s of an instance that runs n trajectories
     one more instance   (I + 1) / I if all are full, else step_s(n) / step_s(n I / (I + 1)): the same work, more thinly
@@ -12,6 +12,7 @@ model:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -41,6 +42,7 @@ class Cause(Enum):
 
     REWARD = "reward"
     ENVIRONMENT = "environment"
+    ENVIRONMENT_PLACES = "environment places"
     SLOW_INSTANCE = "slow instance"
     WEIGHTS = "weights"
     KV_MEMORY = "KV memory"
@@ -53,8 +55,8 @@ class Cause(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """The sizes of a job that bear on its speed. eta: versions that its admission rule lets work lie behind.
-    trajectories: of a step. cost: of a decode step. fitted: whether it is fitted to the run itself; else only ratios of
-    it are used."""
+    trajectories: of a step. hosts, concurrency: of environments. cost: of a decode step. fitted: whether it is fitted
+    to the run itself; else only ratios of it are used."""
 
     eta: int
     admission: str
@@ -62,6 +64,8 @@ class Sizes:
     instances: int
     max_running: int
     kv_tokens: int
+    hosts: int
+    concurrency: int
     cost: CostModel
     fitted: bool = False
 
@@ -76,6 +80,8 @@ def sizes_of(config: RunConfig, fit: Fit | None = None) -> Sizes:
         instances=config.rollout.instances,
         max_running=engine.max_running,
         kv_tokens=engine.kv_tokens,
+        hosts=config.environment.hosts,
+        concurrency=config.environment.concurrency,
         cost=cost_model(config) if fit is None else fit.model,
         fitted=fit is not None,
     )
@@ -139,13 +145,7 @@ def _trainer_waits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
             halved=("simulation.reward_s",),
         )
     if waiting.share(waiting.acting_s) >= MOSTLY:
-        return Diagnosis(
-            cause=Cause.ENVIRONMENT,
-            share=share,
-            what=f"{waits}, {waiting.share(waiting.acting_s):.0%} of that for environments",
-            advice="make the environment faster, raise environment.concurrency, or start more (batch.extra_groups)",
-            halved=("workload.tool_s",),
-        )
+        return _environment_limits(waiting, sizes, share)
     slow, factor = slow_instances(load.speeds)
     if slow:
         names = f"{slow[0]} takes" if len(slow) == 1 else f"{', '.join(slow)} take"
@@ -198,6 +198,29 @@ def _trainer_waits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
         what=what,
         advice=f"fewer instances, or one more version of staleness (staleness.eta = {sizes.eta + 1})",
         change=(("staleness.eta", sizes.eta + 1),),
+    )
+
+
+def _environment_limits(waiting: Seconds, sizes: Sizes, share: float) -> Diagnosis:
+    """Which of both the trainer waits for: environments, or a place on their hosts, since more act than there are."""
+    places = sizes.hosts * sizes.concurrency
+    waits = f"the trainer waits {share:.0%} of the time, {waiting.share(waiting.acting_s):.0%} of that for"
+    if waiting.acts > (1 + LITTLE) * places:
+        enough = math.ceil(waiting.acts / sizes.hosts)
+        return Diagnosis(
+            cause=Cause.ENVIRONMENT_PLACES,
+            share=share,
+            what=f"{waits} a place on environment hosts ({waiting.acts:.0f} act, there are {places})",
+            advice=f"raise environment.concurrency to {enough} while the hosts' machines have room, or "
+            f"environment.hosts above {sizes.hosts}",
+            change=(("environment.concurrency", enough),),
+        )
+    return Diagnosis(
+        cause=Cause.ENVIRONMENT,
+        share=share,
+        what=f"{waits} environments ({waiting.acts:.0f} act, there are places for {places})",
+        advice="make the environment faster, or start more (batch.extra_groups)",
+        halved=("workload.tool_s",),
     )
 
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 
-from pipeline.coordination.commands import Command, Draw, Pull, Score, Train
-from pipeline.coordination.events import Event, GroupsArrived, PullFinished, Tick, TrajectoryScored, VersionPublished
+from pipeline.coordination.commands import Act, Command, Draw, Pull, Score, Train
+from pipeline.coordination.events import (
+    EnvironmentAnswered,
+    EnvironmentFailed,
+    Event,
+    GroupsArrived,
+    PullFinished,
+    Tick,
+    TrajectoryScored,
+    VersionPublished,
+)
 from pipeline.coordination.journal import JournalEntry
 
 FEWEST_LATER = 3
@@ -13,10 +22,11 @@ FEWEST_LATER = 3
 
 
 class Latencies:
-    """Seconds between commands and their outcomes."""
+    """Seconds between commands and their outcomes; of an act, beyond those of the environment itself and until it had a
+    place."""
 
     def __init__(self) -> None:
-        self._asked: dict[Hashable, tuple[float, bool]] = {}
+        self._asked: dict[tuple[Hashable, ...], tuple[float, bool]] = {}
         self._early: dict[str, list[float]] = {}
         self._later: dict[str, tuple[int, float]] = {}
         self._warm = False
@@ -24,14 +34,17 @@ class Latencies:
 
     def observe(self, now: float, event: Event, commands: Iterable[Command]) -> None:
         """Take in an event, when it was handled, and the commands that followed."""
-        knob, key = _answered(event)
+        knob, key = _answered(event, self._asked)
         if key in self._asked:
             asked_s, warm = self._asked.pop(key)
-            if warm:
+            own_s = _own_s(event) if key[0] == "act" else 0.0
+            if own_s is None:  # it is not known what the environment took, so neither is the rest
+                pass
+            elif warm:
                 count, seconds = self._later.get(knob, (0, 0.0))
-                self._later[knob] = count + 1, seconds + now - asked_s
+                self._later[knob] = count + 1, seconds + max(0.0, now - asked_s - own_s)
             else:
-                self._early.setdefault(knob, []).append(now - asked_s)
+                self._early.setdefault(knob, []).append(max(0.0, now - asked_s - own_s))
         if isinstance(event, Tick):
             count, first_s, _ = self._ticks
             self._ticks = count + 1, first_s if count else now, now
@@ -61,29 +74,41 @@ def latencies(entries: Iterable[JournalEntry]) -> dict[str, float]:
     return found.means
 
 
-def _asked(commands: Iterable[Command]) -> Iterator[Hashable]:
+def _own_s(event: Event) -> float | None:
+    """Seconds that an environment took for what it answered; None if that is not known."""
+    return event.seconds if isinstance(event, (EnvironmentAnswered, TrajectoryScored)) else None
+
+
+def _asked(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
     for command in commands:
         match command:
             case Score():
                 yield "score", command.trajectory
+            case Act():
+                yield "act", command.trajectory
             case Pull():
                 yield "pull", command.instance, command.version
             case Draw():
-                yield "draw"
+                yield ("draw",)
             case Train():
                 yield "train", command.step + 1
 
 
-def _answered(event: Event) -> tuple[str, Hashable]:
-    """Setting that an event gives a latency of, and the key of the command it answers."""
+def _answered(event: Event, asked: Container[tuple[Hashable, ...]]) -> tuple[str, tuple[Hashable, ...]]:
+    """Setting that an event gives a latency of, and the key of the command it answers, one of those `asked` if any."""
     match event:
         case TrajectoryScored():
-            return "reward_s", ("score", event.trajectory)
+            acted = ("act", event.trajectory)
+            return "reward_s", acted if acted in asked else ("score", event.trajectory)
+        case EnvironmentAnswered():
+            return "act_s", ("act", event.trajectory)
+        case EnvironmentFailed():
+            return "", ("act", event.trajectory)
         case PullFinished():
             return "pull_s", ("pull", event.instance, event.version)
         case GroupsArrived():
-            return "draw_s", "draw"
+            return "draw_s", ("draw",)
         case VersionPublished():
             return "train_s", ("train", event.version)
         case _:
-            return "", None
+            return "", ()

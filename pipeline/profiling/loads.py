@@ -60,13 +60,15 @@ RECENT = 0.1
 
 @dataclass(slots=True)
 class Seconds:
-    """Seconds of some part of a run, and what went on in it. All but the first three are means over instances."""
+    """Seconds of some part of a run, and what went on in it. All but the first four are means over instances."""
 
     total_s: float = 0.0
     scoring_s: float = 0.0
     """In which at least as many responses waited for their reward as were being sampled or waited for an instance."""
     acting_s: float = 0.0
     """In which at least as many waited for their environment as for anything else."""
+    acts_s: float = 0.0
+    """Trajectories that waited for their environment then, times seconds."""
     full_s: float = 0.0
     """At max_running."""
     memory_s: float = 0.0
@@ -93,6 +95,11 @@ class Seconds:
     def kv_tokens(self) -> float:
         """KV tokens that an instance holds, mean."""
         return self.kv_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def acts(self) -> float:
+        """Trajectories that wait for their environment while most do, mean."""
+        return self.acts_s / self.acting_s if self.acting_s else 0.0
 
     def share(self, seconds: float) -> float:
         """A part of these seconds, as a share of them."""
@@ -279,7 +286,9 @@ class LoadWatch:
         part.total_s += passed_s
         others = fleet.running + len(self._queued)
         part.scoring_s += passed_s * (0 < len(self._scoring) >= others + len(self._acting))
-        part.acting_s += passed_s * (0 < len(self._acting) >= others + len(self._scoring))
+        acting = 0 < len(self._acting) >= others + len(self._scoring)
+        part.acting_s += passed_s * acting
+        part.acts_s += passed_s * acting * len(self._acting)
         part.full_s += passed_s * fleet.full / count
         part.memory_s += passed_s * (fleet.out_of_memory / count if self._queued else 0.0)
         part.idle_s += passed_s * fleet.idle / count

@@ -49,6 +49,16 @@ class _Host:
     replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostView:
+    """What an environment host does now. num_acting: trajectories that wait for it. places: steps that it takes at
+    once."""
+
+    host: str
+    num_acting: int
+    places: int
+
+
 class Acting:
     """The environment hosts of one run. tell: called with every outcome. elapsed_s: seconds of the run so far."""
 
@@ -73,6 +83,11 @@ class Acting:
         else:
             host.pending.pop(command.trajectory, None)
         host.outbox.put_nowait(command)
+
+    @property
+    def view(self) -> list[HostView]:
+        places = self._config.environment.concurrency
+        return [HostView(host=host.name, num_acting=len(host.pending), places=places) for host in self._hosts]
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """Endless coroutines, to be run side by side."""
@@ -198,5 +213,7 @@ class Acting:
             self._failure_said = True
             return EnvironmentFailed(trajectory=trajectory, epoch=epoch, error=outcome.failed)
         if outcome.ended:
-            return TrajectoryScored(trajectory=trajectory, reward=outcome.reward, error=outcome.error)
-        return EnvironmentAnswered(trajectory=trajectory, epoch=epoch, tokens=outcome.tokens)
+            return TrajectoryScored(
+                trajectory=trajectory, reward=outcome.reward, error=outcome.error, seconds=outcome.seconds
+            )
+        return EnvironmentAnswered(trajectory=trajectory, epoch=epoch, tokens=outcome.tokens, seconds=outcome.seconds)

@@ -27,8 +27,9 @@ from pipeline.config import actor_settings
 from pipeline.config.model_facts import ModelFacts
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Command
+from pipeline.runtime import trainer_group
 from pipeline.runtime.background import side_by_side
-from pipeline.runtime.base import Placed, Workers
+from pipeline.runtime.base import NamedActor, Placed, Workers
 from pipeline.runtime.clock import now_s
 from pipeline.runtime.restoring import Restoring
 from pipeline.runtime.resumption import Resumption
@@ -41,7 +42,7 @@ from tasks.actors.environment_host import EnvironmentHost
 from tasks.actors.parameter_server import ParameterServer
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import RolloutInstance
-from tasks.actors.trainer import StepResult, Trainer
+from tasks.actors.trainer import StepResult
 from tasks.actors.trajectory_server import TrajectoryServer
 from tasks.engines.base import EngineLoad, Loaded
 
@@ -65,13 +66,6 @@ CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
 Deadline = Literal["start_s", "call_s", "train_s", "commit_s"]
 """The knob of [deadlines] that limits a call."""
-
-
-@dataclass(frozen=True, slots=True)
-class NamedActor:
-    """An argument of a call that stands for the actor that has this name when the call is made."""
-
-    name: str
 
 
 SERVER = NamedActor("server")
@@ -144,7 +138,7 @@ class Actors:
         self._published: dict[PolicyVersion, StepResult] = {}
         self._transfers = Transfers(self, config.deadlines.call_s)
         self._trained: dict[PolicyVersion, str] = {}
-        self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every)
+        self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every, trainer_group.others(config))
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.losses: list[str] = []
         self.alarms: list[str] = []
@@ -228,7 +222,7 @@ class Actors:
     @property
     def starting(self) -> str:
         """How far `place_all` is, for people: which actors it waits for."""
-        names = ["server", "trainer", *self._config.judges]
+        names = ["server", "trainer", *trainer_group.others(self._config), *self._config.judges]
         names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
         missing = [name for name in names if name not in self._workers.placed]
         if not missing:
@@ -253,17 +247,8 @@ class Actors:
 
     async def place_trainer(self) -> Placed:
         """Place the trainer, which has to `publish_initial` first. Raises as Workers.place does."""
-        config = self._config
-        placed = await self._workers.place(
-            "trainer",
-            "trainer",
-            Trainer,
-            actor_settings.trainer_settings(config),
-            self._folder,
-            config.cluster.threads,
-            config.deadlines.call_s,
-            str(self._run_dir / "resume"),
-            config.training.resume_every,
+        placed = await trainer_group.place(
+            self._workers, self.ask_once, self._config, self._folder, self._run_dir / "resume"
         )
         self._trainer_host = placed.host
         return placed
@@ -494,8 +479,8 @@ class Actors:
         self.losses.append(f"{now:.1f} s: {lost}")
         logger.warning("%s; replacing it", lost)
         self.instances.pop(InstanceId(name), None)
-        if name in self._workers.placed:
-            self._workers.lose(name)
+        for member in trainer_group.members(name, self._workers.placed):
+            self._workers.lose(member)
         if len(recent) > REPLACEMENTS:
             raise ActorLost(f"{role} was lost {len(recent)} times within an hour, last: {lost}") from lost
 

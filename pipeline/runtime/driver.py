@@ -427,6 +427,7 @@ class Driver:
             self._inbox.put_nowait(Tick())
             snapshot = self._coordinator.snapshot()
             self.outcomes.instances = self._membership.line
+            self.outcomes.environments = self._acting.view
             self._measurements.ticked(snapshot)
             if self._cost_watch.drifted and not self._drift_said:
                 self._drift_said = True

@@ -8,6 +8,7 @@ from pipeline.coordination.snapshot import Snapshot
 from pipeline.profiling.diagnosis import Diagnosis
 from pipeline.profiling.fit import Fit
 from pipeline.profiling.measure import Profile
+from pipeline.runtime.acting import HostView
 from pipeline.runtime.evaluation import Evaluation
 
 
@@ -41,6 +42,8 @@ class Outcomes:
     """The cost model and latencies of this run, for simulations of it; None if it sampled too little."""
     instances: str = ""
     """How many instances the run has at the moment, and how many it misses."""
+    environments: list[HostView] = field(default_factory=list)
+    """What its environment hosts do at the moment."""
     losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)

@@ -28,10 +28,12 @@ MAY_CHANGE = (
     "cluster.",
     "deadlines.",
     "training.checkpoint_every",
+    "training.ranks",
     "training.resume_every",
     "training.schedule_steps",
 )
-"""Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes up to there."""
+"""Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes up to there. How
+many ranks train changes a later step's rounding, not its weights so far."""
 ROOM = "free space or move the run's folder"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 import weakref
 from collections.abc import Iterable, Mapping
@@ -50,6 +51,8 @@ REFRESH_MS = 500
 BY_LAG = ("#1b7837", "#7fbf7b", "#f6c244", "#f08a24", "#d6301f")
 """Colours by version lag: fresh is green, four versions behind or more is red."""
 EMPTY = "#ececec"
+ACTS = "#8c6bb1"
+"""Colour of what waits for an environment."""
 STATE_COLOURS = {
     "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
 }  # fmt: skip
@@ -243,13 +246,14 @@ class View:
 
     def _instance_plot(self) -> Any:
         plot = figure(
-            title="rollout instances: running trajectories (bar), KV cache (line)", height=240, toolbar_location=None,
-            styles=WIDE, sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.6),
+            title="instances: running trajectories (bar), KV cache (line); environment hosts: acting ones",
+            height=240, toolbar_location=None, styles=WIDE,
+            sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.6),
         )  # fmt: skip
         plot.hbar(y="y", right="right", height=0.5, color="colour", source=self._lanes)
         plot.scatter(x="kv", y="y", marker="dash", angle=1.5708, size=26, color="#222222", source=self._lanes)
         plot.text(x=1.02, y="y", text="text", text_baseline="middle", text_font_size="11px", source=self._lanes)
-        plot.xaxis.axis_label = "share of max_running, of kv_tokens"
+        plot.xaxis.axis_label = "share of max_running, of kv_tokens, of environment.concurrency"
         return plot
 
     def _lines(self, what: str, series: Mapping[str, str]) -> Any:
@@ -374,23 +378,27 @@ class View:
             }
             self._tokens = (now, dict(tokens))
         kept = {name: f" and {count} kept" for name, count in status.get("kept_tokens", {}).items() if count}
-        lanes = status["instances"]
-        names = [lane["instance"] for lane in lanes]
+        lanes, hosts = status["instances"], status.get("environments", ())
+        names = [*(lane["instance"] for lane in lanes), *(host["host"] for host in hosts)]
         if names and self._instances.y_range.factors != names[::-1]:
             self._instances.y_range.factors = names[::-1]
         lag = [status["version"] - lane["version"] for lane in lanes]
         self._lanes.data = {
             "y": names,
-            "right": [lane["num_running"] / max(1, lane["max_running"]) for lane in lanes],
-            "kv": [lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in lanes],
-            "colour": [BY_LAG[min(max(n, 0), len(BY_LAG) - 1)] for n in lag],
+            "right": [
+                *(lane["num_running"] / max(1, lane["max_running"]) for lane in lanes),
+                *(min(1.0, host["num_acting"] / host["places"]) for host in hosts),
+            ],
+            "kv": [*(lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in lanes), *(math.nan for _ in hosts)],
+            "colour": [*(BY_LAG[min(max(n, 0), len(BY_LAG) - 1)] for n in lag), *(ACTS for _ in hosts)],
             "label": names,
             "text": [
                 f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
                 f"{lane['kv_tokens']} KV{kept.get(lane['instance'], '')}, "
                 f"samples {self._rates.get(lane['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
                 for lane, n in zip(lanes, lag, strict=True)
-            ],
+            ]
+            + [f"{host['num_acting']} acting, {host['places']} places" for host in hosts],
         }
 
     def _show_drops(self, status: Mapping[str, Any]) -> None:
@@ -415,6 +423,8 @@ def headline(job: Job, jobs: list[Job]) -> str:
         parts.append(f"{step['tokens_per_s']:.0f} {STEP['tokens_per_s'].unit}")
     if job.status.get("doing") and job.state == "running":
         parts.append(escaped(job.status["doing"]))
+    if job.status.get("num_acting") and job.state == "running":
+        parts.append(f"{job.status['num_acting']} wait for their environment")
     if job.status.get("limit") and job.state == "running":
         parts.append(escaped(job.status["limit"]))
     if job.why:

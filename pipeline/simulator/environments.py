@@ -46,7 +46,7 @@ class SimulatedEnvironments:
         self._limits = config.environment
         self._max_tokens = config.rollout.max_new_tokens
         self._turn_tokens = config.rollout.turn_tokens or config.rollout.max_new_tokens
-        self._reward_s = config.simulation.reward_s
+        self._reward_s, self._act_s = config.simulation.reward_s, config.simulation.act_s
         self._after = after
         self._tell = tell
         self._open: dict[TrajectoryId, _Episode] = {}
@@ -136,18 +136,26 @@ class SimulatedEnvironments:
             case EnvironmentFailed():
                 del self._open[event.trajectory]
                 self._failures[event.trajectory] += 1
-        if self._barrier is not None and isinstance(event, EnvironmentAnswered):
+        if not isinstance(event, EnvironmentAnswered):
+            self._tell(event)
+        elif self._barrier is not None:
             self._barrier.hold(event)
+        elif self._act_s:
+            self._after(self._act_s, lambda: self._tell_open(event))
         else:
             self._tell(event)
 
     def _release(self, events: list[EnvironmentAnswered]) -> None:
         def tell() -> None:
             for event in events:
-                if event.trajectory in self._open:  # not dismissed meanwhile
-                    self._tell(event)
+                self._tell_open(event)
 
-        self._after(0.0, tell)
+        self._after(self._act_s, tell)
+
+    def _tell_open(self, event: EnvironmentAnswered) -> None:
+        """Tell an answer, unless its trajectory was dismissed meanwhile."""
+        if event.trajectory in self._open:
+            self._tell(event)
 
 
 class Barrier:

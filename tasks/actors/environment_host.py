@@ -43,7 +43,8 @@ class ActItem:
 class Acted:
     """The outcome of an act, in numbers. tokens: of the response, if another turn follows. reward, error: of an episode
     that has ended. failed: why the episode begins again; empty if it does not. server_lost: the act is to be asked for
-    once more, when there is a trajectory server."""
+    once more, when there is a trajectory server. seconds: of the environment, and until it had a place; None if it was
+    done before."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -53,6 +54,7 @@ class Acted:
     error: str = ""
     failed: str = ""
     server_lost: bool = False
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +216,7 @@ class EnvironmentHost:
         key = EpisodeKey(task=state.task, member=state.member, attempt=state.attempt)
         self._keys[trajectory] = key
         answer = await self._environments.act(key, state.record, state.turns, cut=item.cut or state.full)
+        took_s = answer.seconds + answer.waited_s
         if not answer.ended:
             said = SaidItem(
                 trajectory=trajectory,
@@ -225,9 +228,10 @@ class EnvironmentHost:
             )
             taken: Bridged = await ask("give", said)
             if not taken.problem:
-                return Acted(trajectory=trajectory, epoch=epoch, tokens=taken.tokens)
+                return Acted(trajectory=trajectory, epoch=epoch, tokens=taken.tokens, seconds=took_s)
             if taken.problem == "full":
                 answer = await self._environments.end(key, state.record)
+                took_s += answer.seconds + answer.waited_s
             else:
                 self._environments.cancel([key])
                 answer = Answer(ended=True, error=DIFFERS)
@@ -239,4 +243,6 @@ class EnvironmentHost:
         held: ScoredResponse | None = await ask("rewarded", RewardItem(trajectory, state.tokens, epoch, score))
         if held is None:
             return None
-        return Acted(trajectory=trajectory, epoch=epoch, ended=True, reward=held.reward, error=held.error)
+        return Acted(
+            trajectory=trajectory, epoch=epoch, ended=True, reward=held.reward, error=held.error, seconds=took_s
+        )

@@ -296,6 +296,7 @@ class TrajectoryServer:
                 segments=item.segments,
                 finish=item.finish,
                 at_s=now,
+                attempt=self._flight.attempt(item.trajectory),
             )
             if self._flight.apply(entry):
                 taken.append(entry)
@@ -308,18 +309,19 @@ class TrajectoryServer:
         """The states of trajectories whose turns have ended. asked: each with the epoch of that routing. None of those
         that are no longer live."""
         found = [self._flight.live.get(trajectory) for trajectory, _ in asked]
+        records = await self._recall(t.group for t in found if t is not None)
         texts = await asyncio.to_thread(lambda: [self._texts(u.tolist() for u in t.turns) if t else [] for t in found])
         return [
-            None if t is None else self._episode(t, epoch, tuple(said))
+            None if t is None else self._episode(t, epoch, tuple(said), records[t.group])
             for t, (_, epoch), said in zip(found, asked, texts, strict=True)
         ]
 
-    def _episode(self, t: Trajectory, epoch: int, turns: tuple[str, ...]) -> EpisodeState:
+    def _episode(self, t: Trajectory, epoch: int, turns: tuple[str, ...], record: Record) -> EpisodeState:
         return EpisodeState(
             task=t.group,
             member=t.id % self._settings.members_started,
-            attempt=self._flight.restarts.get(t.id, 0),
-            record=self._record(t.group),
+            attempt=self._flight.attempt(t.id),
+            record=record,
             turns=turns,
             tokens=t.num_tokens,
             full=t.num_tokens >= self._settings.prompts.max_new_tokens,
@@ -352,6 +354,7 @@ class TrajectoryServer:
                     tokens=np.asarray(tokens, np.int32),
                     seconds=item.seconds,
                     at_s=self._now(),
+                    attempt=self._flight.attempt(t.id),
                 )
                 if self._flight.apply(entry):
                     taken.append(entry)
@@ -364,7 +367,9 @@ class TrajectoryServer:
         response, epoch of its last routing). One that has gone on since then is not touched."""
         taken = []
         for trajectory, tokens, epoch in failed:
-            entry = EpisodeRestarted(trajectory=trajectory, tokens=tokens, epoch=epoch)
+            entry = EpisodeRestarted(
+                trajectory=trajectory, tokens=tokens, epoch=epoch, attempt=self._flight.attempt(trajectory)
+            )
             if self._flight.awaits(trajectory, tokens, epoch) and self._flight.apply(entry):
                 taken.append(entry)
         await self._write(taken)
@@ -373,7 +378,8 @@ class TrajectoryServer:
         """What is to be scored of each trajectory that is still live."""
         alive = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
         places = [(t.num_tokens, self._flight.epoch(t.id)) for t in alive]
-        records = [self._record(t.group) for t in alive]
+        known = await self._recall(t.group for t in alive)
+        records = [known[t.group] for t in alive]
         texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in alive))
         return [
             ScoringItem(t.id, *place, text, record)
@@ -394,6 +400,7 @@ class TrajectoryServer:
                 parts=item.score.parts,
                 error=item.score.error,
                 at_s=now,
+                attempt=self._flight.attempt(item.trajectory),
             )
             if self._flight.awaits(item.trajectory, item.tokens, item.epoch) and self._flight.apply(entry):
                 taken.append(entry)
@@ -521,7 +528,7 @@ class TrajectoryServer:
         return self._last_record.ledger
 
     def _encode(self, first: int, count: int) -> list[tuple[Task, tuple[int, ...]]]:
-        tasks = [self._prompts.task(i) for i in range(first, first + count)]
+        tasks = self._prompts.tasks(range(first, first + count))
         return [(task, self._prompts.encode(task)) for task in tasks]
 
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
@@ -531,8 +538,13 @@ class TrajectoryServer:
     def _prompt(self, group: GroupId) -> np.ndarray[Any, np.dtype[np.int32]]:
         return np.asarray(self._prompts.encode(self._prompts.task(group)), np.int32)
 
-    def _record(self, group: GroupId) -> Record:
-        """A group's record for the verifier. Of one that was drawn before this server began, from the source."""
-        if group not in self._records:
-            self._records[group] = self._prompts.task(group).record
-        return self._records[group]
+    async def _recall(self, groups: Iterable[GroupId]) -> dict[GroupId, Record]:
+        """The records of groups, for the verifier: of those drawn before this server began, from the source again."""
+        asked = set(groups)
+        found = {group: self._records[group] for group in asked if group in self._records}
+        if unknown := sorted(asked - set(found)):
+            tasks = await self._in(self._prompt_thread, self._prompts.tasks, unknown)
+            drawn = {group: task.record for group, task in zip(unknown, tasks, strict=True)}
+            self._records |= drawn
+            found |= drawn
+        return found

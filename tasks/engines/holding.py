@@ -34,7 +34,7 @@ LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldEngine:
     """An engine and the actor that uses it."""
 
     run: str
@@ -43,7 +43,7 @@ class _Held:
     user: weakref.ref[object]
 
 
-_held: list[_Held] = []
+_held: list[_HeldEngine] = []
 _lock = threading.Lock()
 """Guards _held; held while an engine is taken over or closed."""
 
@@ -51,7 +51,7 @@ _lock = threading.Lock()
 def hold(run: str, settings: EngineSettings, engine: Engine, user: object) -> None:
     """Keep an engine in this process, also after `user`, its actor, is gone. run: the run's folder."""
     with _lock:
-        _held.append(_Held(run, _digest(settings), engine, weakref.ref(user)))
+        _held.append(_HeldEngine(run, _digest(settings), engine, weakref.ref(user)))
 
 
 def let_go(engine: Engine) -> None:

@@ -36,6 +36,8 @@ class Answer:
     """Whether the error is only that this host does not have the episode, which cannot be taken up: start it again."""
     seconds: float = 0.0
     """The environment's time for this answer, without waiting for a place."""
+    waited_s: float = 0.0
+    """Seconds that it waited for a place, one of environment.concurrency."""
     replayed: tuple[tuple[Message, ...], ...] = ()
     """If earlier turns were taken again here: what the environment said to each. The caller must find it equal to what
     the model was given then, and otherwise start the episode again."""

@@ -38,17 +38,22 @@ class EmulatedEnvironments:
 
     async def act(self, key: EpisodeKey, record: Record, turns: Sequence[str], *, cut: bool) -> Answer:
         found = self._episodes.answer(key.task, key.member, len(turns) - 1, attempt=key.attempt, cut=cut)
-        limit_s = self._settings.limits.step_s
+        limit_s, scale = self._settings.limits.step_s, self._settings.time_scale
+        clock = asyncio.get_running_loop().time
+        asked_s = clock()
         async with self._places:
-            await asyncio.sleep(min(found.seconds, limit_s) / self._settings.time_scale)
+            waited_s = (clock() - asked_s) * scale
+            await asyncio.sleep(min(found.seconds, limit_s) / scale)
         if found.seconds > limit_s:
             late = "is never answered" if math.isinf(found.seconds) else f"takes {found.seconds:g} s"
             error = f"step {len(turns)} {late}, environment.step_s = {limit_s:g} s"
-            return Answer(ended=True, error=error, seconds=limit_s)
+            return Answer(ended=True, error=error, seconds=limit_s, waited_s=waited_s)
         if found.error:
-            return Answer(ended=True, error=found.error, seconds=found.seconds)
+            return Answer(ended=True, error=found.error, seconds=found.seconds, waited_s=waited_s)
         messages = () if found.ended else (Message("tool", str(found.tokens)),)
-        return Answer(messages=messages, ended=found.ended, reward=found.reward, seconds=found.seconds)
+        return Answer(
+            messages=messages, ended=found.ended, reward=found.reward, seconds=found.seconds, waited_s=waited_s
+        )
 
     async def end(self, key: EpisodeKey, record: Record) -> Answer:
         found = self._episodes.answer(key.task, key.member, 0, attempt=key.attempt, cut=True)

@@ -172,13 +172,14 @@ class Episodes:
 
     async def _stop(self, key: EpisodeKey, record: Record, held: _Held, before: asyncio.Task[Answer]) -> Answer:
         await asyncio.wait({before})
-        spent_s = held.spent_s
+        spent_s, waited_s, asked_s = held.spent_s, 0.0, time.monotonic()
         try:
             async with self._places:
+                waited_s = time.monotonic() - asked_s
                 answer = await self._step(key, record, held, held.turns[-1], held.num_taken, cut=True)
         except EpisodeFailed as error:
             answer = _failed(str(error))
-        answer = replace(answer, seconds=held.spent_s - spent_s)
+        answer = replace(answer, seconds=held.spent_s - spent_s, waited_s=waited_s)
         self._end(key, held, held.turns, answer)
         return answer
 
@@ -216,10 +217,11 @@ class Episodes:
         """Take the turns that the environment has not taken yet. before: a request that must be answered first."""
         if before is not None:
             await asyncio.wait({before})
-        spent_s = held.spent_s
+        spent_s, waited_s, asked_s = held.spent_s, 0.0, time.monotonic()
         first = held.num_taken
         try:
             async with self._places:
+                waited_s = time.monotonic() - asked_s
                 if held.episode is None:
                     await self._begin(key, record, held)
                 answer = Answer()
@@ -232,7 +234,7 @@ class Episodes:
                         held.said.append(answer.messages)
         except EpisodeFailed as error:
             answer = _failed(str(error))
-        answer = replace(answer, seconds=held.spent_s - spent_s, replayed=tuple(held.said))
+        answer = replace(answer, seconds=held.spent_s - spent_s, waited_s=waited_s, replayed=tuple(held.said))
         held.said = []
         if answer.ended:
             self._end(key, held, turns, answer)

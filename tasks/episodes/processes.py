@@ -218,51 +218,76 @@ class ForkedEpisode:
 
 
 class Resetter:
-    """Resets one environment after another in a process of its own, for whoever needs their first observations."""
+    """Resets environments in processes of their own, for whoever needs their first observations. Threads may share one;
+    each has a process while it waits. One process is kept for the next reset."""
 
     def __init__(self, settings: ForkSettings, within_s: float) -> None:
         self._server = ForkServer(settings)
         self._within_s = within_s
         self._lock = threading.Lock()
-        self._number = 0
-        self._connection: socket.socket | None = None
-        self._stop: Any = None
+        self._kept: list[tuple[int, socket.socket]] = []
+        self._open: set[socket.socket] = set()
+        weakref.finalize(self, _closed, self._open)
 
     def first_observation(self, start: EpisodeStart) -> Prompt:
         """The first observation of an episode. Raises EpisodeFailed, and ConfigError if it cannot be loaded."""
-        with self._lock:
-            if self._connection is None:
-                self._number, self._connection = self._server.fork()
-                self._connection.settimeout(self._within_s)
-                self._stop = weakref.finalize(self, self._connection.close)
-            try:
-                self._connection.sendall(packed((BEGIN, start)))
-                prompt, problem = read_value(self._connection)
-            except TimeoutError as error:
-                self._kill()
-                raise EpisodeFailed(f"reset took longer than environment.step_s = {self._within_s:g} s") from error
-            except (EOFError, OSError) as error:
-                deadline = time.monotonic() + REPORT_S
-                while (status := self._server.how_ended(self._number)) is None and time.monotonic() < deadline:
-                    time.sleep(POLL_S)
-                self._kill()
-                raise EpisodeFailed(f"reset: its process {death(status)}") from error
-            if problem:
-                raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
-            found: Prompt = prompt
-            return found
+        number, connection = self._taken()
+        kept = False
+        try:
+            connection.sendall(packed((BEGIN, start)))
+            prompt, problem = read_value(connection)
+            kept = self._keep(number, connection)
+        except TimeoutError as error:
+            raise EpisodeFailed(f"reset took longer than environment.step_s = {self._within_s:g} s") from error
+        except (EOFError, OSError) as error:
+            deadline = time.monotonic() + REPORT_S
+            while (status := self._server.how_ended(number)) is None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            raise EpisodeFailed(f"reset: its process {death(status)}") from error
+        finally:
+            if not kept:
+                self._end(number, connection)
+        if problem:
+            raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
+        found: Prompt = prompt
+        return found
 
     def close(self) -> None:
         """Stop the processes; they are started again when needed."""
         with self._lock:
-            self._kill()
-            self._server.close()
+            kept, self._kept = self._kept, []
+        for number, connection in kept:
+            self._end(number, connection)
+        self._server.close()
 
-    def _kill(self) -> None:
-        if self._connection is not None:
-            self._stop()
-            self._connection = None
-            self._server.kill(self._number)
+    def _taken(self) -> tuple[int, socket.socket]:
+        """A process that nobody else uses."""
+        with self._lock:
+            if self._kept:
+                return self._kept.pop()
+        number, connection = self._server.fork()
+        connection.settimeout(self._within_s)
+        self._open.add(connection)
+        return number, connection
+
+    def _keep(self, number: int, connection: socket.socket) -> bool:
+        """Keep a process for the next reset; false if one is kept already."""
+        with self._lock:
+            if not self._kept:
+                self._kept.append((number, connection))
+                return True
+        return False
+
+    def _end(self, number: int, connection: socket.socket) -> None:
+        self._open.discard(connection)
+        connection.close()
+        self._server.kill(number)
+
+
+def _closed(connections: set[socket.socket]) -> None:
+    """Close connections; the processes behind them end."""
+    for connection in connections:
+        connection.close()
 
 
 def death(status: int | None) -> str:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from stores.trajectory import NO_VERSION, Ended
 from tasks.names import AGGREGATION_NAMES
+from tasks.training.division import divided
 
 MESSAGE_BYTES = 32 * 2**20
 """Bytes of rows in a message to the trainer, at most. A process that packs, sends or takes in a message does little
@@ -155,6 +156,22 @@ class MicroBatch:
     advantage: npt.NDArray[np.float32]  # [N, 1]
 
 
+NO_ROWS = MicroBatch(
+    rows=(),
+    input_ids=np.zeros((1, 2), np.int64),
+    attention_mask=np.ones((1, 2), np.int64),
+    start=0,
+    targets=np.zeros((1, 1), np.int64),
+    mask=np.zeros((1, 1), np.float32),
+    behaviour=np.zeros((1, 1), np.float32),
+    lags=np.zeros((1, 1), np.int64),
+    weight=np.zeros((1, 1), np.float32),
+    advantage=np.zeros((1, 1), np.float32),
+)
+"""The micro-batch of a rank that has none of its rows: two tokens of which none counts. Its pass through the model
+gives a gradient of 0, and takes part in what all ranks do together."""
+
+
 def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> npt.NDArray[np.float32]:
     """[N] weight of each row's tokens, so that sum over tokens of weight x loss is the aggregate.
 
@@ -180,27 +197,26 @@ def minibatches(num_rows: int, count: int, rng: np.random.Generator) -> list[npt
 
 
 def microbatches(
-    rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], token_budget: int
+    rows: Sequence[Row],
+    chosen: Sequence[int],
+    weights: npt.NDArray[np.float32],
+    token_budget: int,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> list[MicroBatch]:
-    """The chosen rows, shortest first, split so that rows x longest <= token_budget; a single row always fits.
+    """The chosen rows, shortest first, split so that rows x longest <= token_budget; a single row always fits. Of
+    several ranks each gets its share of the rows, in as many micro-batches as every other; some may have no rows.
 
     weights: [len(chosen)], from `token_weights`.
     """
-    order = sorted(range(len(chosen)), key=lambda i: len(rows[chosen[i]].prompt) + len(rows[chosen[i]].response))
-    batches: list[MicroBatch] = []
-    part: list[int] = []
-    for i in order:
-        length = len(rows[chosen[i]].prompt) + len(rows[chosen[i]].response)
-        if part and (len(part) + 1) * length > token_budget:
-            batches.append(_pad(rows, chosen, weights, part))
-            part = []
-        part.append(i)
-    if part:
-        batches.append(_pad(rows, chosen, weights, part))
-    return batches
+    lengths = [len(rows[i].prompt) + len(rows[i].response) for i in chosen]
+    parts = (parts[rank] for parts in divided(lengths, ranks, token_budget))
+    return [_pad(rows, chosen, weights, part) if part else NO_ROWS for part in parts]
 
 
-def _pad(rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], part: list[int]) -> MicroBatch:
+def _pad(
+    rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], part: Sequence[int]
+) -> MicroBatch:
     picked = [rows[chosen[i]] for i in part]
     longest = max(len(r.prompt) + len(r.response) for r in picked)
     start = min(len(r.prompt) for r in picked) - 1

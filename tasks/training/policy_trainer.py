@@ -2,16 +2,20 @@
 
 A step's weights are published as a new policy version before the step counts as finished: a published version can
 always be fetched, also while the next step trains.
+
+It may be one of several processes that train one model together (tasks/training/group.py). They all do what follows,
+each with its share of every minibatch's rows and of the parameters; how many there are changes nothing but rounding.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +23,17 @@ import torch
 
 from stores import parameters, resume_points
 from stores.errors import ConfigError
+from stores.weight_hash import OneByOne, Weights
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
 from tasks.training.figures import TokenSums
+from tasks.training.group import Group
 from tasks.training.logprobs import LogprobModel
 from tasks.training.loss import MOST_LOG_RATIO, Tokens
 from tasks.training.objective import Objective
-from tasks.training.packing import MicroBatch, Row, microbatches, minibatches, token_weights
+from tasks.training.packing import MicroBatch, Row, minibatches, token_weights
 from tasks.training.policy import TrainerSettings
+from tasks.training.rank import ALONE, Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +47,7 @@ class Mismatch:
     num_tokens: int
 
 
+T = TypeVar("T")
 ByRow = Sequence[npt.NDArray[np.float32]]
 """[T] logprobs of each row's response."""
 
@@ -51,12 +59,14 @@ class PolicyTrainer:
     is mostly rounded away. With dtype bfloat16 forward and backward run under autocast.
     """
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, settings: TrainerSettings, rank: Rank = ALONE) -> None:
+        """rank: this process's place among those that train the model. Waits for the others."""
         self.settings = settings
         training = settings.training
         self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
-        self.model: Any = load_model(settings.model, "float32", self.device, attention="sdpa")
+        self.group = Group(rank, self.device)
+        self.model: Any = self.group.sharded(load_model(settings.model, "float32", "cpu", attention="sdpa"))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=training.learning_rate,
@@ -69,6 +79,8 @@ class PolicyTrainer:
             half=settings.dtype == "bfloat16",
             temperature=settings.temperature,
             token_budget=training.microbatch_tokens,
+            rank=rank.number,
+            ranks=rank.count,
         )
         self.reference = self._load_reference() if self.objective.needs_reference else None
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
@@ -86,8 +98,10 @@ class PolicyTrainer:
         return s.learning_rate * (s.schedule_floor + (1 - s.schedule_floor) * left)
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
-        """Train a step on all rows, `epochs` x `minibatches` optimizer updates. Mutates the model; returns metrics."""
+        """Train a step on all rows, `epochs` x `minibatches` optimizer updates. Mutates the model; returns metrics.
+        rows: of a group, those that its leading rank is called with."""
         s = self.settings.training
+        rows = self.group.shared(rows)
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -101,13 +115,14 @@ class PolicyTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             trained = [k for k, i in enumerate(chosen) if self.objective.trains(rows[i])]
             picked = [int(chosen[k]) for k in trained]
-            for batch in microbatches(rows, picked, weights[trained], s.microbatch_tokens):
+            for batch in self.logprob_model.microbatches(rows, picked, weights[trained]):
                 self._accumulate(batch, rows, proximal, reference, sums)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
+            norm = self.group.whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip))
             if torch.isfinite(norm):
                 # A step on a non-finite gradient would destroy the model for good.
                 self.optimizer.step()
             norms.append(float(norm))
+        sums = TokenSums(self.group.summed(sums.values))
         return {
             "loss": sums.loss / len(norms),
             "grad_norm": float(np.mean(norms)),
@@ -119,10 +134,17 @@ class PolicyTrainer:
             "kl_rollout": mismatch.kl,
         }
 
-    def published(self) -> dict[str, torch.Tensor]:
-        """The weights as engines load them."""
+    def published(self, use: Callable[[Weights], T]) -> T:
+        """What `use` makes of the weights as engines load them. They come one by one, gathered from all ranks, so that
+        there is no copy of the model beside it."""
         dtype = getattr(torch, self.settings.dtype)
-        return {name: p.detach().to(dtype) for name, p in self.model.named_parameters()}
+        named = dict(sorted(self.group.parameters(self.model).items()))
+        come = ((name, self.group.whole(p.detach().to(dtype))) for name, p in named.items())
+        described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in named.items()}
+        made = use(OneByOne(described, come))
+        for _ in come:
+            continue  # what it has no use for: the other ranks give theirs all the same
+        return made
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprobs of tokens[1:], nats, at temperature 1: the reference for every engine."""
@@ -134,10 +156,18 @@ class PolicyTrainer:
         """Save the present weights and the tokenizer where `from_pretrained` finds them."""
         from transformers import AutoTokenizer
 
-        parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder)
+        held = self.model.state_dict()
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in held}
+        weights = self._gathered() | buffers
+        if self.group.rank.leads:
+            parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder, weights)
 
     def save_state(self, path: Path) -> None:
-        """Write all that the next step depends on: weights, optimizer, random state."""
+        """Write all that the next step depends on: weights, optimizer, random state. A group writes a folder, which is
+        there already, each rank its shards."""
+        if self.group.rank.count > 1:
+            self.group.save(self._state(), path)
+            return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -146,12 +176,51 @@ class PolicyTrainer:
         torch.save(state, path)
 
     def load_state(self, path: Path) -> None:
-        """Restore what `save_state` wrote. Raises StoreError."""
+        """Restore what `save_state` wrote, in a group of this or any other size. Raises StoreError."""
         with resume_points.loading(path):
-            state = torch.load(path, map_location=self.device, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            held = self._state()
+            if path.is_dir():
+                self.group.load(held, path)
+                self._rng.bit_generator.state = json.loads(held["random"])
+                return
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if differing := sorted(state["model"].keys() ^ self.model.state_dict().keys()):
+                raise KeyError(f"{len(differing)} tensors differ from the model's, the first is {differing[0]}")
+            moments = state["optimizer"]["state"]
+            for number, name in enumerate(held["model"]):
+                self.group.fill(held["model"][name], state["model"][name])
+                for key, value in moments.get(number, {}).items():
+                    self.group.fill(held["optimizer"][name][key], value)
             self._rng.bit_generator.state = state["random"]
+
+    def close(self) -> None:
+        """Leave the group. Nothing else is done afterwards."""
+        self.group.leave()
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """The parameters. Of a group, on its leading rank and there in the processor's memory, a parameter after the
+        other: no more than one is whole on the device."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.group.parameters(self.model).items():
+            whole = self.group.whole(parameter.detach())
+            if self.group.rank.count == 1:
+                found[name] = whole
+            elif self.group.rank.leads:
+                found[name] = whole.cpu()
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        """All that the next step depends on, by the parameters' names; the tensors are those in use, not copies."""
+        named = self.group.parameters(self.model)
+        for parameter in named.values():
+            if not self.optimizer.state[parameter]:  # as AdamW begins, which only does so when there is a gradient
+                zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+        return {
+            "model": {name: parameter.detach() for name, parameter in named.items()},
+            "optimizer": {name: self.optimizer.state[parameter] for name, parameter in named.items()},
+            "random": json.dumps(self._rng.bit_generator.state),
+        }
 
     def _before(self, rows: Sequence[Row]) -> tuple[ByRow, Mismatch]:
         """Compute each row's response logprobs before the step (the proximal policy), and compare the stored ones. If
@@ -159,7 +228,7 @@ class PolicyTrainer:
         needs_all = self.objective.loss.needs_proximal
         chosen = [i for i, r in enumerate(rows) if r.staleness == 0 or (needs_all and self.objective.trains(r))]
         proximal = [r.behaviour for r in rows]
-        for i, logprobs in self.logprob_model.rows(rows, chosen).items():
+        for i, logprobs in self.group.merged(self.logprob_model.rows(rows, chosen)).items():
             proximal[i] = logprobs
         fresh = [i for i in chosen if rows[i].staleness == 0 and rows[i].num_sampled]
         if not fresh:
@@ -178,7 +247,7 @@ class PolicyTrainer:
         if self.reference is None:
             return None
         chosen = [i for i, row in enumerate(rows) if self.objective.trains(row)]
-        found = self.reference.rows(rows, chosen)
+        found = self.group.merged(self.reference.rows(rows, chosen))
         return [found.get(i, row.behaviour) for i, row in enumerate(rows)]
 
     def _measure_others(self, rows: Sequence[Row], sums: TokenSums) -> None:
@@ -187,7 +256,7 @@ class PolicyTrainer:
         count = min(self.settings.training.measured_rows, len(others))
         chosen = [others[k * len(others) // count] for k in range(count)]
         with torch.no_grad():
-            for batch in microbatches(rows, chosen, np.ones(count, np.float32), self.logprob_model.token_budget):
+            for batch in self.logprob_model.microbatches(rows, chosen, np.ones(count, np.float32)):
                 tokens = self._tokens(batch, self.logprob_model.batch(batch))
                 tokens = replace(tokens, proximal=tokens.logprobs)
                 sums.add(
@@ -238,11 +307,11 @@ class PolicyTrainer:
     def _load_reference(self) -> LogprobModel:
         """The reference model, in the type that weights are published in. Raises ConfigError."""
         path = self.settings.training.kl.reference or self.settings.model
-        model = load_model(path, self.settings.dtype, self.device, attention="sdpa")
+        model = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
         own, other = self.model.config.vocab_size, model.config.vocab_size
         if own != other:
             raise ConfigError(
                 f"training.kl.reference = {path!r}: its vocabulary has {other} tokens, the policy's {own}; name a "
                 "model of the same tokens"
             )
-        return replace(self.logprob_model, model=model)
+        return replace(self.logprob_model, model=self.group.sharded(model))

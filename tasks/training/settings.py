@@ -50,6 +50,12 @@ class TrainingConfig:
     )
     schedule_floor: float = knob(0.1, "share of the peak rate that a cosine or linear schedule ends at", low=0, high=1)
     warmup_steps: int = knob(0, "training steps of linear warm-up", low=0)
+    ranks: int = knob(
+        1,
+        "processes that train the model together, each with its share of the rows and of the parameters; each needs a "
+        "worker of its own",
+        low=1,
+    )
     epochs: int = knob(1, "passes over the batch of a training step", low=1)
     minibatches: int = knob(1, "optimizer updates per pass over the batch", low=1)
     microbatch_tokens: int = knob(8192, "most padded tokens in one forward and backward pass", low=1)

@@ -121,10 +121,6 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "rollout.engine={name='vllm', options={top_p=0.9}}",
             "options.top_p: it would sample from another distribution",
         ),
-        (
-            "environment={tools=['calculator'], step_s=300}",
-            r"environment.step_s = 300 must be less than deadlines.stuck_s = 300, .* raise deadlines.stuck_s",
-        ),
         ("rollout.top_p=0.9", "rollout.top_p is not supported: it would sample from another distribution"),
         ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not supported"),
         ("simulation.colocated=true", 'needs staleness.admission = "synchronous"'),
@@ -143,18 +139,6 @@ def test_groups_of_one_are_for_estimators_and_filters_that_compare_no_members(tm
         load(tmp_path, GOOD, alone, f"{whitened}_baseline")
     with pytest.raises(ConfigError, match=r"would drop every group of batch\.group_size = 1"):
         load(tmp_path, GOOD, alone, whitened, "batch.filtering=no_signal")
-
-
-def test_steps_of_environments_may_take_long_where_there_are_none(tmp_path: Path) -> None:
-    assert load(tmp_path, GOOD, "environment.step_s=3000").environment.step_s == 3000
-
-
-def test_an_emulated_step_takes_as_long_as_it_lasts_in_real_time(tmp_path: Path) -> None:
-    emulated = "rollout.engine={name='emulated', time_scale=20}"
-    shown = r"step_s = 6000 \(at rollout.engine.time_scale = 20\) must be less than deadlines.stuck_s = 300"
-    with pytest.raises(ConfigError, match=shown):
-        load(tmp_path, GOOD, emulated, "task.environment=yes", "environment.step_s=6000")
-    load(tmp_path, GOOD, emulated, "task.environment=yes", "environment.step_s=5999")
 
 
 def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:

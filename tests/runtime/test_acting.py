@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.coordination.commands import Act
+from pipeline.coordination.events import EnvironmentAnswered
+from pipeline.profiling.latencies import latencies
 from pipeline.runtime.acting import LATEST
 from stores.errors import EnvironmentsFail
 from stores.trajectory import AbortReason, Given
@@ -16,7 +19,6 @@ from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault, Moment
 
 AGENTS = (
-    "environment.step_s=20",
     "task.environment=yes",
     "workload.kind=agentic",
     "workload.median=20",
@@ -45,6 +47,31 @@ def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) ->
     waited = [span.seconds for t in rows for span in t.spans if isinstance(span, Given)]
     assert all(s > 0 for s in waited)
     assert {span.role for t in rows for span in t.spans if isinstance(span, Given)} == {"tool"}
+    (host,) = run.outcomes.environments
+    assert (host.host, host.places) == ("environment-0", run.config.environment.concurrency)
+
+
+def test_what_an_act_takes_beyond_its_environment_and_a_place_there_is_measured(body: Body) -> None:
+    run = body.run(*AGENTS, "environment.concurrency=1")
+    run.check()
+    took = [now - acted for now, acted, _ in acts_of(run)]
+    own = [seconds for _, _, seconds in acts_of(run)]
+    assert min(own) > 0 and max(took) > 3 * min(took)  # one at a time: most wait for their place
+    found = latencies(run.entries)
+    assert 0 < found["act_s"] < 0.1 * sum(took) / len(took)
+    assert 0 < found["reward_s"] < 0.1 * sum(took) / len(took)
+
+
+def acts_of(run: Run) -> list[tuple[float, float, float]]:
+    """(when it was answered, when it was asked, seconds of the environment and until it had a place) of each answer."""
+    asked, found = {}, []
+    for entry in run.entries:
+        event = entry.event
+        if isinstance(event, EnvironmentAnswered):
+            assert event.seconds is not None
+            found.append((entry.now, asked[event.trajectory, event.epoch], event.seconds))
+        asked.update({(c.trajectory, c.epoch): entry.now for c in entry.commands if isinstance(c, Act)})
+    return found
 
 
 def test_contexts_found_cached_are_counted_step_by_step_and_those_of_ended_episodes_are_let_go(body: Body) -> None:

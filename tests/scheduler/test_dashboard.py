@@ -15,6 +15,7 @@ import psutil
 import pytest
 from distributed import Client, LocalCluster
 
+from cli.jobs import _details
 from pipeline.config import loading
 from pipeline.config.schema import RunConfig
 from pipeline.runtime.workers import connect
@@ -35,6 +36,7 @@ STATUS: dict[str, Any] = {
         {"instance": "rollout-0", "version": 2, "pulling": True, "num_running": 6, "max_running": 8, "kv_tokens": 100,
          "kv_capacity": 400},
     ],
+    "num_acting": 80, "environments": [{"host": "environment-0", "num_acting": 80, "places": 64}],
     "decisions": [[12.5, 17, "routed to rollout-0 at version 3", "Tick#9"]], "tokens_sampled": {"rollout-0": 900},
 }  # fmt: skip
 STEP = {
@@ -122,6 +124,7 @@ def test_routes_and_metrics_tell_what_runs_have_told() -> None:
         assert 'staleflow_step{job="one"} 1.0' in metrics
         assert 'staleflow_staleness_in_flight{job="one"} 0.5' in metrics
         assert 'staleflow_trajectories_queued{job="one"} 4.0' in metrics
+        assert 'staleflow_trajectories_acting{job="one"} 80.0' in metrics
         assert 'staleflow_trajectories_started_total{job="one"} 96.0' in metrics
         assert "# TYPE staleflow_trajectories_started_total counter" in metrics
         assert "# HELP staleflow_staleness_max largest step - v_traj of the batch; at most eta, versions" in metrics
@@ -167,6 +170,12 @@ async def landing(url: str) -> str:
     return await asyncio.to_thread(follow)
 
 
+def test_the_status_of_a_job_says_what_waits_for_each_environment_host() -> None:
+    lines = _details({"run_dir": "/runs/one", "last": {}, "status": STATUS, "stop": "", "state": "running"})
+    assert any("6 sampling, 80 acting, 1 scoring" in line for line in lines)
+    assert "environment-0  80 acting, 64 places" in lines
+
+
 @in_browser
 def test_a_browser_shows_live_data() -> None:
     async def look(client: Any, address: str) -> None:
@@ -174,6 +183,7 @@ def test_a_browser_shows_live_data() -> None:
             await page.goto(f"{address}staleflow?job=one")
             await page.get_by_text("reward 0.625").wait_for()
             await page.get_by_text("routed to rollout-0 at version 3").wait_for()
+            await page.get_by_text("80 wait for their environment").wait_for()
             await tell(client, "one", STEP | {"step": 3.0, "reward": 0.75})
             await page.get_by_text("reward 0.750").wait_for()
             await page.get_by_text("two<b>").click()  # the other job's page

@@ -228,8 +228,7 @@ def test_turns_that_go_back_where_their_context_is_prefill_less() -> None:
 def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_environment() -> None:
     calls = {"workload__tool_latency": "normal", "workload__tool_s": 10.0, "workload__tool_spread": 10.0,
              "workload__fixed_turns": True, "workload__turns": 5.0, "workload__sigma": 0.0,
-             "environment__step_s": 1e9, "environment__episode_s": 1e9, "environment__concurrency": 1000,
-             "deadlines__stuck_s": 2e9}  # fmt: skip
+             "environment__step_s": 250.0, "environment__episode_s": 1e9, "environment__concurrency": 1000}  # fmt: skip
     batch = {"steps": 1, "staleness__eta": 0, "batch__groups_per_step": 16, "batch__group_size": 8,
              "rollout__engine__max_running": 128, "rollout__engine__kv_tokens": 100_000}  # fmt: skip
     config = agents(**calls, **batch)

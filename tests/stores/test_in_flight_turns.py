@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stores.spool_entries import (
+    UNKNOWN,
     AnswerGiven,
     Entry,
     EpisodeRestarted,
+    OfEpisode,
     TokensDelivered,
     decode,
     encode,
@@ -26,7 +28,12 @@ ID = TrajectoryId(0)
 
 
 def sampled(
-    epoch: int, first: int, versions: list[int], finish: FinishReason = FinishReason.STOP, episode: int = 0
+    epoch: int,
+    first: int,
+    versions: list[int],
+    finish: FinishReason = FinishReason.STOP,
+    episode: int = 0,
+    attempt: int = UNKNOWN,
 ) -> TokensDelivered:
     """Tokens at first, first + 1, ... under these versions; each tells its episode and place."""
     segments, at = [], first
@@ -37,12 +44,14 @@ def sampled(
             Segment(version=PolicyVersion(version), instance=InstanceId("a"), tokens=ids, logprobs=logprobs)
         )
         at += len(ids)
-    return TokensDelivered(trajectory=ID, epoch=epoch, first=first, segments=tuple(segments), finish=finish, at_s=3.0)
+    return TokensDelivered(
+        trajectory=ID, epoch=epoch, first=first, segments=tuple(segments), finish=finish, at_s=3.0, attempt=attempt
+    )
 
 
-def answer(first: int, count: int = 2, *, episode: int = 0) -> AnswerGiven:
+def answer(first: int, count: int = 2, *, episode: int = 0, attempt: int = UNKNOWN) -> AnswerGiven:
     tokens = np.asarray([1000 * episode + first + i for i in range(count)], np.int32)
-    return AnswerGiven(trajectory=ID, first=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0)
+    return AnswerGiven(trajectory=ID, first=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0, attempt=attempt)
 
 
 def episode_of(entry: AnswerGiven) -> int:
@@ -50,8 +59,8 @@ def episode_of(entry: AnswerGiven) -> int:
     return int(entry.tokens[0]) // 1000 if len(entry.tokens) else -1
 
 
-def restarted(tokens: int, epoch: int) -> EpisodeRestarted:
-    return EpisodeRestarted(trajectory=ID, tokens=tokens, epoch=epoch)
+def restarted(tokens: int, epoch: int, attempt: int = UNKNOWN) -> EpisodeRestarted:
+    return EpisodeRestarted(trajectory=ID, tokens=tokens, epoch=epoch, attempt=attempt)
 
 
 BEGIN = (drawn(0), routed(0, 1))
@@ -133,6 +142,25 @@ def test_a_restart_takes_all_whatever_of_the_episode_is_known() -> None:
     assert state.live[ID].response_tokens.tolist() == [1000, 1001, 1002]
 
 
+def test_where_a_restart_is_missing_no_two_attempts_are_joined() -> None:
+    first = (*BEGIN, sampled(1, 0, [0, 0, 0], attempt=0))
+    for later in (
+        sampled(2, 3, [0], episode=1, attempt=1),
+        answer(3, episode=1, attempt=1),
+        replace(reward(0, 3), attempt=1),
+        restarted(3, 2, attempt=1),
+    ):
+        state = flight(*first)
+        assert state.apply(later)
+        t = state.live[ID]
+        assert (t.spans, t.finish, t.id in state.scored) == ((), FinishReason.UNFINISHED, False)
+        assert state.attempt(ID) == (2 if isinstance(later, EpisodeRestarted) else 1)
+    state = flight(*first, replace(reward(0, 3), attempt=0), sampled(2, 0, [1, 1], episode=1, attempt=1))
+    t = state.live[ID]
+    assert (t.response_tokens.tolist(), t.reward, ID in state.scored) == ([1000, 1001], 0.0, False)
+    assert not state.apply(answer(2, attempt=0)), "it is of the attempt before"
+
+
 @pytest.mark.parametrize(
     ("version", "kept", "finish"),
     [
@@ -172,18 +200,18 @@ class Episode:
         for _ in range(rng.randint(1, 14)):
             entry: Entry
             if rng.random() < 0.12:
-                entry = restarted(len(truth), epoch)
+                entry = restarted(len(truth), epoch, episode)
                 epoch, episode, truth, ended = epoch + 1, episode + 1, [], False
                 made.entries += [(entry, []), (routed(0, epoch), [])]
                 continue
             if ended:
-                entry, count, ended = answer(len(truth), rng.randint(0, 3), episode=episode), 0, False
-                count = len(entry.tokens)
+                count, ended = rng.randint(0, 3), False
+                entry = answer(len(truth), count, episode=episode, attempt=episode)
             else:
                 count, ended = rng.randint(1, 4), rng.random() < 0.5
                 finish = FinishReason.STOP if ended else FinishReason.UNFINISHED
                 versions = [rng.randint(0, 2) for _ in range(count)]
-                entry = sampled(epoch, len(truth), versions, finish, episode)
+                entry = sampled(epoch, len(truth), versions, finish, episode, episode)
             truth = [*truth, *(1000 * episode + len(truth) + i for i in range(count))]
             made.entries.append((entry, truth))
             if rng.random() < 0.2:
@@ -192,27 +220,34 @@ class Episode:
         return made
 
 
-@given(st.integers(0, 2**32), st.sampled_from(["repeated", "missing"]))
+@given(st.integers(0, 2**32), st.sampled_from(["repeated", "missing"]), st.booleans())
 @settings(deadline=None)
-def test_whatever_is_repeated_or_missing_what_is_held_is_what_was_said(seed: int, kind: str) -> None:
-    """Of an episode always its beginning, never parts of two; the whole of it, if entries are only repeated."""
+def test_whatever_is_repeated_or_missing_what_is_held_is_what_was_said(seed: int, kind: str, told: bool) -> None:
+    """Of an episode always its beginning, never parts of two; the whole of it, if entries are only repeated. told:
+    whether entries say their attempt, as those of earlier versions do not; then restarts may be missing too, and what
+    is held may be the attempt before, until something of the new one comes."""
     rng = random.Random(seed)
     whole = Episode.random(rng).entries
+    if not told:
+        whole = [(replace(e, attempt=UNKNOWN) if isinstance(e, OfEpisode) else e, truth) for e, truth in whole]
     state = flight()
     for number, (entry, truth) in enumerate(whole):
-        if kind == "missing" and rng.random() < 0.2 and not isinstance(entry, EpisodeRestarted):
+        if kind == "missing" and rng.random() < 0.2 and (told or not isinstance(entry, EpisodeRestarted)):
             continue
         state.apply(decode(encode(entry)))
         if kind == "repeated":
             for _ in range(rng.randint(0, 3)):
                 again = rng.choice(whole[: number + 1])[0]
-                if not isinstance(again, AnswerGiven) or episode_of(again) == (truth[:1] or [0])[0] // 1000:
+                if told or not isinstance(again, AnswerGiven) or episode_of(again) == (truth[:1] or [0])[0] // 1000:
                     state.apply(again)
         if ID not in state.live:
             continue
         t = state.live[ID]
         held = t.response_tokens.tolist()
-        assert held == truth[: len(held)]
+        if told and kind == "missing" and not isinstance(entry, OfEpisode):
+            assert any(held == earlier[: len(held)] for _, earlier in whole[: number + 1])
+        else:
+            assert held == truth[: len(held)]
         assert kind == "missing" or len(held) == len(truth)
         assert all(isinstance(a, Segment) or isinstance(b, Segment) for a, b in itertools.pairwise(t.spans))
         cut = state.after(resumed(1)).live[ID]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import inspect
 import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,11 +32,13 @@ from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Sour
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import Evaluated, RolloutInstance
 from tasks.actors.trainer import StepResult, Trainer
+from tasks.actors.trainer_rank import LONGEST_S, TrainerRank
 from tasks.actors.trajectory_server import ServerSettings, TrajectoryServer
 from tasks.engines.base import EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.emulated import word_logprobs, words
 from tasks.scoring import ScoredResponse
 from tasks.training.packing import BatchPart
+from tasks.training.rank import Rank, rank_name
 from tasks.workload import DrawnWorkload, WorkloadSettings
 
 PROMPTS = DrawnWorkload(
@@ -100,6 +103,7 @@ class World:
             RewardWorker: lambda host, *args: VirtualRewardWorker(self, *args),
             EnvironmentHost: lambda host, *args: EnvironmentHost(*args),
             Trainer: lambda host, *args: PlayedTrainer(self, host, *args),
+            TrainerRank: lambda host, *args: PlayedTrainerRank(self, host, *args),
             ParameterServer: lambda host, *args: PlayedParameterServer(self, host, *args),
         }
 
@@ -311,8 +315,16 @@ class VirtualEngine:
         )
 
 
+NUM_ARGUMENTS = len(inspect.signature(RolloutInstance.__init__).parameters) - 3
+"""Of a rollout instance, without `self`, and `run` and `resumed`, which come last."""
+
+
 class VirtualRolloutInstance(RolloutInstance):
-    """The real rollout instance except for its evaluation, which blocks a thread on the engine."""
+    """The real rollout instance except for its evaluation, which blocks a thread on the engine, and for what becomes of
+    the engine after it: here all actors share a process."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args[:NUM_ARGUMENTS])
 
     @property
     def engine(self) -> VirtualEngine:
@@ -359,7 +371,7 @@ class PlayedTrainer:
 
     def __init__(
         self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
-        point_every: int,
+        point_every: int, ranks: int = 1,
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
         self._probe: tuple[int, ...] = ()
@@ -369,9 +381,27 @@ class PlayedTrainer:
         self._saving: asyncio.Future[Any] | None = None
         self.saved: list[str] = []
         """Folders of the saved checkpoints."""
+        self._ranks, self._others = ranks, ()
+
+    async def lead(self, host: str, *others: Any) -> None:
+        assert len(others) == self._ranks - 1
+        self._others: tuple[Any, ...] = others
+        for number, other in enumerate(others, start=1):
+            rank = Rank(number=number, count=self._ranks, host=host, port=1)
+            await call(other, "join", rank, within_s=LONGEST_S, who=rank_name(number))
+
+    async def _follow(self, method: str) -> None:
+        """What the other ranks do meanwhile; the group is lost with any of them."""
+        assert len(self._others) == self._ranks - 1, "the group is not there yet"
+        asked = [
+            call(other, "follow", method, within_s=LONGEST_S, who=rank_name(number))
+            for number, other in enumerate(self._others, start=1)
+        ]
+        await asyncio.gather(*asked)
 
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
         self._probe, self._version = probe, version
+        await self._follow("published")
         result = self._publish({})
         return dataclasses.replace(result, as_recorded=recorded in ("", result.fingerprint))
 
@@ -390,6 +420,7 @@ class PlayedTrainer:
         digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays)).hexdigest()
         if self._saving is not None:
             await self._saving
+        await self._follow("step")
         await asyncio.sleep(self._world.train_s)
         self._version = PolicyVersion(step + 1)
         self._world.trained.append((step, digest))
@@ -428,6 +459,25 @@ class PlayedTrainer:
             num_bytes=self._world.num_bytes,
             probe=tuple(word_logprobs(np.asarray(self._probe[1:], np.int32)).tolist()),
         )
+
+
+class PlayedTrainerRank:
+    """A rank of the played trainer: does nothing, and can be lost."""
+
+    def __init__(self, world: World, host: str, settings: Any, threads: int) -> None:
+        self._rank: Rank | None = None
+
+    async def join(self, rank: Rank) -> None:
+        self._rank = rank
+
+    async def follow(self, method: str, *args: Any) -> None:
+        assert self._rank is not None
+
+    async def present(self) -> None:
+        """Answer."""
+
+    async def close(self) -> None:
+        """There is nothing to close."""
 
 
 class PlayedParameterServer:

@@ -15,7 +15,7 @@ import pytest
 from stores.errors import ConfigError
 from tasks.episodes.answers import EpisodeKey
 from tasks.episodes.host import Episodes
-from tasks.task_source import Message, TaskSource, distinct_held_out
+from tasks.task_source import Message, TaskSource, distinct_held_out, drawn
 from tests.support.games import GAMES, acted, is_gone, played, running, settings, until_gone
 
 
@@ -222,6 +222,44 @@ def test_as_many_steps_as_allowed_are_taken_at_once(games: Path) -> None:
         await episodes.close()
 
     running(work())
+
+
+def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp_path: Path) -> None:
+    """Each reset waits until four have begun: one after another, none would end in time."""
+    (tmp_path / "slow.py").write_text(
+        "import os, time\nfrom pathlib import Path\n\n\nclass Slow:\n    def __init__(self, folder):\n"
+        "        self.folder = Path(folder)\n\n    def reset(self, seed):\n"
+        "        (self.folder / f'{seed}-{os.getpid()}').touch()\n"
+        "        while len(list(self.folder.iterdir())) < 4:\n            time.sleep(0.01)\n"
+        "        return f'seed {seed}', {}\n\n    def step(self, action):\n"
+        "        return '', 1.0, True, False, {}\n"
+    )
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    for number in range(4):
+        (folder / str(number)).touch()  # for the first task of a source, which is reset when that is made
+    made = settings(f"{tmp_path}/slow.py:Slow", {"folder": str(folder)}, step_s=20, concurrency=4)
+    assert made.source.at_once == 4
+    source = made.source.build()
+    for held_out in (False, True):
+        empty(folder)
+        tasks = drawn(source, range(8), held_out=held_out, at_once=4)
+        assert len({task.prompt for task in tasks}) == 8
+        assert tasks[7] == source.task(7, held_out=held_out)
+    empty(folder)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        answers = await asyncio.gather(*(acted(episodes, tasks[0], "go", member=m) for m in range(4)))
+        assert [(a.error, a.reward) for a in answers] == [("", 1.0)] * 4
+        await episodes.close()
+
+    running(work())
+
+
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
 
 
 @pytest.mark.parametrize(

@@ -150,5 +150,7 @@ def test_the_loss_of_fewer_rows_than_minibatches_is_the_mean_over_those_there_ar
 def test_the_distance_to_the_old_policy_is_of_later_minibatches(tiny_model: Path) -> None:
     data = [replace(r, advantage=r.advantage + 0.1) for r in rows(12)]
     assert measured(tiny_model, data)["kl_old"] == pytest.approx(0, abs=1e-9)
+    without = [replace(r, advantage=0.0) if i % 2 else r for i, r in enumerate(data)]
+    assert measured(tiny_model, without)["kl_old"] == pytest.approx(0, abs=1e-9)
     found = measured(tiny_model, data, minibatches=3)
     assert 1e-9 < found["kl_old"] < found["kl_behaviour"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from stores.weight_hash import in_order
 from tasks.knobs import values
 from tasks.names import AGGREGATION_NAMES
 from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP, advantages
@@ -204,7 +205,7 @@ def test_bfloat16_is_published_but_trained_in_float32(tiny_model: Any) -> None:
     assert np.isfinite(one.step(0, rows(4))["loss"])
     assert all(p.dtype == torch.float32 for p in one.model.parameters())
     assert any(not torch.equal(p, before[n]) for n, p in one.model.named_parameters())
-    assert {t.dtype for t in one.published().values()} == {torch.bfloat16}
+    assert one.published(lambda weights: {t.dtype for _, t in in_order(weights)}) == {torch.bfloat16}
 
 
 def test_learning_rate_schedule(tiny_model: Any) -> None:

@@ -189,6 +189,37 @@ def test_the_gradient_of_a_penalty_is_that_of_the_sampled_tokens_one_by_one(
     assert metrics["kl_reference"] > 0
 
 
+class Records(Nothing):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tokens] = []
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        self.seen.append(tokens)
+        return super().token_loss(tokens)
+
+
+@pytest.mark.parametrize("budget", [1, 10_000])
+def test_given_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) -> None:
+    data = rows_of_many_turns()
+    one = trainer(tiny_model, kl=KlConfig(coefficient=0.5, place="reward"), microbatch_tokens=budget)
+    loss = Records()
+    one.objective = replace(one.objective, loss=loss)
+    held = one.reference.rows(data, range(len(data)))
+    one.step(0, data)
+    found = [row[kept].tolist() for t in loss.seen for row, kept in zip(t.advantage, t.sampled, strict=True)]
+    expected = []
+    for i, row in enumerate(data):
+        paid = [
+            k("k3", float(b), float(r)) for b, r in zip(row.behaviour[row.sampled], held[i][row.sampled], strict=True)
+        ]
+        expected.append([row.advantage - 0.5 * sum(paid[t:]) for t in range(len(paid))])
+    assert sorted(map(len, found)) == sorted(map(len, expected))
+    for e in expected:
+        assert any(len(f) == len(e) and f == pytest.approx(e, rel=1e-4, abs=1e-5) for f in found)
+
+
 def test_a_policy_that_is_its_reference_pays_nothing_and_the_reference_stays(tiny_model: Path) -> None:
     data = [replace(r, advantage=0.0) for r in rows(4)]
     one = trainer(tiny_model, kl=KlConfig(coefficient=1.0), loss=LossConfig(name="ppo_clip"))

@@ -27,6 +27,7 @@ from stores.trajectory import (
 from tasks.actors import step_batches
 from tasks.actors.trainer import Trainer
 from tasks.training.packing import MOST_LAG, BatchPart, PackedRows, Row, microbatches, part_end
+from tasks.training.rank import ALONE, Rank
 from tests.support.bodies import Body
 from tests.tasks.test_trainer import Weights
 
@@ -128,7 +129,7 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
             return BatchPart(packed=PackedRows.of(data[first:last]), rest=len(data) - last)
 
     class Keeps(Weights):
-        def build(self, threads: int) -> Keeps:
+        def build(self, threads: int, rank: Rank = ALONE) -> Keeps:
             return self
 
         def step(self, step: int, rows: Any) -> dict[str, float]:
