@@ -129,6 +129,9 @@ class PlayedPrompts:
     def task(self, number: int) -> Task:
         return Task(prompt=str(number), record={})
 
+    def tasks(self, numbers: Sequence[int]) -> list[Task]:
+        return [self.task(number) for number in numbers]
+
     def encode(self, task: Task) -> tuple[int, ...]:
         return words(int(str(task.prompt)), self.lengths[int(str(task.prompt))])
 
