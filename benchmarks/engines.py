@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from tasks.actors.server_answers import Payload
 from tasks.engines.base import Engine, Request, Sampled
 from tasks.engines.settings import EngineSettings
 
@@ -98,8 +99,10 @@ class Prompts:
     def __init__(self, count: int) -> None:
         self._prompts = prompts(count)
 
-    async def payloads(self, ids: Sequence[int]) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        return {i: (self._prompts[i % len(self._prompts)], ()) for i in ids}
+    async def payloads(self, routed: Sequence[tuple[TrajectoryId, int]]) -> dict[TrajectoryId, Payload]:
+        return {
+            i: Payload(self._prompts[i % len(self._prompts)], (), FinishReason.UNFINISHED, 0) for i, _epoch in routed
+        }
 
     async def deliver(self, sampled: Sequence[Sampled]) -> dict[int, int]:
         return {s.trajectory: sum(len(segment.tokens) for segment in s.segments) for s in sampled}
@@ -137,7 +140,7 @@ def actor(engine: str, model: str, count: int, running: int) -> float:
             first, second = list(cluster.scheduler_info["workers"])
             server = await client.submit(Prompts, count, actor=True, workers=[first])
             instance = await client.submit(
-                RolloutInstance, settings(engine, model, running), InstanceId("i"), 1, NEW, 60.0,
+                RolloutInstance, settings(engine, model, running), InstanceId("i"), 1, NEW, NEW, 60.0, 10.0,
                 actor=True, workers=[second],
             )  # fmt: skip
             await sample(instance, server, 10**6, 8)

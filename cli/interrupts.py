@@ -1,4 +1,4 @@
-"""What Ctrl-C does: the first ends a command in order, the second ends the process."""
+"""What Ctrl-C does: the first ends a command in order, the second ends the process. SIGTERM is as a first one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a command that was ended by SIGTERM."""
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -28,7 +30,7 @@ def end_at_once() -> NoReturn:
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[None]:
     """Within: a first SIGINT raises KeyboardInterrupt, and a second one ends the process, also while the first one's
-    cleaning up goes on."""
+    cleaning up goes on. SIGTERM raises SystemExit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -41,9 +43,14 @@ def ctrl_c() -> Iterator[None]:
         heard = True
         signal.default_int_handler(number, frame)
 
-    before = signal.signal(signal.SIGINT, hear)
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        raise SystemExit(TERMINATED)
+
+    before, terminated_before = signal.signal(signal.SIGINT, hear), signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
         if not heard:  # else cleaning up goes on until the process ends
             signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGTERM, terminated_before)

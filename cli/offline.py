@@ -49,11 +49,18 @@ def refuse_branch(store: VersionedStore, branch: str) -> None:
 
 @click.command("reprocess")
 @click.argument("run", type=click.Path())
-@click.option("--reward", required=True, help="task, math_verify, path/to/file.py:name, or module:name.")
+@click.option("--reward", default="", help="task, math_verify, path/to/file.py:name, or module:name; else the job's.")
+@click.option(
+    "--set", "changes", metavar="KEY=VALUE", multiple=True, help="Change [reward] or task.answer_pattern of the job."
+)
 @click.option("--branch", required=True, help="Name of the new branch for the rewards.")
 @worker_options
-def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, where: Where) -> None:
+def reprocess(
+    run: str, reward: str, changes: tuple[str, ...], branch: str, workers: int, as_json: bool, where: Where
+) -> None:
     """Score the stored responses again and store the rewards on a branch. Exit code 1 if some could not be scored."""
+    if not (reward or changes):
+        raise click.UsageError("name the reward: --reward FUNCTION, or --set reward.KEY=VALUE for what changes of it")
     quiet_libraries()
     run_dir = run_folder(run)
     refuse_branch(open_store(run_dir), branch)  # before imports that take seconds
@@ -61,9 +68,9 @@ def reprocess(run: str, reward: str, branch: str, workers: int, as_json: bool, w
     from pipeline.offline.pool import pool_at
     from pipeline.runtime.run_folder import only_here
 
-    reprocessing.refuse(run_dir, reward, branch)
+    reprocessing.refuse(run_dir, reward, branch, changes)
     with only_here(run_dir), pool_at(where, workers) as pool, progress_bar("scored", quiet=as_json) as progress:
-        result = reprocessing.reprocess(run_dir, reward, branch, pool, progress)
+        result = reprocessing.reprocess(run_dir, reward, branch, pool, progress, changes)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:

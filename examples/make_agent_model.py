@@ -7,15 +7,13 @@ than half of its games. Reinforcement learning has to find out which way pays.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from examples.agent_game import QUESTION, HigherOrLower
-from tasks.training.tiny_model import BATCH, SPECIAL, Recipe, pretrain
+from examples.pretraining import make_model
+from tasks.training.tiny_model import BATCH, SPECIAL, Recipe
 
 SYMBOLS = (*SPECIAL, QUESTION, *"0123456789", "higher", "lower")
 HEEDING = 0.15
@@ -56,35 +54,6 @@ def games(seed: int) -> Iterator[tuple[str, ...]]:
         yield tuple(careless_game(rng.randrange(2**31), rng, heeding)[0])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of 32 games")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if (args.out / "model.safetensors").exists():
-        print(f"{args.out} already exists")
-        return
-    begin = time.monotonic()
-
-    def begun(parameters: int) -> None:
-        print(f"base model: {parameters:,} parameters, {args.steps} steps", flush=True)
-
-    def progress(step: int, loss: float) -> None:
-        if step % 100 == 0:
-            print(f"  step {step}: loss {loss:.3f}, {time.monotonic() - begin:.0f} s", flush=True)
-
-    recipe = Recipe(
-        steps=args.steps,
-        hidden_size=64,
-        num_layers=2,
-        learning_rate=3e-3,
-        warmup_steps=30,
-        initializer_range=0.1,
-        seed=args.seed,
-    )
-    pretrain(args.out, games(args.seed), recipe, begun, progress, SYMBOLS)
-
-
 if __name__ == "__main__":
-    main()
+    recipe = Recipe(steps=600, hidden_size=64, num_layers=2, learning_rate=3e-3, warmup_steps=30, initializer_range=0.1)
+    make_model(__doc__, recipe, games, SYMBOLS)

@@ -6,16 +6,14 @@ learns both the right rule and the mistake, and is right less than half of the t
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import reasoning_gym
 
-from tasks.training.tiny_model import Recipe, pretrain, worked_example
+from examples.pretraining import make_model
+from tasks.training.tiny_model import Recipe, worked_example
 
 TASK = {"min_terms": 4, "max_terms": 6, "min_digits": 1, "max_digits": 1}
 """Options of reasoning-gym's chain_sum, the same as in examples/demo.toml."""
@@ -32,27 +30,6 @@ def examples(seed: int) -> Iterator[tuple[str, str]]:
         yield entry["question"], worked_example(entry["metadata"]["expression"], rng)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=2400, help="optimizer steps of 32 examples")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if (args.out / "model.safetensors").exists():
-        print(f"{args.out} already exists")
-        return
-    begin = time.monotonic()
-
-    def begun(parameters: int) -> None:
-        print(f"base model: {parameters:,} parameters, {args.steps} steps", flush=True)
-
-    def progress(step: int, loss: float) -> None:
-        if step % 200 == 0:
-            print(f"  step {step}: loss {loss:.3f}, {time.monotonic() - begin:.0f} s", flush=True)
-
-    recipe = Recipe(steps=args.steps, hidden_size=128, num_layers=3, seed=args.seed, threads=os.cpu_count() or 1)
-    pretrain(args.out, examples(args.seed), recipe, begun, progress)
-
-
 if __name__ == "__main__":
-    main()
+    recipe = Recipe(steps=2400, hidden_size=128, num_layers=3, threads=os.cpu_count() or 1)
+    make_model(__doc__, recipe, examples)

@@ -125,7 +125,7 @@ def _part(path: Path, *, folder: bool) -> Iterator[Path]:
             return
         finally:
             os.close(held)
-            _remove(part)
+            remove(part)
 
 
 def _lock(held: int) -> bool:
@@ -149,7 +149,7 @@ def _sweep(path: Path) -> None:
             held = os.open(left, os.O_RDONLY)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(left)
+                remove(left)
             finally:
                 os.close(held)
     if len(path.name) >= NAME_CHARS:
@@ -160,7 +160,7 @@ def _sweep(path: Path) -> None:
             continue  # its writer is about to rename that one
         with contextlib.suppress(OSError):
             if path.exists():
-                _remove(left)
+                remove(left)
             else:
                 left.rename(path)
 
@@ -169,7 +169,8 @@ def _beside(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name[:NAME_CHARS]}.{secrets.token_hex(8)}.{kind}")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file or a folder; nothing if it is not there or cannot be removed."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

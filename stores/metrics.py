@@ -49,6 +49,7 @@ METRICS = (
     Metric(name="reward_errors", unit="trajectories", doc="trajectories whose reward could not be computed",
            label="failed"),
     Metric(name="groups_with_signal", unit="share", doc="groups with unequal rewards; failed ones are left out"),
+    Metric(name="advantage_std", unit="", doc="standard deviation of the batch's advantages"),
     Metric(name="response_tokens", unit="tokens", doc="sampled tokens of the batch"),
     Metric(name="response_mean", unit="tokens", doc="mean response length, sampled tokens", label="mean"),
     Metric(name="response_max", unit="tokens", doc="longest response, sampled tokens", label="longest"),
@@ -56,6 +57,12 @@ METRICS = (
     Metric(name="turns_max", unit="turns", doc="most turns of a trajectory", label="most"),
     Metric(name="given_tokens", unit="tokens", doc="tokens that environments gave between turns, of the batch"),
     Metric(name="tool_s", unit="s", doc="mean time a trajectory waited for its environment, all turns together"),
+    Metric(name="prefilled_tokens", unit="tokens", doc="tokens of contexts that instances computed, since the step "
+           "before", label="computed"),
+    Metric(name="cached_tokens", unit="tokens", doc="tokens of contexts that instances found cached, since the step "
+           "before", label="found cached"),
+    Metric(name="kept_tokens", unit="tokens", doc="KV tokens kept for turns to come, on all instances, when the step "
+           "ended"),
     Metric(name="truncated_share", unit="share", doc="responses cut off at max_new_tokens"),
     Metric(name="staleness_mean", unit="versions", doc="mean of step - v_traj over the batch", label="consumed, mean"),
     Metric(name="staleness_max", unit="versions", doc="largest step - v_traj of the batch; at most eta",
@@ -68,8 +75,22 @@ METRICS = (
     Metric(name="sampling_s", unit="s", doc="mean time from first routing to last token"),
     Metric(name="loss", unit="", doc="loss, mean over minibatches", label="loss"),
     Metric(name="grad_norm", unit="", doc="gradient norm before clipping, mean over minibatches", label="norm"),
-    Metric(name="clip_share", unit="share", doc="tokens clipped by the loss"),
+    Metric(name="updates_dropped", unit="updates", doc="optimizer updates left out because their gradient was not "
+           "finite"),
+    Metric(name="clip_share", unit="share", doc="tokens clipped by the loss", label="all"),
+    Metric(name="clip_share_low", unit="share", doc="tokens clipped because their ratio is low", label="low"),
+    Metric(name="clip_share_high", unit="share", doc="tokens clipped because their ratio is high", label="high"),
     Metric(name="ratio_mean", unit="", doc="mean importance ratio to the behaviour policy"),
+    Metric(name="ess", unit="share", doc="effective sample size of the importance ratios to the behaviour policy over "
+           "the number of tokens; 1 is on-policy", exported="effective_sample_size"),
+    Metric(name="entropy", unit="nats", doc="entropy of what a token is drawn from, at the sampling temperature; from "
+           "the sampled tokens' logprobs"),
+    Metric(name="kl_old", unit="nats", doc="k3 estimate of KL(pi_old || pi) as rows are trained on; pi_old as in the "
+           "loss: pi before the step, or the behaviour policy", label="old"),
+    Metric(name="kl_behaviour", unit="nats", doc="k3 estimate of KL(rollout || pi) as rows are trained on",
+           label="behaviour"),
+    Metric(name="kl_reference", unit="nats", doc="k3 estimate of KL(pi || reference) over tokens with gradient; 0 "
+           "without a reference model", label="reference"),
     Metric(name="kl_rollout", unit="nats", doc="k3 estimate of KL(rollout || trainer), fresh tokens, before the step"),
     Metric(name="mismatch_mean", unit="nats", doc="mean |stored - recomputed logprob|, fresh tokens, equal weights",
            label="mean"),

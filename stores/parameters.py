@@ -26,7 +26,7 @@ from stores.errors import StoreError
 from stores.files import replace_folder, replacing
 from stores.incoming import PIECE_BYTES, Incoming
 from stores.trajectory import PolicyVersion
-from stores.weight_hash import Array, Tensors
+from stores.weight_hash import Array, Tensors, Weights
 
 if TYPE_CHECKING:
     import torch
@@ -134,10 +134,10 @@ class ParameterFolder:
     def versions(self) -> list[PolicyVersion]:
         return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.safetensors"))
 
-    def publish(self, version: PolicyVersion, tensors: Tensors) -> str:
+    def publish(self, version: PolicyVersion, weights: Weights) -> str:
         """Write a version, and make it visible atomically. Returns its fingerprint. Raises StoreError."""
         with self._replacing(version) as part:
-            return weight_file.write(part, tensors)
+            return weight_file.write(part, weights)
 
     @contextlib.contextmanager
     def incoming(self, version: PolicyVersion, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[Incoming]:
@@ -175,12 +175,13 @@ class ParameterFolder:
         return replacing(self.path(version), remedy, failures=(SafetensorError,), flush=False)
 
 
-def checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
+def checkpoint(model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Save a model and tokenizer for `from_pretrained`, atomically. Replaces a checkpoint of the same step, which
-    exists if a resumed run repeats that step. Raises StoreError."""
+    exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards. Raises
+    StoreError."""
 
     def write(part: Path) -> None:
-        model.save_pretrained(part)
+        model.save_pretrained(part, state_dict=dict(weights))
         tokenizer.save_pretrained(part)
 
     replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

@@ -1,6 +1,8 @@
-"""A run's resume points: the trainer's full state at a version. One file per version, the latest few kept.
+"""A run's resume points: the trainer's full state at a version. One per version, the latest few kept.
 
-A file becomes visible by rename (stores/files.py), so a process that resumes sees all of it or nothing.
+A trainer of one process writes a file; one of several a folder, into which each process writes its shards. Either
+becomes visible by rename (stores/files.py), so a process that resumes sees all of it or nothing, and either can be gone
+on from by any number of processes.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stores.errors import StoreError
-from stores.files import replace_file
+from stores.files import remove, replace_file, replace_folder
 from stores.trajectory import PolicyVersion
 
 KEPT = 3
@@ -25,31 +27,43 @@ class ResumePoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def path(self, version: PolicyVersion) -> Path:
-        return self.folder / f"v{version:08d}.pt"
+    def path(self, version: PolicyVersion, *, sharded: bool | None = None) -> Path:
+        """The file or folder of a version. sharded: which of them; by default the one that is there."""
+        file, folder = self.folder / f"v{version:08d}.pt", self.folder / f"v{version:08d}.shards"
+        return folder if sharded or (sharded is None and folder.exists()) else file
 
     def versions(self) -> list[PolicyVersion]:
         """The versions that have a resume point, oldest first."""
-        return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.pt"))
+        found = (*self.folder.glob("v*.pt"), *self.folder.glob("v*.shards"))
+        return sorted({PolicyVersion(int(path.stem[1:])) for path in found})
 
     def whole(self) -> list[PolicyVersion]:
-        """The versions whose file is complete: a torch file is a zip archive, and the zip directory comes last."""
-        return [version for version in self.versions() if zipfile.is_zipfile(self.path(version))]
+        """The versions whose resume point is complete: a folder is if it is there; a torch file is a zip archive, and
+        the zip directory comes last."""
+        found = ((version, self.path(version)) for version in self.versions())
+        return [version for version, path in found if path.is_dir() or zipfile.is_zipfile(path)]
 
     def remove_after(self, version: PolicyVersion) -> None:
         """Remove the points of later versions. A run that goes on from `version` makes these anew, with other weights:
         what is left of the old ones would be taken for them if it is killed before it has written its own."""
         for later in self.versions():
             if later > version:
-                self.path(later).unlink(missing_ok=True)
+                self._remove(later)
 
-    def write(self, version: PolicyVersion, write: Callable[[Path], None]) -> None:
-        """Have `write` create the file of `version`, then remove the oldest beyond `KEPT`. Raises StoreError."""
+    def write(self, version: PolicyVersion, write: Callable[[Path], None], *, sharded: bool = False) -> None:
+        """Have `write` create the file of `version`, or fill its folder; then remove the oldest beyond `KEPT`. Raises
+        StoreError."""
         remedy = "free space, move runs_dir or set training.resume_every"
         # torch.save raises RuntimeError on a full disk.
-        replace_file(self.path(version), write, remedy, failures=(RuntimeError,))
+        replace = replace_folder if sharded else replace_file
+        remove(self.path(version, sharded=not sharded))  # of another number of processes; what is there is never both
+        replace(self.path(version, sharded=sharded), write, remedy, failures=(RuntimeError,))
         for old in self.versions()[:-KEPT]:
-            self.path(old).unlink(missing_ok=True)
+            self._remove(old)
+
+    def _remove(self, version: PolicyVersion) -> None:
+        for sharded in (False, True):
+            remove(self.path(version, sharded=sharded))
 
 
 @contextlib.contextmanager

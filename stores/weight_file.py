@@ -1,6 +1,7 @@
 """A version's file, in the safetensors format: written piece by piece, and hashed at the same time.
 
-Tensors may be anywhere; no more of them than a piece a thread is copied to this process' memory at a time.
+Tensors may be anywhere, and come one by one; no more of them than a piece a thread is copied to this process' memory at
+a time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stores.errors import StoreError
-from stores.weight_hash import Array, Tensors, fingerprint
+from stores.weight_hash import Array, OneByOne, Tensors, Weights, fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +28,10 @@ ALIGNED = 8
 first."""
 
 
-def write(path: Path, tensors: Tensors) -> str:
-    """Write tensors to a file, and return their fingerprint. Raises OSError; StoreError for a type that the format does
+def write(path: Path, weights: Weights) -> str:
+    """Write weights to a file, and return their fingerprint. Raises OSError; StoreError for a type that the format does
     not have."""
-    header, begins = layout(tensors)
+    header, begins = layout(weights.described if isinstance(weights, OneByOne) else weights)
     held = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         _write_all(held, header, 0)
@@ -38,7 +39,7 @@ def write(path: Path, tensors: Tensors) -> str:
         def write_piece(name: str, offset: int, data: memoryview) -> None:
             _write_all(held, data, begins[name] + offset)
 
-        return fingerprint(tensors, also=write_piece)
+        return fingerprint(weights, also=write_piece)
     finally:
         os.close(held)
 

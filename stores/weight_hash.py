@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -34,10 +36,35 @@ MOST_THREADS = 8
 """Threads that hash at once, at most: about as fast as memory is read, and a host's other instances hash too."""
 
 
+AHEAD = 4
+"""Pieces that wait for each thread, at most: tensors that come one by one are not kept for longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """Tensors that come into being in the order of their names, each when it is its turn: they are never all there.
+    described: tensors of their types and shapes without a content. come: all of them, once."""
+
+    described: Tensors
+    come: Iterator[tuple[str, torch.Tensor]]
+
+
+Weights: TypeAlias = "Tensors | OneByOne"
+
+
+def in_order(weights: Weights) -> Iterator[tuple[str, torch.Tensor | Array]]:
+    """Tensors in the order of their names. Those that come one by one have come then."""
+    if isinstance(weights, OneByOne):
+        yield from weights.come
+    else:
+        for name in sorted(weights):
+            yield name, weights[name]
+
+
 def fingerprint(
-    tensors: Tensors, threads: int | None = None, also: Callable[[str, int, memoryview], object] | None = None
+    weights: Weights, threads: int | None = None, also: Callable[[str, int, memoryview], object] | None = None
 ) -> str:
-    """Fingerprint of tensors, wherever they are. threads: how many hash at once, by default as many as this process has
+    """Fingerprint of weights, wherever they are. threads: how many hash at once, by default as many as this process has
     processors, up to MOST_THREADS. Each copies a piece at a time from where its tensor is. also: called in these
     threads with each piece, its tensor's name and its first byte's place in the tensor."""
 
@@ -48,28 +75,35 @@ def fingerprint(
             also(name, offset, data)
         return hashlib.sha256(data).digest()  # hashlib lets other threads run meanwhile
 
-    names = sorted(tensors)
-    pieces = [(name, *piece) for name in names for piece in _pieces(tensors[name])]
     if threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = min(MOST_THREADS, cores)
-    digests: dict[str, list[bytes]] = {name: [] for name in names}
-    with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
-        hashed = map(digest, pieces) if len(pieces) == 1 else pool.map(digest, pieces)
-        for (name, *_), one in zip(pieces, hashed, strict=True):
-            digests[name].append(one)
     whole = hashlib.sha256()
-    for name in names:
-        whole.update(hashlib.sha256(_header(name, tensors[name]) + b"".join(digests[name])).digest())
+    waiting: deque[tuple[bytes, list[Future[bytes]]]] = deque()
+    num_waiting = 0
+
+    def add(header: bytes, digests: list[Future[bytes]]) -> int:
+        whole.update(hashlib.sha256(header + b"".join(one.result() for one in digests)).digest())
+        return len(digests)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
+        for name, tensor in in_order(weights):
+            digests = [pool.submit(digest, (name, *piece)) for piece in _pieces(tensor)]
+            waiting.append((_header(name, tensor), digests))
+            num_waiting += len(digests)
+            while num_waiting > AHEAD * threads:
+                num_waiting -= add(*waiting.popleft())
+        for header, digests in waiting:
+            add(header, digests)
     return f"{SCHEME}:{whole.hexdigest()}"
 
 
-def matches(tensors: Tensors, recorded: str) -> bool:
-    """Whether tensors have a fingerprint that was recorded, by its own scheme. False for one of an unknown scheme."""
+def matches(weights: Weights, recorded: str) -> bool:
+    """Whether weights have a fingerprint that was recorded, by its own scheme. False for one of an unknown scheme."""
     scheme = _scheme(recorded)
     if scheme == SCHEME:
-        return fingerprint(tensors) == recorded
-    return scheme == "" and _by_blake2b(tensors) == recorded
+        return fingerprint(weights) == recorded
+    return scheme == "" and _by_blake2b(weights) == recorded
 
 
 def comparable(one: str, other: str) -> bool:
@@ -104,11 +138,11 @@ def _data(piece: torch.Tensor | Array) -> memoryview:
     return array.data
 
 
-def _by_blake2b(tensors: Tensors) -> str:
+def _by_blake2b(weights: Weights) -> str:
     """The fingerprint as versions before `sha256-tree` recorded it."""
     digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        digest.update(_header(name, tensors[name]))
-        for _, piece in _pieces(tensors[name]):
+    for name, tensor in in_order(weights):
+        digest.update(_header(name, tensor))
+        for _, piece in _pieces(tensor):
             digest.update(_data(piece))
     return digest.hexdigest()

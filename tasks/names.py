@@ -1,7 +1,7 @@
 """Names a job file may use, apart from what they name, so that checking a job loads neither torch nor vllm."""
 
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant_length")
-SCHEDULE_NAMES = ("constant", "cosine")
+SCHEDULE_NAMES = ("constant", "cosine", "linear")
 WORKLOAD_NAMES = ("lognormal", "bimodal", "power_law", "agentic", "recorded")
 LATENCY_NAMES = ("lognormal", "normal", "constant")
 REWARD_TOKEN = 2

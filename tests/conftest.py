@@ -34,6 +34,7 @@ HEAVIEST = (
     "jobs/test_resume.py",
     "jobs/test_bucket.py",
     "cli/test_ctrl_c.py",
+    "runtime/test_run_ranks.py",
     "test_earlier_versions.py",
     "offline/test_offline.py",
     "run_page/test_browser.py",

@@ -18,6 +18,7 @@ from stores.trajectory import Ended, Given
 from tasks.engines.settings import ENGINES, EngineSettings
 from tasks.knobs import values
 from tasks.seeds import engine_seed
+from tasks.training.advantage import Overlong
 from tasks.workload import DrawnWorkload, RecordedWorkload, Turn, Workload, WorkloadSettings
 
 if TYPE_CHECKING:
@@ -170,10 +171,19 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         group_size=config.batch.group_size,
         members_started=config.members_started,
         advantage=config.training.advantage,
+        overlong=overlong(config),
         max_error_share=config.reward.max_error_share,
         store=str(store),
         header=dataclasses.replace(run_header(config), longest_prompt=longest),
         resumed=resumed,
+    )
+
+
+def overlong(config: RunConfig) -> Overlong:
+    """The penalty of this job on responses close to the limit."""
+    training = config.training
+    return Overlong(
+        tokens=training.overlong_tokens, penalty=training.overlong_penalty, longest=config.rollout.max_new_tokens
     )
 
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config import actor_settings, user_files
-from pipeline.config.model_files import check_files, find_model, read_context
-from pipeline.config.rules import check_steps
+from pipeline.config.model_files import check_files, find_model, read_architecture, read_context
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 from tasks.file_tokenizer import FileTokenizer, chat_template
@@ -36,7 +35,9 @@ if TYPE_CHECKING:
 
 MAX_NAME = 200
 """Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
-PATHS = ("runs_dir", "model.path", "workload.run", "cluster.shared_memory", "cluster.scheduler_file", *user_files.CODE)
+PATHS = (
+    "runs_dir", "workload.run", "cluster.shared_memory", "cluster.scheduler_file", *user_files.MODELS, *user_files.CODE,
+)  # fmt: skip
 """Keys that may name a file or folder."""
 DRAWN = 100_000
 """Most prompts that are looked at."""
@@ -66,6 +67,7 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         from stores.repository import check_bucket
 
         check_bucket(config.store_url, new=not (config.run_dir / "store").exists())
+    _check_steps(config)
     if not config.has_texts:
         user_files.check(config)
         return []
@@ -75,13 +77,13 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
             why = "a folder, not a file" if path.exists() else "no such file"
             raise ConfigError(f"{key} = {f'{kind}{path}'!r}: cannot be read: {why}")
     folder = _model(config, unchecked, here=here)
+    _check_reference(config, folder, unchecked, here=here)
     user_files.check(config)
     if not here and _elsewhere(config, unchecked):
         return unchecked
     task, prompts = _first_prompt(config, folder)
-    settled = user_files.settled(config)
-    check_steps(settled, f"job {config.name!r}")
-    environments = actor_settings.episode_settings(config) if settled.acts else None
+    acts = user_files.settled(config).acts
+    environments = actor_settings.episode_settings(config) if acts else None
     if environments is None or environments.scoring is not None:
         _try_reward(config, task)
     if environments is not None:
@@ -105,6 +107,18 @@ def check_names(config: RunConfig) -> None:
                 f'cluster.{key} = {given!r} has no effect with cluster.kind = "local"; set cluster.kind = "{kind}" to '
                 "join that cluster, or remove it"
             )
+
+
+def _check_steps(config: RunConfig) -> None:
+    """Check that a job that acts does not count as stuck while it waits for a step of an environment."""
+    step_s, stuck_s = config.environment.step_s / config.time_scale, config.deadlines.stuck_s
+    if step_s >= stuck_s and user_files.settled(config).acts:
+        emulated = f" (at rollout.engine.time_scale = {config.time_scale:g})" if config.time_scale != 1 else ""
+        raise ConfigError(
+            f"environment.step_s = {config.environment.step_s:g}{emulated} must be less than "
+            f"deadlines.stuck_s = {stuck_s:g}, after which a run that only waits for a step would be ended; raise "
+            "deadlines.stuck_s"
+        )
 
 
 def _check_runs_dir(runs_dir: Path) -> None:
@@ -185,18 +199,10 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
     """Check the model's files, and that its context has room for a prompt. Returns their folder, if it is on this
     machine."""
     what = f"model.path = {config.model.path!r}"
-    try:
-        folder = find_model(config.model.path)
-    except ConfigError as error:
-        if here:
-            raise
-        unchecked.append(f"not checked here: {error}")
-        return None
+    folder = _checked_folder("model.path", config.model.path, unchecked, here=here)
     if folder is None:
-        unchecked.append(f"not checked: {what} has yet to be fetched from the hub")
         return None
     context = read_context(folder, what)
-    check_files(folder, what)
     if context <= config.rollout.max_new_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
@@ -207,6 +213,36 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
             f"task.chat = true: the tokenizer in {folder} has no chat template; add chat_template.jinja there, or set "
             "task.chat = false and write the turns into task.template"
         )
+    return folder
+
+
+def _check_reference(config: RunConfig, model: Path | None, unchecked: list[str], *, here: bool) -> None:
+    """Check the reference model's files, and that it has the tokens of the policy's, in the folder `model`."""
+    key, path = "training.kl.reference", config.training.kl.reference
+    folder = _checked_folder(key, path, unchecked, here=here) if path else None
+    if folder is None or model is None:
+        return
+    tokens, other = (read_architecture(f, f"{f}").get("vocab_size") for f in (model, folder))
+    if tokens != other:
+        raise ConfigError(
+            f"{key} = {path!r}: its vocabulary has {other} tokens, that of model.path {tokens}; name a model of the "
+            "same tokens, such as a checkpoint"
+        )
+
+
+def _checked_folder(key: str, path: str, unchecked: list[str], *, here: bool) -> Path | None:
+    """The folder of a model whose files are whole, if it is on this machine. Raises ConfigError."""
+    try:
+        folder = find_model(path, key)
+    except ConfigError as error:
+        if here:
+            raise
+        unchecked.append(f"not checked here: {error}")
+        return None
+    if folder is None:
+        unchecked.append(f"not checked: {key} = {path!r} has yet to be fetched from the hub")
+        return None
+    check_files(folder, f"{key} = {path!r}")
     return folder
 
 

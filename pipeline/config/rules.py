@@ -33,6 +33,11 @@ def check_across(config: RunConfig, where: str) -> None:
     needs_groups = advantage in ADVANTAGES and advantage not in NEED_NO_GROUP
     if needs_groups and config.batch.group_size < 2:
         raise ConfigError(f"{where}: batch.group_size = 1 leaves {advantage} nothing to compare; it must be >= 2")
+    if config.batch.filtering == "no_signal" and config.batch.group_size < 2:
+        raise ConfigError(
+            f'{where}: batch.filtering = "no_signal" would drop every group of batch.group_size = 1, whose rewards are '
+            'all equal; use "keep_all"'
+        )
     _check_sizes(config, where)
     try:
         ADMISSION.make(config.staleness, {"eta": config.staleness.eta})
@@ -40,6 +45,12 @@ def check_across(config: RunConfig, where: str) -> None:
         LOSSES.check(config.training.loss)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+    kl = config.training.kl
+    if kl.reference and not kl.coefficient:
+        raise ConfigError(
+            f"{where}: training.kl.reference = {kl.reference!r} is not used while training.kl.coefficient = 0; set it "
+            "above 0, such as 0.001"
+        )
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if config.cluster.kind == kind and not getattr(config.cluster, key):
             raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
@@ -50,19 +61,6 @@ def check_across(config: RunConfig, where: str) -> None:
             raise ConfigError(f"{where}: store = {config.store!r} is no place for a store; {HOW}") from error
     _check_engine(config, where)
     _check_virtual(config, where)
-    check_steps(config, where)
-
-
-def check_steps(config: RunConfig, where: str) -> None:
-    """Check that a job that acts does not count as stuck while it waits for a step of an environment."""
-    step_s, stuck_s = config.environment.step_s / config.time_scale, config.deadlines.stuck_s
-    if config.acts and step_s >= stuck_s:
-        emulated = f" (at rollout.engine.time_scale = {config.time_scale:g})" if config.time_scale != 1 else ""
-        raise ConfigError(
-            f"{where}: environment.step_s = {config.environment.step_s:g}{emulated} must be less than "
-            f"deadlines.stuck_s = {stuck_s:g}, after which a run that only waits for a step would be ended; raise "
-            "deadlines.stuck_s"
-        )
 
 
 def _check_sizes(config: RunConfig, where: str) -> None:
@@ -71,6 +69,11 @@ def _check_sizes(config: RunConfig, where: str) -> None:
         raise ConfigError(
             f"{where}: training.minibatches = {config.training.minibatches} is more than the "
             f"{config.trajectories_per_step} trajectories of a step"
+        )
+    if config.training.overlong_tokens > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"{where}: training.overlong_tokens = {config.training.overlong_tokens} is more than "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, of which they are the last"
         )
     started = config.groups_started * config.members_started
     if started > MOST_TRAJECTORIES:

@@ -30,8 +30,8 @@ CODE = (
 """Keys of a job that may name user code by file."""
 RULES = ("rollout.routing", "training.advantage", "training.loss.name")
 """Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
-SCORING = ("task.source", "task.eval_source", "reward.function")
-"""Keys whose code scores responses."""
+MODELS = ("model.path", "training.kl.reference")
+"""Keys that may name a model's folder."""
 SOURCES = ("task.source", "task.eval_source")
 """Keys that may name a data set."""
 DATA = ("jsonl:", "parquet:", "datasets:")
@@ -48,14 +48,18 @@ def _code_keys(config: RunConfig) -> tuple[str, ...]:
     return code_keys(config.reward.parts, len(config.environment.tools))
 
 
+def scoring_keys(reward_parts: Iterable[str]) -> tuple[str, ...]:
+    """Those of them whose code scores responses."""
+    return tuple(key for key in code_keys(reward_parts, 0) if key.startswith(("task.", "reward.")))
+
+
 def located(config: RunConfig) -> RunConfig:
     """The job with absolute paths, since a cluster's workers have other working directories."""
     for key in _code_keys(config):
         file, name = _named(config, key)
         if file:
             config = _set(config, key, f"{Path(file).resolve()}:{name}")
-    if Path(config.model.path).is_dir():
-        config = _set(config, "model.path", str(Path(config.model.path).resolve()))
+    config = models_located(config)
     for key in SOURCES:
         kind, path = data_file(_get(config, key))
         if path is not None:
@@ -63,6 +67,14 @@ def located(config: RunConfig) -> RunConfig:
     if config.workload.run:
         config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
     return _set(settled(config), "runs_dir", str(Path(config.runs_dir).resolve()))
+
+
+def models_located(config: RunConfig) -> RunConfig:
+    """The job with absolute paths of its models' folders."""
+    for key in MODELS:
+        if (path := _get(config, key)) and Path(path).is_dir():
+            config = _set(config, key, str(Path(path).resolve()))
+    return config
 
 
 def settled(config: RunConfig) -> RunConfig:

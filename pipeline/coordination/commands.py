@@ -49,6 +49,15 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """Free what an instance keeps of a trajectory's earlier turns: nothing goes on from them."""
+
+    trajectory: TrajectoryId
+    instance: InstanceId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
     """Load the weights of `version`; running trajectories continue under it with the tokens they have."""
 
@@ -105,4 +114,4 @@ class Retire:
     cause: str
 
 
-Command = Draw | Route | Interrupt | Abort | Pull | Score | Act | Dismiss | Train | Retire
+Command = Draw | Route | Interrupt | Abort | Forget | Pull | Score | Act | Dismiss | Train | Retire

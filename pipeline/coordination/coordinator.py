@@ -22,6 +22,7 @@ from pipeline.coordination.commands import (
     Command,
     Dismiss,
     Draw,
+    Forget,
     Interrupt,
     Pull,
     Retire,
@@ -259,6 +260,7 @@ class Coordinator:
     def _on_environment_failed(self, event: EnvironmentFailed) -> None:
         live = self._state.acting(event.trajectory, event.epoch)
         if live is not None:
+            self._forget(live.id, self._state.leave_home(live))
             attempts = self._state.restart(live)
             self._history.note(live.id, f"environment failed: {event.error}")
             if attempts > self._strategies.max_attempts:
@@ -272,6 +274,7 @@ class Coordinator:
             self.forecast.finished(live.group, live.tokens, live.forecast)
             acting_s = live.acting_s + self._state.now - live.since
             self.forecast.episodes.ended(live.tokens, live.given_tokens, acting_s)
+            self._forget(live.id, self._state.leave_home(live))
         complete = self._state.score(live, None if event.error else event.reward)
         self._history.note(live.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
         if complete:
@@ -368,6 +371,8 @@ class Coordinator:
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
         pace_s = self._placement.pace_s(live, self._state.now)
         forecast = self.forecast.expected_remaining(live.group, 0) if live.v_traj < 0 else live.forecast
+        # What is kept is taken over where it is routed to; elsewhere it stays, in case a later turn returns.
+        self._state.leave_home(live)
         self._state.send(live, instance, pace_s=pace_s, forecast=forecast)
         self._history.note(live.id, f"routed to {instance.instance} at version {instance.version}")
         self._commands.append(
@@ -425,6 +430,7 @@ class Coordinator:
                 self._commands.append(
                     Abort(trajectory=ending.trajectory, epoch=one.epoch, instance=one.running_on, cause=cause)
                 )
+            self._forget(ending.trajectory, one.kept_on)
             if one.acts:
                 self._commands.append(Dismiss(trajectory=ending.trajectory, cause=cause))
             self.forecast.forget(ending.group)
@@ -432,6 +438,10 @@ class Coordinator:
         if ended:
             endings, versions = tuple(one.ending for one in ended), tuple(one.v_traj for one in ended)
             self._commands.append(Retire(endings=endings, versions=versions, cause=cause))
+
+    def _forget(self, trajectory: TrajectoryId, kept_on: InstanceId | None) -> None:
+        if kept_on is not None:
+            self._commands.append(Forget(trajectory=trajectory, instance=kept_on, cause=self._history.cause))
 
     def _replan(self) -> None:
         """Plan the pace anew: the fleet or the seconds of a step have changed."""

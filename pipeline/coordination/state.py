@@ -29,13 +29,14 @@ from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedTrajectory:
-    """A trajectory that has just ended without being trained on. running_on: the instance that must stop it. acts: it
-    has an environment to be closed."""
+    """A trajectory that has just ended without being trained on. running_on: the instance that must stop it. kept_on:
+    the instance that may keep its context. acts: it has an environment to be closed."""
 
     ending: Ending
     v_traj: PolicyVersion
     epoch: int
     running_on: InstanceId | None
+    kept_on: InstanceId | None
     acts: bool
 
 
@@ -327,7 +328,6 @@ class CoordinatorState:
         live.phase, live.since = next_phase(live.phase, Transition.RESTARTED), self._now
         live.tokens = live.safe_tokens = live.turns = live.given_tokens = 0
         live.acting_s = 0.0
-        live.home = None
         live.attempts += 1
         self._enqueue(live)
         self._routing_changed = True
@@ -344,6 +344,12 @@ class CoordinatorState:
         self._requeue(live, transition, live.safe_tokens)
         live.attempts += 1
         return live.attempts
+
+    def leave_home(self, live: LiveTrajectory) -> InstanceId | None:
+        """Note that what is kept of a trajectory where it took its latest turn is taken over now, or of no use any
+        more. Returns the instance if there may be something."""
+        home, live.home = self._fleet.get(live.home), None
+        return home.instance if home is not None and home.version == live.home_version else None
 
     def score(self, live: LiveTrajectory, reward: float | None) -> bool:
         """Note a trajectory's reward, None if it has none. True if its group now has all the members it needs."""
@@ -532,6 +538,7 @@ class CoordinatorState:
                     v_traj=live.v_traj,
                     epoch=live.epoch,
                     running_on=live.instance,
+                    kept_on=self.leave_home(live),
                     acts=live.turns > 0 and live.phase is not Phase.DONE,
                 )
             )

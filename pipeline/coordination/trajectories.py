@@ -37,7 +37,7 @@ class LiveTrajectory:
     acting_s: float = 0.0
     """Seconds that its environment took for the turns before."""
     home: InstanceId | None = None
-    """Where its latest turn was sampled: what it has so far may still be cached there."""
+    """Where its latest turn was sampled, until the next one is: what it has so far may be cached there."""
     home_version: PolicyVersion = PolicyVersion(-1)
     """The version that `home` served then; under another, nothing is cached."""
     reward: float | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.config import actor_settings
 from pipeline.config.schema import RunConfig
-from pipeline.profiling.diagnosis import Diagnosis
+from pipeline.profiling.diagnosis import Cause, Diagnosis, trainer_limits
 from pipeline.profiling.measure import Profile
 from pipeline.runtime.run_folder import load_job
 from pipeline.simulator.body import SimulatedRun
@@ -56,6 +56,20 @@ def as_recorded(run_dir: Path, profile: Profile) -> tuple[str, ...]:
     if "train_s" in profile.latencies:  # the mean step, of mean tokens
         found.append("simulation.train_s_per_token=0.0")
     return tuple(found)
+
+
+def confirmed(
+    run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, instances: int, budget_s: float = BUDGET_S
+) -> tuple[Diagnosis, Expectation]:
+    """A diagnosis of a run with so many instances, and what a simulation of the run expects of its advice. Instances
+    that the simulation finds to be needed are not said to be too many: tails of long responses, which the diagnosis
+    does not see, may need them."""
+    expected = expect(run_dir, profile, diagnosis, budget_s)
+    while diagnosis.cause is Cause.MANY_INSTANCES and expected.ratio is not None and expected.ratio < WORSE:
+        needed = int(dict(diagnosis.change)["rollout.instances"])
+        diagnosis = trainer_limits(diagnosis.share, (needed + instances + 1) // 2, instances)
+        expected = expect(run_dir, profile, diagnosis, budget_s)
+    return diagnosis, expected
 
 
 def expect(run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, budget_s: float = BUDGET_S) -> Expectation:

@@ -104,7 +104,11 @@ class Reporter:
                 state, why = "waiting", f"{what}; gives up after {cluster.start_s:g} s (deadlines.start_s)"
                 if driver.training:
                     state, why = "running", f"goes on without {what}"
-            more = {"decisions": driver.decisions(DECISIONS), "tokens_sampled": driver.tokens_sampled()}
+            more = {
+                "decisions": driver.decisions(DECISIONS),
+                "tokens_sampled": driver.tokens_sampled(),
+                "kept_tokens": driver.kept_tokens(),
+            }
             for worker in await board.ask(cluster.client, "leaving", id=self.id):
                 self._log(driver.retire(worker) or f"retiring {worker}")
             stop = await self.report(cluster.client, state, why, more)

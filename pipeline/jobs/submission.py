@@ -31,7 +31,7 @@ async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> di
     user_files.check(config)
     config, code = with_code(config)
     submission = Submission(id=id, job=fields.to_toml(config), code=code, resume=resume)
-    needs = Needs(instances=config.rollout.instances, rewards=len(config.judges), driver=True)
+    needs = Needs.of(config, driver=True)
     async with where.connected() as client:
         # The board has the job wait for workers as soon as it has its task, so that nothing is left to do then.
         await board.ask(

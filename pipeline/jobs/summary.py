@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import RunConfig
-from pipeline.jobs.expectation import Expectation, expect
+from pipeline.jobs.expectation import Expectation, confirmed
 from pipeline.jobs.starts import read, whole
 from pipeline.profiling.diagnosis import Diagnosis
 from pipeline.runtime.evaluation import not_comparable
@@ -35,7 +35,8 @@ def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[s
     summary = summarize(config, whole(outcomes, run_dir), run_dir)
     summary["starts"] = [{"version": one.version, "end": one.end} for one in read(run_dir)]
     if outcomes.diagnosis is not None:
-        summary["diagnosis"] = diagnosed(outcomes.diagnosis, expect(run_dir, outcomes.profile, outcomes.diagnosis))
+        found = confirmed(run_dir, outcomes.profile, outcomes.diagnosis, config.rollout.instances)
+        summary["diagnosis"] = diagnosed(*found)
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if outcomes.steps:
         replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), REMEDY)
@@ -56,6 +57,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
     phases = outcomes.phases
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)
     mismatch = [s for s in outcomes.steps if s["mismatch_max"] > 0]
+    clipped = [s["clip_share"] for s in outcomes.steps if "clip_share" in s]
     return {
         "name": config.name,
         "stopped": outcomes.stopped,
@@ -67,6 +69,8 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "trajectories_consumed": sum(staleness.values()),
         "response_tokens": int(sum(s["response_tokens"] for s in outcomes.steps)),
         "tokens_per_s": tokens_per_s(outcomes.steps),
+        "prefilled_tokens": int(sum(s.get("prefilled_tokens", 0.0) for s in outcomes.steps)),
+        "cached_tokens": int(sum(s.get("cached_tokens", 0.0) for s in outcomes.steps)),
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
         "staleness_bound": config.bound,
         "ended": outcomes.snapshot.ended if outcomes.snapshot else {},
@@ -79,6 +83,13 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "logprob_mismatch": {
             "mean": sum(s["mismatch_mean"] for s in mismatch) / len(mismatch) if mismatch else None,
             "max": max((s["mismatch_max"] for s in mismatch), default=None),
+        },
+        "training": {
+            "ess_least": min((s["ess"] for s in outcomes.steps if "ess" in s), default=None),
+            "entropy_first": next((s["entropy"] for s in outcomes.steps if "entropy" in s), None),
+            "entropy_last": next((s["entropy"] for s in reversed(outcomes.steps) if "entropy" in s), None),
+            "clip_share_mean": sum(clipped) / len(clipped) if clipped else None,
+            "updates_dropped": int(sum(s.get("updates_dropped", 0.0) for s in outcomes.steps)),
         },
         "commands": outcomes.commands,
         "cost_model": {
@@ -107,12 +118,15 @@ def diagnosed(diagnosis: Diagnosis, expectation: Expectation) -> dict[str, Any]:
 def step_line(step: Mapping[str, float], num_steps: int, limit: str = "") -> str:
     """A training step as one line of text. limit: what limited it, in a few words."""
     failed = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
+    dropped = f"  updates dropped {count:.0f}" if (count := step.get("updates_dropped", 0.0)) else ""
     turns = f"turns {step['turns_mean']:.1f}  tools {step['tool_s']:.1f} s  " if step.get("given_tokens") else ""
+    if turns and (cached := step.get("cached_tokens", 0.0)):
+        turns += f"cached {cached / (cached + step['prefilled_tokens']):.0%}  "
     return (
         f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}{failed}  "
         f"length {step['response_mean']:.1f}  {turns}"
         f"staleness {step['staleness_mean']:.2f} (max {step['staleness_max']:.0f})  loss {step['loss']:+.4f}  "
-        f"grad {step['grad_norm']:.2f}  train {step['train_s']:.2f} s  wait {step['wait_s']:.2f} s  "
+        f"grad {step['grad_norm']:.2f}{dropped}  train {step['train_s']:.2f} s  wait {step['wait_s']:.2f} s  "
         f"at {step['elapsed_s']:.1f} s" + (f"  {limit}" if limit else "")
     )
 

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import actor_settings
+from pipeline.config import actor_settings, user_files
 from pipeline.config.schema import RunConfig
-from pipeline.config.user_files import SCORING, with_code
 from pipeline.offline.conversations import messages
 from pipeline.offline.pool import Pool, once_a_process, require_all, store_at
 from pipeline.offline.texts import texts_of
@@ -39,6 +38,10 @@ from tasks.training.advantage import advantages
 if TYPE_CHECKING:
     from tasks.prompts import Prompts, PromptSettings
     from tasks.scoring import Scorer, ScoringSettings
+
+
+MAY_CHANGE = ("reward.", "task.answer_pattern=")
+"""Keys that may be changed for scoring again, by how they begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +60,17 @@ class Reprocessed:
 
 
 def reprocess(
-    run_dir: Path, reward: str, branch: str, pool: Pool, progress: Callable[[int, int], None] = lambda *_: None
+    run_dir: Path,
+    reward: str,
+    branch: str,
+    pool: Pool,
+    progress: Callable[[int, int], None] = lambda *_: None,
+    changes: tuple[str, ...] = (),
 ) -> Reprocessed:
-    """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name). progress: called
-    with (rows done, total rows). Raises ConfigError before anything is computed."""
-    config = _with_reward(load_job(run_dir), reward)
+    """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name), or by the job's
+    own if that is empty. changes: of keys in MAY_CHANGE, as KEY=VALUE. progress: called with (rows done, total rows).
+    Raises ConfigError before anything is computed."""
+    config = _with_reward(_changed(run_dir, changes), reward)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
     branches.refuse(path, branch)
@@ -70,7 +79,7 @@ def reprocess(
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
     errors: dict[int, str] = {}
     done = 0
-    config, code = with_code(config, SCORING)
+    config, code = user_files.with_code(config, user_files.scoring_keys(config.reward.parts))
     # As the store's header has it: the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(
         config, held_out=store.header.held_out, longest=store.header.longest_prompt
@@ -88,7 +97,7 @@ def reprocess(
     estimate = _advantages(config, table, consumed, rewards, valid)
     before = consumed & (table["loss_mask"] > 0)
     lineage = {
-        "reward": reward,
+        "reward": "; ".join(filter(None, (reward, *changes))) or config.reward.named,
         "code": hashlib.sha256("".join(code.values()).encode()).hexdigest() if code else "",
         "advantage": config.training.advantage,
         "answer_pattern": config.task.answer_pattern,
@@ -107,29 +116,39 @@ def reprocess(
     )
 
 
-def refuse(run_dir: Path, reward: str, branch: str) -> None:
+def refuse(run_dir: Path, reward: str, branch: str, changes: tuple[str, ...] = ()) -> None:
     """Raise ConfigError for what `reprocess` refuses, before any worker starts."""
     branches.refuse((run_dir / "store").resolve(), branch)
-    _with_reward(load_job(run_dir), reward)
+    _with_reward(_changed(run_dir, changes), reward)
+
+
+def _changed(run_dir: Path, changes: tuple[str, ...]) -> RunConfig:
+    """The stored job with changes to how it rewards. Raises ConfigError."""
+    for change in changes:
+        if not change.startswith(MAY_CHANGE):
+            raise ConfigError(f"--set {change}: only how responses are scored can change: {', '.join(MAY_CHANGE)}")
+    return user_files.located(load_job(run_dir, changes)) if changes else load_job(run_dir)
 
 
 def _with_reward(config: RunConfig, reward: str) -> RunConfig:
-    """The stored job with another reward. Raises ConfigError if it cannot be loaded."""
+    """The stored job with another reward, or with its own if that is empty. Raises ConfigError if it cannot be
+    loaded."""
     from tasks.environments import make_reward
 
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts to score")
-    if config.acts and reward == "task":
+    if config.acts and (reward or config.reward.function) == "task" and not config.reward.parts:
         raise ConfigError(
-            f"--reward task: the environment {config.task.source} rewards its episodes while they are played, and "
-            "stored ones cannot be played again; name a function of your own, FILE.py:NAME, which gets the text of the "
-            'last turn, and all turns as record["turns"]'
+            f"the reward of the task: the environment {config.task.source} rewards its episodes while they are "
+            "played, and stored ones cannot be played again; name a function of your own, FILE.py:NAME, which gets the "
+            'text of the last turn, and all turns as record["turns"]'
         )
-    file, _, name = reward.rpartition(":")
-    if file.endswith(".py"):
-        reward = f"{Path(file).resolve()}:{name}"
-    config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward, parts={}))
-    make_reward(reward, actor_settings.source_settings(config).build())
+    if reward:
+        file, _, name = reward.rpartition(":")
+        if file.endswith(".py"):
+            reward = f"{Path(file).resolve()}:{name}"
+        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward, parts={}))
+    make_reward(config.reward.function, actor_settings.source_settings(config).build(), config.reward.parts)
     texts_of(config)
     return config
 
@@ -146,7 +165,9 @@ def _advantages(
     (at,) = np.nonzero(consumed)
     at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
     size = config.batch.group_size
-    grouped = rewards[at].astype(np.float64).reshape(-1, size)
+    penalties = actor_settings.overlong(config).penalties(table["response_tokens"][at])
+    shaped = rewards[at].astype(np.float64) - penalties
+    grouped = shaped.reshape(-1, size)
     estimate[at] = advantages(config.training.advantage, grouped, valid[at].reshape(-1, size)).reshape(-1)
     return estimate
 
@@ -216,7 +237,8 @@ def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
 
         source = scoring.source
         source = dataclasses.replace(source, source=here(source.source), evaluation=here(source.evaluation))
-        scoring = dataclasses.replace(scoring, function=here(scoring.function), source=source)
+        parts = {name: dataclasses.replace(part, function=here(part.function)) for name, part in scoring.parts.items()}
+        scoring = dataclasses.replace(scoring, function=here(scoring.function), parts=parts, source=source)
         prompts = dataclasses.replace(prompts, source=source)
     return prompts.build(), scoring
 

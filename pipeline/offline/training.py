@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import actor_settings, fields
+from pipeline.config import actor_settings, fields, user_files
 from pipeline.config.model_facts import inspect_model
+from pipeline.config.model_files import find_model
 from pipeline.config.schema import RunConfig
 from pipeline.offline.pool import Pool, making, store_at
 from pipeline.runtime import fingerprints
@@ -131,19 +132,20 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
     store = VersionedStore.open(run_dir / "store", branch=branch)
     if not chosen_rows(store, where):
         raise ConfigError(f"{run_dir}: no trajectory that was trained on matches --where {where!r}")
+    if config.training.kl.reference:
+        find_model(config.training.kl.reference, "training.kl.reference")
     inspect_model(config)  # last: it loads torch, which takes seconds
     same = [o for o in overrides if not o.startswith("task.eval_prompts")]
     return OfflinePlan(
-        config=dataclasses.replace(
-            config, model=dataclasses.replace(config.model, path=_absolute(config.model.path)), runs_dir=str(out.parent)
-        ),
+        config=dataclasses.replace(user_files.models_located(config), runs_dir=str(out.parent)),
         path=str(store.path),
         snapshot=store.snapshot,
         branch=branch,
         where=where,
         epochs=epochs,
         out=str(out.resolve()),
-        exact=branch == "main" and not where and epochs == 1 and not same,
+        # One process trains here: it rounds otherwise than several.
+        exact=branch == "main" and not where and epochs == 1 and not same and config.training.ranks == 1,
         prompt_seed=load_job(run_dir).seed,
     )
 
@@ -156,10 +158,6 @@ def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.i
     at = at[np.argsort(columns["step"][at], kind="stable")]
     steps, firsts = np.unique(columns["step"][at], return_index=True)
     return dict(zip(steps.tolist(), np.split(at, firsts[1:]), strict=True)) if len(at) else {}
-
-
-def _absolute(model: str) -> str:
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 # -- on the worker ---------------------------------------------------------------------------------------------------
@@ -300,7 +298,8 @@ class _Training:
             "rows": float(len(rows)),
             "train_s": time.monotonic() - begin,
         }
-        same = self._plan.exact and matches(self.policy.published(), self._published.get(schedule, ""))
+        recorded = self._published.get(schedule, "")
+        same = self._plan.exact and self.policy.published(lambda weights: matches(weights, recorded))
         self._prints.append(same)
         self.history.append(metrics)
         with (self._part / "history.jsonl").open("a") as file:

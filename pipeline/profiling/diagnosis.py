@@ -125,7 +125,7 @@ def diagnose(load: StepLoad, sizes: Sizes) -> Diagnosis | None:
         return None
     share = load.waiting.total_s / load.total_s
     if share < LITTLE:
-        return _trainer_limits(load, sizes, 1 - share)
+        return trainer_limits(1 - share, instances_needed(load, sizes), sizes.instances)
     return _trainer_waits(load, sizes, share)
 
 
@@ -224,23 +224,24 @@ def _environment_limits(waiting: Seconds, sizes: Sizes, share: float) -> Diagnos
     )
 
 
-def _trainer_limits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
-    needed = instances_needed(load, sizes)
+def trainer_limits(share: float, needed: int, instances: int) -> Diagnosis:
+    """The finding that a trainer which trains for this share of the time is the limit. needed: how many of the
+    instances keep up with it."""
     trains = f"training takes {share:.0%} of the time"
-    if 1 < needed < sizes.instances:
+    if 1 < needed < instances:
         return Diagnosis(
             cause=Cause.MANY_INSTANCES,
             share=share,
-            what=f"{trains}, and {needed} of {sizes.instances} instances would keep up",
+            what=f"{trains}, and {needed} of {instances} instances would keep up",
             advice=f"rollout.instances = {needed}, or a faster trainer",
             change=(("rollout.instances", needed),),
         )
-    one = f", and one of {sizes.instances} instances would keep up" if needed < sizes.instances else ""
+    one = f", and one of {instances} instances would keep up" if needed < instances else ""
     return Diagnosis(
         cause=Cause.TRAINER,
         share=share,
         what=f"{trains}{one}",
-        advice="a faster trainer, or a smaller batch" if sizes.instances == 1 or one else "all parts are used well",
+        advice="a faster trainer, or a smaller batch" if instances == 1 or one else "all parts are used well",
         halved=("simulation.train_s", "simulation.train_s_per_token"),
     )
 

@@ -55,12 +55,17 @@ CHARTS = (
         hint="dashed: the bound",
     ),
     Chart(title="importance ratio", names=("ratio_mean",), hint="to the behaviour policy; 1 is on-policy"),
+    Chart(title="effective sample size", names=("ess",), hint="of the importance ratios, per token; 1 is on-policy"),
     Chart(
         title="shares of the batch",
         names=("groups_with_signal", "mixed_versions", "truncated_share"),
         hint="only groups with signal train",
     ),
-    Chart(title="clipped tokens", names=("clip_share",), hint="of the loss"),
+    Chart(title="clipped tokens", names=("clip_share", "clip_share_low", "clip_share_high"), hint="of the loss"),
+    Chart(title="entropy", names=("entropy",), hint="per token"),
+    Chart(title="KL of the policy", names=("kl_old", "kl_behaviour", "kl_reference"), hint="k3, per token"),
+    Chart(title="spread of advantages", names=("advantage_std",), hint="standard deviation over the batch"),
+    Chart(title="dropped updates", names=("updates_dropped",), hint="gradients that were not finite"),
     Chart(title="loss", names=("loss",), hint="mean over minibatches"),
     Chart(title="gradient norm", names=("grad_norm",), hint="before clipping"),
     Chart(

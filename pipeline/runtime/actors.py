@@ -27,8 +27,9 @@ from pipeline.config import actor_settings
 from pipeline.config.model_facts import ModelFacts
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Command
+from pipeline.runtime import trainer_group
 from pipeline.runtime.background import side_by_side
-from pipeline.runtime.base import Placed, Workers
+from pipeline.runtime.base import NamedActor, Placed, Workers
 from pipeline.runtime.clock import now_s
 from pipeline.runtime.restoring import Restoring
 from pipeline.runtime.resumption import Resumption
@@ -41,9 +42,9 @@ from tasks.actors.environment_host import EnvironmentHost
 from tasks.actors.parameter_server import ParameterServer
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import RolloutInstance
-from tasks.actors.trainer import StepResult, Trainer
+from tasks.actors.trainer import StepResult
 from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.engines.base import Loaded
+from tasks.engines.base import EngineLoad, Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +68,6 @@ Deadline = Literal["start_s", "call_s", "train_s", "commit_s"]
 """The knob of [deadlines] that limits a call."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedActor:
-    """An argument of a call that stands for the actor that has this name when the call is made."""
-
-    name: str
-
-
 SERVER = NamedActor("server")
 
 
@@ -85,6 +79,8 @@ class InstanceHandle:
     index: int
     outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    has_weights: bool = False
+    """Whether its engine was loaded by an earlier start of the run: it holds weights, which need not be the model's."""
     version: PolicyVersion = PolicyVersion(0)
     fetching: PolicyVersion | None = None
     """The version it is about to serve, while it pulls."""
@@ -94,12 +90,27 @@ class InstanceHandle:
     """Fingerprint of the weights it holds; empty until its first pull."""
     drift: float = 0.0
     """Largest difference of its probe's logprobs from the trainer's after the latest pull, nats."""
-    # Its idle share comes from these: seconds the coordinator had work on it, seconds its engine worked. What the
-    # engine did before the run, such as an evaluation, does not count.
+    # Its idle share comes from these: seconds the coordinator had work on it, seconds its engine worked.
     assigned_s: float = 0.0
     busy_s: float = 0.0
-    busy_before_s: float | None = None
     tokens_sampled: int = 0
+    before: EngineLoad | None = None
+    """Its load when the driver first asked: what it did until then, such as an evaluation, does not count."""
+    load: EngineLoad | None = None
+    """Its load as last reported."""
+
+    @property
+    def context_tokens(self) -> tuple[int, int]:
+        """Tokens of contexts that its engine computed, and that it found cached, as last reported."""
+        if self.before is None or self.load is None:
+            return 0, 0
+        computed = self.load.prefilled_tokens - self.before.prefilled_tokens
+        return computed, self.load.cached_tokens - self.before.cached_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        """KV tokens that its engine keeps for turns to come, as last reported."""
+        return self.load.kept_tokens if self.load else 0
 
     @property
     def id(self) -> InstanceId:
@@ -119,6 +130,7 @@ class Actors:
         self._retired: list[int] = []
         """Indices of the instances that were retired, each time."""
         self._earlier_starts = 0
+        self._resumed = False
         self._trainer_host = ""
         self._placing_parameters: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._unanswering: set[str] = set()
@@ -126,7 +138,7 @@ class Actors:
         self._published: dict[PolicyVersion, StepResult] = {}
         self._transfers = Transfers(self, config.deadlines.call_s)
         self._trained: dict[PolicyVersion, str] = {}
-        self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every)
+        self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every, trainer_group.others(config))
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.losses: list[str] = []
         self.alarms: list[str] = []
@@ -190,6 +202,7 @@ class Actors:
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
+        self._resumed = resumption is not None
         stored = resumption is not None and (self._run_dir / "store").exists()
         await side_by_side(
             self.place_server(begin_s, resumed=stored),
@@ -203,13 +216,13 @@ class Actors:
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
         await self.publish_initial(version, "" if resumption is None else resumption.fingerprint)
-        if version:
-            await side_by_side(*(self.pull(instance, version) for instance in self.instances.values()))
+        pulling = [i for i in self.instances.values() if version or i.has_weights]
+        await side_by_side(*(self.pull(instance, version) for instance in pulling))
 
     @property
     def starting(self) -> str:
         """How far `place_all` is, for people: which actors it waits for."""
-        names = ["server", "trainer", *self._config.judges]
+        names = ["server", "trainer", *trainer_group.others(self._config), *self._config.judges]
         names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
         missing = [name for name in names if name not in self._workers.placed]
         if not missing:
@@ -234,17 +247,8 @@ class Actors:
 
     async def place_trainer(self) -> Placed:
         """Place the trainer, which has to `publish_initial` first. Raises as Workers.place does."""
-        config = self._config
-        placed = await self._workers.place(
-            "trainer",
-            "trainer",
-            Trainer,
-            actor_settings.trainer_settings(config),
-            self._folder,
-            config.cluster.threads,
-            config.deadlines.call_s,
-            str(self._run_dir / "resume"),
-            config.training.resume_every,
+        placed = await trainer_group.place(
+            self._workers, self.ask_once, self._config, self._folder, self._run_dir / "resume"
         )
         self._trainer_host = placed.host
         return placed
@@ -275,11 +279,19 @@ class Actors:
             config.rollout.turn_tokens or config.rollout.max_new_tokens,
             config.deadlines.call_s,
             config.rollout.spool_s,
+            config.acts,
+            str(self._run_dir),
+            self._resumed,
         )
         instance = InstanceHandle(placed=placed, index=index)
+        if self._resumed:
+            instance.has_weights = await self.ask(name, "took_over", deadline="start_s")
         self.instances[instance.id] = instance
-        logger.info("%s %s on %s", name, "takes a lost one's place" if attempt else "joins", placed.address)
-        if self._published and max(self._published) > 0:
+        if instance.has_weights:
+            logger.warning("%s goes on with an engine that is loaded, on %s", name, placed.address)
+        else:
+            logger.info("%s %s on %s", name, "takes a lost one's place" if attempt else "joins", placed.address)
+        if self._published and (max(self._published) > 0 or instance.has_weights):
             await self.pull(instance, max(self._published))
         return instance
 
@@ -467,8 +479,8 @@ class Actors:
         self.losses.append(f"{now:.1f} s: {lost}")
         logger.warning("%s; replacing it", lost)
         self.instances.pop(InstanceId(name), None)
-        if name in self._workers.placed:
-            self._workers.lose(name)
+        for member in trainer_group.members(name, self._workers.placed):
+            self._workers.lose(member)
         if len(recent) > REPLACEMENTS:
             raise ActorLost(f"{role} was lost {len(recent)} times within an hour, last: {lost}") from lost
 

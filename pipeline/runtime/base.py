@@ -29,6 +29,13 @@ class ClusterLost(StaleflowError, ConnectionError):
     resume goes on. No actor is placed any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class NamedActor:
+    """An argument of a call that stands for the actor that has this name when the call is made."""
+
+    name: str
+
+
 @dataclass(slots=True)
 class Placed:
     """An actor, the worker it runs on, and the future that keeps it alive."""

@@ -32,6 +32,7 @@ from pipeline.coordination.commands import (
     Command,
     Dismiss,
     Draw,
+    Forget,
     Interrupt,
     Pull,
     Retire,
@@ -72,6 +73,7 @@ from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.resumption import Resumption
 from pipeline.runtime.run_journal import RunJournal
 from pipeline.runtime.scoring import Scoring
+from pipeline.runtime.training_watch import TrainingWatch
 from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
 from stores.metrics import with_rate
@@ -138,6 +140,7 @@ class Driver:
             lambda: self._measurements.elapsed_s,
         )
         self._drift_said = False
+        self._training_watch = TrainingWatch()
         self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
         """Each instance's latest report: tokens of the responses it samples."""
         self._num_arrived = 0
@@ -207,6 +210,10 @@ class Driver:
     def tokens_sampled(self) -> dict[str, int]:
         """Tokens each instance has sampled since it was started."""
         return {str(name): instance.tokens_sampled for name, instance in self._actors.instances.items()}
+
+    def kept_tokens(self) -> dict[str, int]:
+        """KV tokens each instance keeps for turns to come."""
+        return {str(name): instance.kept_tokens for name, instance in self._actors.instances.items()}
 
     async def _resume(self) -> RunResumed | None:
         """Restore the results of a stored run, if this resumes one; returns the event that reports it."""
@@ -330,7 +337,7 @@ class Driver:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Route() | Abort() | Interrupt() | Pull():
+            case Route() | Abort() | Forget() | Interrupt() | Pull():
                 instance = self._actors.instances.get(command.instance)
                 if instance is not None:  # else its loss is already on the way
                     instance.outbox.put_nowait(command)
@@ -358,7 +365,7 @@ class Driver:
     async def _train(self, command: Train) -> None:
         await self._commits.room()
         result = await self._actors.train(command.step, command.trajectories, command.versions)
-        self._measurements.training_ended(result.metrics)
+        self._measurements.training_ended(result.metrics, self._actors.instances.values())
         self._inbox.put_nowait(result)
 
     def _after_training(self, result: StepResult) -> Event:
@@ -366,6 +373,9 @@ class Driver:
         self._actors.publish(result)
         result.metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
         self._measurements.idle()
+        for alarm in self._training_watch.heard(result.version - 1, result.metrics):
+            self.outcomes.alarms.append(alarm)
+            logger.error(alarm)
         record = StepRecord(
             kind="step",
             step=result.version - 1,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pipeline.config.schema import DeadlineConfig
-from pipeline.coordination.commands import Abort, Command, Interrupt, Pull, Route
+from pipeline.coordination.commands import Abort, Command, Forget, Interrupt, Pull, Route
 from pipeline.coordination.events import (
     Event,
     InstanceReported,
@@ -90,8 +90,8 @@ class InstanceLink:
                     if isinstance(c, Route)
                 )
                 await self._actors.ask(self._name, "route", SERVER, items)
-            case Abort():
-                ids = tuple(c.trajectory for c in batch if isinstance(c, Abort))
+            case Abort() | Forget():
+                ids = tuple(c.trajectory for c in batch if isinstance(c, Abort | Forget))
                 await self._actors.ask(self._name, "abort", ids)
             case Interrupt():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
@@ -117,7 +117,7 @@ class InstanceLink:
     async def _watch(self) -> None:
         """Report progress, measure how busy the engine is, and notice when it stands still."""
         instance = self._instance
-        instance.busy_before_s = (await self._actors.ask(self._name, "report")).busy_s
+        instance.before = await self._actors.ask(self._name, "report")
         while True:
             await asyncio.sleep(REPORT_S)
             load: EngineLoad = await self._actors.ask(self._name, "report")
@@ -129,18 +129,24 @@ class InstanceLink:
                     self._name,
                 )
             self._compare_cost(load)
-            instance.busy_s = load.busy_s - (instance.busy_before_s or 0.0)
+            instance.busy_s = load.busy_s - _before_s(instance)
             instance.tokens_sampled = load.tokens_sampled
+            instance.load = load
             self._tell(InstanceReported(instance=instance.id, progress=load.progress, safe=load.safe))
 
     def _compare_cost(self, load: EngineLoad) -> None:
         """Compare the decode steps since the last report with the cost model."""
         instance = self._instance
-        busy_s = load.busy_s - (instance.busy_before_s or 0.0) - instance.busy_s
+        busy_s = load.busy_s - _before_s(instance) - instance.busy_s
         tokens = load.tokens_sampled - instance.tokens_sampled
         if load.running and busy_s > REPORT_S / 2 and tokens > 0:
             step_s = busy_s * self._time_scale * load.running / tokens
             self._costs.observe(StepPoint(running=load.running, kv_tokens=load.kv_tokens, step_s=step_s))
+
+
+def _before_s(instance: InstanceHandle) -> float:
+    """Seconds that an instance's engine was busy before the run."""
+    return instance.before.busy_s if instance.before else 0.0
 
 
 class Stillness:

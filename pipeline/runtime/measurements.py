@@ -37,6 +37,8 @@ class Measurements:
         self._last_event_s = 0.0
         self._ages: list[tuple[float, float]] = []
         self._decide_s = 0.0
+        self._contexts: dict[InstanceId, tuple[int, int]] = {}
+        """Tokens of contexts by instance, computed and found cached, when the last step ended."""
         self.start()
 
     def start(self) -> None:
@@ -79,11 +81,12 @@ class Measurements:
         """A training step was ordered."""
         self._training_since = now_s()
 
-    def training_ended(self, metrics: dict[str, float]) -> None:
+    def training_ended(self, metrics: dict[str, float], instances: Collection[InstanceHandle]) -> None:
         """Add the driver's view of a finished training step to its metrics."""
         now = now_s()
         metrics.update(
             **self._mean_ages(),
+            **self._context_tokens(instances),
             wait_s=self._training_since - self._idle_since,
             overhead_s=now - self._training_since - metrics["train_s"] - metrics["publish_s"],
             elapsed_s=now - self._begin_s,
@@ -133,6 +136,19 @@ class Measurements:
         if fit is None:
             return None
         return Profile(source=source, fit=fit, latencies=measured_latencies(self._watch, fit))
+
+    def _context_tokens(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
+        """What instances did with contexts since the last step ended, and what they keep."""
+        before, self._contexts = self._contexts, {i.id: i.context_tokens for i in instances}
+        since = [
+            tuple(now - then for now, then in zip(counts, before.get(name, (0, 0)), strict=True))
+            for name, counts in self._contexts.items()
+        ]
+        return {
+            "prefilled_tokens": float(sum(computed for computed, _ in since)),
+            "cached_tokens": float(sum(cached for _, cached in since)),
+            "kept_tokens": float(sum(i.kept_tokens for i in instances)),
+        }
 
     def _mean_ages(self) -> dict[str, float]:
         """Staleness in flight and in queue, mean over the ticks since the last step ended."""

@@ -47,6 +47,6 @@ class Outcomes:
     losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)
-    """Instances whose logprobs drifted from the trainer's."""
+    """Instances whose logprobs drifted from the trainer's, importance ratios that collapsed, updates dropped."""
     notes: list[str] = field(default_factory=list)
     """Notes needed to interpret its numbers: prompts held out, changes since the run began."""

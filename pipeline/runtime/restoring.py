@@ -8,6 +8,7 @@ Invariants:
 - A trainer that is back holds the weights that were published last, by their fingerprint. It has trained the steps
   since its resume point again, on the same rows in the same order; if it comes to other weights, as kernels that are
   not deterministic may, the run ends and says so. Resuming it repeats those steps, so that the store has one history.
+- The trainer's ranks are one role: the loss of one is that of all (trainer_group.py).
 - A loss counts like any other: too many within an hour end the run, and so does one without a free worker.
 """
 
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pipeline.runtime.base import NoFreeWorker, Placed
 from pipeline.runtime.clock import now_s
+from pipeline.runtime.trainer_group import unit
 from stores.errors import ActorLost
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
@@ -54,9 +56,11 @@ class Restoring:
     """Restores the roles of one run that hold state of their own, once the run has started. points: the folder of its
     resume points."""
 
-    def __init__(self, actors: Roles, points: Path, every: int) -> None:
-        """every: training steps between two resume points; 0 for none."""
+    def __init__(self, actors: Roles, points: Path, every: int, ranks: Sequence[str] = ()) -> None:
+        """every: training steps between two resume points; 0 for none. ranks: names of the trainer's, but the leading
+        one."""
         self._actors = actors
+        self._ranks = ranks
         self._points = ResumePoints(points)
         self._every = every
         self._elapsed_s: Callable[[], float] | None = None
@@ -79,6 +83,8 @@ class Restoring:
         while True:
             await asyncio.sleep(WATCH_S)
             await self._actors.ask("trainer", "version", deadline="train_s")
+            for rank in self._ranks:
+                await self._actors.ask(rank, "present", deadline="train_s")
             await self._actors.ask("server", "held_out_notice", deadline="train_s")
 
     async def end(self) -> None:
@@ -92,14 +98,15 @@ class Restoring:
     async def restored(self, lost: ActorLost, asked_s: float) -> None:
         """Wait until the actor that a call found lost is there again. asked_s: when the call was made. Raises `lost` if
         it is none that can be restored, and ActorLost if that fails."""
-        if lost.who not in ("trainer", "server") or self._elapsed_s is None:
+        role = unit(lost.who)
+        if role not in ("trainer", "server") or self._elapsed_s is None:
             raise lost
-        if self._done_s.get(lost.who, -1.0) >= asked_s:
+        if self._done_s.get(role, -1.0) >= asked_s:
             return
-        task = self._under_way.get(lost.who)
+        task = self._under_way.get(role)
         if task is None:
-            task = self._under_way[lost.who] = asyncio.ensure_future(self._restore(lost, self._elapsed_s))
-            task.add_done_callback(lambda done: self._ended(lost.who, done))
+            task = self._under_way[role] = asyncio.ensure_future(self._restore(role, lost, self._elapsed_s))
+            task.add_done_callback(lambda done: self._ended(role, done))
         await asyncio.shield(task)
 
     def _ended(self, who: str, done: asyncio.Task[None]) -> None:
@@ -108,9 +115,8 @@ class Restoring:
         if not done.cancelled():
             done.exception()  # whoever waits for it raises it
 
-    async def _restore(self, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
-        """Place a role again until it comes back. Raises ActorLost."""
-        role = lost.who
+    async def _restore(self, role: str, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
+        """Place a role again until it comes back. lost: the actor of it that was lost. Raises ActorLost."""
         while True:
             point = self._newest_point(max(self._actors.trained))
             if role == "trainer" and point is None:
@@ -126,7 +132,7 @@ class Restoring:
             except NoFreeWorker as error:
                 raise ActorLost(f"{lost}; {error}", role) from error
             except ActorLost as again:
-                if again.who != role:
+                if unit(again.who) != role:
                     raise
                 lost = again
 

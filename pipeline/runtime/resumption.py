@@ -28,10 +28,12 @@ MAY_CHANGE = (
     "cluster.",
     "deadlines.",
     "training.checkpoint_every",
+    "training.ranks",
     "training.resume_every",
     "training.schedule_steps",
 )
-"""Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes up to there."""
+"""Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes up to there. How
+many ranks train changes a later step's rounding, not its weights so far."""
 ROOM = "free space or move the run's folder"
 
 
@@ -50,7 +52,7 @@ class Resumption:
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Load the job of a run to resume; overrides may change only keys in MAY_CHANGE. With another number of steps a
-    cosine schedule keeps the length it had: the learning rate would jump. Raises ConfigError."""
+    schedule that decays keeps the length it had: the learning rate would jump. Raises ConfigError."""
     require_run(run_dir)
     for override in overrides:
         key = override.partition("=")[0]
@@ -60,7 +62,7 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
         raise ConfigError(f"{run_dir}: the name of a run's folder must not begin with a dot; rename it")
     config = load_job(run_dir, overrides)
     length = f"training.schedule_steps={load_job(run_dir).steps}"
-    if config.training.schedule != "cosine" or config.training.schedule_steps or length.endswith(f"={config.steps}"):
+    if config.training.schedule == "constant" or config.training.schedule_steps or length.endswith(f"={config.steps}"):
         return config
     if any(override.startswith("training.schedule_steps=") for override in overrides):
         return config
@@ -70,11 +72,12 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
 def schedule_note(config: RunConfig) -> str:
     """One line on a learning rate that has reached its end before the run has; empty for others."""
     training = config.training
-    if training.schedule != "cosine" or not 0 < training.schedule_steps < config.steps:
+    if training.schedule == "constant" or not 0 < training.schedule_steps < config.steps:
         return ""
     return (
-        f"the cosine schedule ends after {training.schedule_steps} of {config.steps} steps (training.schedule_steps); "
-        f"later ones train at a learning rate of {training.learning_rate / 10:g}"
+        f"the {training.schedule} schedule ends after {training.schedule_steps} of {config.steps} steps "
+        "(training.schedule_steps); later ones train at a learning rate of "
+        f"{training.learning_rate * training.schedule_floor:g}"
     )
 
 

@@ -28,7 +28,7 @@ from stores.files import replace_text
 LOCK = ".running"
 """The lock file in a run's folder; it contains the holder's name."""
 ELSEWHERE = "free space or set runs_dir to another folder"
-PATHS = ("model.path", "workload.run")
+PATHS = (*user_files.MODELS, "workload.run")
 """Keys of a job that may name a file in the run's folder, besides those of user code."""
 
 

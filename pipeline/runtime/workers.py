@@ -92,8 +92,8 @@ class DaskWorkers:
                 if left_s < 0:
                     raise NoFreeWorker(
                         f"cluster: no free worker for {name} after {self.start_s:g} s (deadlines.start_s); the run "
-                        f"needs one worker process for each rollout instance and the trainer, with resource {role}=1 "
-                        "if workers declare resources"
+                        "needs one worker process for each rollout instance and each rank of the trainer, with "
+                        f"resource {role}=1 if workers declare resources"
                     )
                 self.waiting[name] = f"a free worker process, with resource {role}=1 if any declare resources"
                 await asyncio.sleep(0.2)
@@ -272,7 +272,7 @@ class DaskWorkers:
             return ""
         self.own_worker = own_worker
         if not own_worker:
-            needs = Needs(instances=config.rollout.instances, rewards=len(config.judges), driver=False)
+            needs = Needs.of(config, driver=False)
             await board.ask(
                 self.client,
                 "queue",
@@ -340,7 +340,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
     local: Any = None
     if cluster.kind == "local":
         local = await local_cluster.start(
-            2 + len(config.judges) + config.rollout.instances,
+            1 + config.training.ranks + len(config.judges) + config.rollout.instances,
             cluster.threads,
             local_cluster.modules(emulated=config.emulated),
             dashboard=cluster.dashboard,
@@ -362,5 +362,5 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
         run=config.name,
         start_s=config.deadlines.start_s,
         shared=local is None,
-        num_heavy=config.rollout.instances + 1,
+        num_heavy=config.rollout.instances + config.training.ranks,
     )

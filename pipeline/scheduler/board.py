@@ -3,7 +3,8 @@
 pipeline/scheduler/job_queue.py says who gets workers; this module tells it what happens on the cluster and acts on what
 it says. The driver of a submitted job is a Dask task that is restricted to a worker that does not exist until the job
 is admitted, so a waiting job runs nothing anywhere. It starts on one of the job's workers. If its client is gone, the
-job's workers are restarted, and the job waits again.
+job's workers are restarted, and the job waits again; those that hold nothing but an engine stay, so that it is not
+loaded anew.
 
 All calls run one after another on the scheduler's event loop, so nothing needs a lock. The board lives in the
 scheduler's memory; what must outlive the scheduler is in the run folder.
@@ -17,14 +18,15 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import SchedulerPlugin
 
-from pipeline.scheduler.gang import Gang, Needs
+from pipeline.scheduler.gang import ROLLOUT, Gang, Needs
 from pipeline.scheduler.job_queue import RETURN_S, JobQueue, place_of
+from tasks.engines.holding import require_any
 
 KEY = "staleflow-job-"
 """Prefix of the keys of the tasks that drive jobs."""
@@ -101,7 +103,8 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
         self.job_queue = JobQueue()
-        self._restarts: set[asyncio.Future[None]] = set()
+        self._work: set[asyncio.Future[None]] = set()
+        """Restarts of workers under way, and looks at them."""
         self._timer: asyncio.TimerHandle | None = None
         self._told: set[str] = set()
         """Waiting jobs whose log says what they wait for."""
@@ -137,8 +140,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def taken(self, owner: str) -> list[str]:
         """Workers that cannot be used by a job, or by whoever is none (owner: its id, or empty)."""
-        others = [a for a, claim in self.job_queue.claims.items() if claim.job != owner]
-        return others + list(self.job_queue.dirty)
+        return self.job_queue.taken(owner)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self.job_queue.joined(worker, scheduler.workers[worker].resources)
@@ -162,20 +164,45 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 if job.state not in ENDED and job.id not in self.job_queue.entries:
                     self._end(job, "failed", GONE if job.needs is None else UNSENT)
                 continue
+            held = self.job_queue.held(job.id)
             left = self.job_queue.abandon(job.id, time.monotonic())
-            if left:
-                restart = asyncio.ensure_future(self._restart(left))
-                self._restarts.add(restart)
-                restart.add_done_callback(self._restarts.discard)
+            engines: list[str] = []
             if job.state in ENDED:
                 self.job_queue.leave(job.id)
             elif self._task(job) is None:
                 self._end(job, "failed", GONE)
             else:
                 self._wait_again(job)
+                engines = [address for address in left if held[address] == (ROLLOUT,)]
+            self._begin(self._restart([address for address in left if address not in engines]))
+            self._begin(self._keep(engines))
         self._serve()
 
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _keep(self, addresses: Sequence[str]) -> None:
+        """Keep workers on which an engine is and which answer; restart the others."""
+        kept = await asyncio.gather(*(self._has_engine(address) for address in addresses))
+        for address, has_engine in zip(addresses, kept, strict=True):
+            if has_engine:
+                self.job_queue.keep(address, time.monotonic())
+        dead = [address for address, has_engine in zip(addresses, kept, strict=True) if not has_engine]
+        self._serve()
+        await self._restart(dead)
+
+    async def _has_engine(self, address: str) -> bool:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(END_S):
+                answer = await self._scheduler.rpc(address).run(function=pickle.dumps(require_any))
+                return bool(answer["status"] == "OK")
+        return False
+
     async def _restart(self, addresses: Sequence[str]) -> None:
+        if not addresses:
+            return
         # Those with a nanny end at once: closed in order, they would go on with what is under way for four seconds.
         workers = self._scheduler.workers
         await asyncio.gather(*(self._end_process(a) for a in addresses if a in workers and workers[a].nanny))
@@ -279,6 +306,8 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def _serve(self) -> None:
         """Start the jobs whose turn it is, and tell of the others what they wait for."""
         admitted, expired = self.job_queue.serve(time.monotonic())
+        if unwanted := self.job_queue.take_unwanted():
+            self._begin(self._restart(unwanted))
         for id, gang in admitted.items():
             job = self.jobs[id]
             job.place, job.why = place_of(gang), "its driver starts"
@@ -293,8 +322,19 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             job.state, job.why, job.reported_at = "waiting", entry.why, time.time()
             if entry.id in expired:
                 self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.why}")
-        if self._timer is None and any(not e.num_workers for e in self.job_queue.entries.values()):
+        waiting = [e.id for e in self.job_queue.entries.values() if not e.num_workers]
+        self._keep_waiting(waiting)
+        if self._timer is None and waiting:
             self._timer = asyncio.get_running_loop().call_later(SERVE_S, self._serve_again)
+
+    def _keep_waiting(self, ids: Iterable[str]) -> None:
+        """Have Dask count the wait of these jobs' tasks from now on: where distributed.scheduler.no-workers-timeout is
+        set, it fails tasks that have waited longer for a worker that may run them."""
+        for id in ids:
+            unrunnable, task = self._scheduler.unrunnable, self._scheduler.tasks.get(KEY + id)
+            if task in unrunnable:  # in the order of their times
+                del unrunnable[task]
+                unrunnable[task] = time.monotonic()
 
     def _serve_again(self) -> None:
         self._timer = None

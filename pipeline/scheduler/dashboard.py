@@ -377,6 +377,7 @@ class View:
                 for name in tokens
             }
             self._tokens = (now, dict(tokens))
+        kept = {name: f" and {count} kept" for name, count in status.get("kept_tokens", {}).items() if count}
         lanes, hosts = status["instances"], status.get("environments", ())
         names = [*(lane["instance"] for lane in lanes), *(host["host"] for host in hosts)]
         if names and self._instances.y_range.factors != names[::-1]:
@@ -393,8 +394,8 @@ class View:
             "label": names,
             "text": [
                 f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
-                f"{lane['kv_tokens']} KV, samples {self._rates.get(lane['instance'], 0.0):.0f} "
-                f"{GAUGES['instance_tokens_per_s'].unit}"
+                f"{lane['kv_tokens']} KV{kept.get(lane['instance'], '')}, "
+                f"samples {self._rates.get(lane['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
                 for lane, n in zip(lanes, lag, strict=True)
             ]
             + [f"{host['num_acting']} acting, {host['places']} places" for host in hosts],

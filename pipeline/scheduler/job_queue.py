@@ -8,7 +8,8 @@ Invariants:
 - A running job that loses a worker keeps its claim to one: nobody is admitted until it has replaced it. It lacks a
   worker for `RETURN_S` at most before a driver that resumes gives up all of them and waits again, at its old place.
 - Workers whose job's driver is gone may still hold its actors (engines that decode, a server that may commit). They
-  belong to nobody until they have left the cluster; a restarted worker joins as another.
+  belong to nobody until they have left the cluster; a restarted worker joins as another. Those that hold nothing but an
+  engine may be kept for the job's next driver, which takes it over, for `RETURN_S` at most: nobody else gets them.
 
 Told of what happens and when; knows neither Dask nor a clock.
 """
@@ -19,10 +20,23 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pipeline.scheduler.gang import DRIVER, HEAVY_ROLES, Gang, Kinds, Needs, choose, existing, kinds_of, suffice
+from pipeline.scheduler.gang import (
+    DRIVER,
+    HEAVY_ROLES,
+    ROLLOUT,
+    Gang,
+    Kinds,
+    Needs,
+    choose,
+    existing,
+    kinds_of,
+    suffice,
+)
 
 RETURN_S = 30.0
 """Seconds a worker may take to restart; so long one that left counts as one that the cluster has."""
+RESTARTS = "needs the workers of its earlier driver to restart"
+"""What a job waits for whose driver is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,10 @@ class JobQueue:
         self.claims: dict[str, Claim] = {}
         self.dirty: dict[str, Claim] = {}
         """Workers that may still hold the actors of a job whose driver is gone."""
+        self._kept: dict[str, tuple[Claim, float]] = {}
+        """Workers with an engine that a waiting job is to take over, and since when."""
+        self._unwanted: list[str] = []
+        """Dirty workers that nobody was told of yet."""
         self._gone: dict[str, tuple[Mapping[str, float], float]] = {}
         self._kinds: Kinds | None = None
 
@@ -81,12 +99,31 @@ class JobQueue:
             self._gone[address] = resources, now
         self.claims.pop(address, None)
         self.dirty.pop(address, None)
+        self._kept.pop(address, None)
         self._kinds = None
 
     @property
     def free(self) -> list[str]:
         """Workers that any job may have."""
-        return [a for a in self.workers if a not in self.claims and a not in self.dirty]
+        return [a for a in self.workers if not any(a in held for held in (self.claims, self.dirty, self._kept))]
+
+    def keep(self, address: str, now: float) -> None:
+        """Keep a dirty worker, which holds nothing but an engine, for its job if that waits. Else it is unwanted."""
+        claim = self.dirty.get(address)
+        if claim is not None and claim.roles == (ROLLOUT,) and self.waits(claim.job):
+            self._kept[address] = self.dirty.pop(address), now
+        else:
+            self._unwanted.append(address)
+
+    def take_unwanted(self) -> list[str]:
+        """Workers that must be restarted before anyone gets them; each is told once."""
+        unwanted, self._unwanted = self._unwanted, []
+        return [address for address in unwanted if address in self.dirty]
+
+    def taken(self, owner: str) -> list[str]:
+        """Workers that cannot be used by a job, or by whoever is none (owner: its id, or empty)."""
+        others = [a for a, claim in self.claims.items() if claim.job != owner]
+        return [*others, *self.dirty, *self._kept]
 
     def held(self, id: str) -> Gang:
         """The workers of a job, and the roles each was given for."""
@@ -115,7 +152,7 @@ class JobQueue:
 
     def abandon(self, id: str, now: float) -> list[str]:
         """A job's driver is gone: it waits again. Returns the workers it had, which must be restarted before anyone
-        gets them."""
+        gets them, unless they are kept."""
         left = list(self.held(id))
         for address in left:
             self.dirty[address] = self.claims.pop(address)
@@ -128,6 +165,8 @@ class JobQueue:
         for address in [a for a, (_, since) in self._gone.items() if now - since > RETURN_S]:
             del self._gone[address]
             self._kinds = None
+        for address in [a for a, (_, since) in self._kept.items() if now - since > RETURN_S]:
+            self._drop_kept(address)
         kinds, free = self._known_kinds(), self.free
         held = Counter(claim.job for claim in self.claims.values())
         owed = any(held[entry.id] < entry.num_workers for entry in self.entries.values())
@@ -139,9 +178,16 @@ class JobQueue:
                 continue
             if any(claim.run == entry.run for claim in self.dirty.values()):
                 ahead += 1
-                entry.why = "needs the workers of its earlier driver to restart"
+                entry.why = RESTARTS
                 continue
-            gang = None if ahead or owed else choose(entry.needs, kinds, free)
+            kept = self._kept_for(entry.id)
+            gang = None if ahead or owed else choose(entry.needs, kinds, free, engines=kept)
+            if gang is not None and any(gang.get(address) not in ((ROLLOUT,), None) for address in kept):
+                for address in kept:
+                    self._drop_kept(address)
+                ahead += 1
+                entry.why = RESTARTS
+                continue
             if gang is not None:
                 self._give(entry, gang)
                 admitted[entry.id] = gang
@@ -181,7 +227,7 @@ class JobQueue:
         if entry is None or not entry.num_workers or (held is not None and held.job != id):
             return False
         if held is None:
-            if address in self.dirty or address not in self.workers:
+            if address in self.dirty or address in self._kept or address not in self.workers:
                 return False
             self.claims[address] = Claim(id, entry.run, (role,))
         elif role not in HEAVY_ROLES:  # it shares a worker from now on, instead of having its own
@@ -191,11 +237,25 @@ class JobQueue:
 
     def _give(self, entry: QueueEntry, gang: Gang) -> None:
         entry.num_workers, entry.short_since_s, entry.why = len(gang), None, ""
+        for address in self._kept_for(entry.id):
+            if address in gang:
+                del self._kept[address]
+            else:
+                self._drop_kept(address)
         self.claims |= {address: Claim(entry.id, entry.run, roles) for address, roles in gang.items()}
 
     def _release(self, id: str) -> None:
         for address in self.held(id):
             del self.claims[address]
+        for address in self._kept_for(id):
+            self._drop_kept(address)
+
+    def _kept_for(self, id: str) -> list[str]:
+        return [address for address, (claim, _) in self._kept.items() if claim.job == id]
+
+    def _drop_kept(self, address: str) -> None:
+        self.dirty[address], _ = self._kept.pop(address)
+        self._unwanted.append(address)
 
     def _known_kinds(self) -> Kinds:
         """Of all workers, and of those that have just left and may come back."""

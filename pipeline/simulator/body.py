@@ -21,6 +21,7 @@ from pipeline.coordination.commands import (
     Command,
     Dismiss,
     Draw,
+    Forget,
     Interrupt,
     Pull,
     Retire,
@@ -191,7 +192,7 @@ class SimulatedRun:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Route() | Abort() | Interrupt() | Pull():
+            case Route() | Abort() | Forget() | Interrupt() | Pull():
                 if isinstance(command, Route):  # at once: its end may be told before its way to the instance is over
                     self._environments.begun(command.trajectory)
                 if self._simulation.command_s:
@@ -220,7 +221,7 @@ class SimulatedRun:
                     self._given.pop(ending.trajectory, None)
                     self._environments.ended(ending.trajectory)
 
-    def _on_instance(self, command: Route | Abort | Interrupt | Pull) -> None:
+    def _on_instance(self, command: Route | Abort | Forget | Interrupt | Pull) -> None:
         one = self._instances.get(command.instance)
         if one is None:  # lost, and the coordinator knows it already
             return
@@ -233,6 +234,8 @@ class SimulatedRun:
                 stopped = one.engine.remove(self._now, command.trajectory)
                 if stopped is not None:
                     self.trace.wasted_tokens += stopped[1] - self._tokens.pop(command.trajectory, 0)
+            case Forget():
+                one.engine.forget(command.trajectory)
             case Interrupt():
                 stopped = one.engine.remove(self._now, command.trajectory)
                 if stopped is not None:

@@ -19,6 +19,7 @@ from typing import Any
 from stores.errors import ProtocolViolation
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import answers_calls, call
+from tasks.engines import holding
 from tasks.engines.answering import answers
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.settings import EngineSettings
@@ -63,14 +64,24 @@ class RolloutInstance:
         turn_tokens: int,
         call_s: float,
         spool_s: float,
+        acts: bool = False,
+        run: str = "",
+        resumed: bool = False,
     ):
         """max_new_tokens, turn_tokens: most tokens of a response, and of one of its turns. spool_s: seconds between two
-        deliveries of running responses' tokens; 0 for none."""
+        deliveries of running responses' tokens; 0 for none. acts: whether environments answer turns. run: the run's
+        folder; with it, the engine outlives this actor, should that be dropped without being closed. resumed: whether
+        such an engine may be here."""
         self._instance = instance
         self._max_new_tokens = max_new_tokens
         self._turn_tokens = turn_tokens
         self._call_s = call_s
-        self._engine: Engine = engine_settings.build(instance, threads)
+        self._acts = acts
+        held = holding.take_over(run, engine_settings, instance) if run and resumed else None
+        self._took_over = held is not None
+        self._engine: Engine = held or engine_settings.build(instance, threads)
+        if run:
+            holding.hold(run, engine_settings, self._engine, self)
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._undelivered: list[Sampled | Failed] = []
@@ -85,6 +96,10 @@ class RolloutInstance:
         """Of running responses: (epoch, tokens) that the server has."""
         self._unreported: dict[TrajectoryId, int] = {}
         """Tokens that the server has of them, where that has changed since the last report."""
+
+    async def took_over(self) -> bool:
+        """Whether its engine was another actor's before, and holds the weights of some version."""
+        return self._took_over
 
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
         """Start sampling trajectories from the tokens the server holds for them. Skips those that have ended; a
@@ -116,6 +131,7 @@ class RolloutInstance:
                         tokens=(*prompt, *sampled),
                         max_new_tokens=min(self._max_new_tokens - len(sampled), self._turn_tokens - in_turn),
                         num_prior=len(sampled),
+                        may_return=self._acts,
                     )
                 )
             self._engine.submit(requests)
@@ -189,6 +205,7 @@ class RolloutInstance:
     async def close(self) -> None:
         self._commands.shutdown(wait=False, cancel_futures=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
+        holding.let_go(self._engine)
         await asyncio.to_thread(self._engine.close)
 
     def _spool_is_due(self) -> bool:

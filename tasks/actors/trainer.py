@@ -1,8 +1,12 @@
-"""The trainer: an actor that runs training steps and publishes each version's weights."""
+"""The trainer: an actor that runs training steps and publishes each version's weights.
+
+It may be the leading one of several processes (trainer_rank.py). Whoever calls it knows of no difference.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -10,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from stores import parameters
+from stores.errors import ProtocolViolation
 from stores.parameters import ParameterFolder
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion, TrajectoryId
 from stores.weight_hash import matches
 from tasks.actors.calls import answers_calls, call
+from tasks.actors.trainer_rank import GroupPolicy
 from tasks.training.packing import BatchPart, Row
 from tasks.training.policy import Policy, PolicySettings
 
@@ -40,11 +46,20 @@ class Trainer:
     """The trainer's Dask actor: fetches batches from the trajectory server, trains in a thread, publishes weights."""
 
     def __init__(
-        self, settings: PolicySettings, folder: str, threads: int, call_s: float, points: str, point_every: int
+        self,
+        settings: PolicySettings,
+        folder: str,
+        threads: int,
+        call_s: float,
+        points: str,
+        point_every: int,
+        ranks: int = 1,
     ) -> None:
-        """points: folder of the run's resume points, one every `point_every` steps, 0 for none."""
+        """points: folder of the run's resume points, one every `point_every` steps, 0 for none. ranks: processes of the
+        group; with more than one, `lead` has to be called first."""
         self._call_s = call_s
-        self._policy: Policy = settings.build(threads)
+        self._settings, self._threads, self._ranks = settings, threads, ranks
+        self._joined: Policy | None = settings.build(threads) if ranks == 1 else None
         parameters.sweep(Path(folder).parent)
         self._folder = ParameterFolder(Path(folder))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -52,6 +67,13 @@ class Trainer:
         self._points, self._point_every = ResumePoints(Path(points)), point_every
         self._saving: Future[None] | None = None
         self._version = PolicyVersion(0)
+
+    async def lead(self, host: str, *others: Any) -> None:
+        """Form the group with its further ranks, in the order of their numbers. host: this process's, as they reach
+        it."""
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        args = (self._settings, self._threads, host, others, loop, context)
+        self._joined = await self._in_thread(GroupPolicy, *args)
 
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
         """Publish the base model as version 0, or a later version from its resume point. probe: tokens whose logprobs
@@ -61,7 +83,7 @@ class Trainer:
             await self._in_thread(self._policy.load_state, self._points.path(version))
         result: StepResult = await self._in_thread(self._publish, version, {})
         if recorded not in ("", result.fingerprint):
-            same = await self._in_thread(lambda: matches(self._policy.published(), recorded))
+            same = await self._in_thread(self._policy.published, lambda weights: matches(weights, recorded))
             result = replace(result, as_recorded=same)
         return result
 
@@ -76,7 +98,7 @@ class Trainer:
         await self._saved()
         result: StepResult = await self._in_thread(self._train, step, rows, fetched - begin)
         if self._point_every and result.version % self._point_every == 0:
-            self._saving = self._executor.submit(self._points.write, result.version, self._policy.save_state)
+            self._saving = self._executor.submit(self._write_point, result.version)
         return result
 
     async def version(self) -> PolicyVersion:
@@ -90,7 +112,15 @@ class Trainer:
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._joined is not None:
+            await asyncio.to_thread(self._joined.close)
         await asyncio.to_thread(self._folder.remove)
+
+    @property
+    def _policy(self) -> Policy:
+        if self._joined is None:
+            raise ProtocolViolation(f"the {self._ranks} ranks of the trainer are not a group yet")
+        return self._joined
 
     async def _batch(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -115,8 +145,8 @@ class Trainer:
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
-        named = self._policy.published()
-        held, path = self._folder.publish(version, named), self._folder.path(version)
+        held = self._policy.published(lambda weights: self._folder.publish(version, weights))
+        path = self._folder.path(version)
         self._version = version
         return StepResult(
             version=version,
@@ -126,6 +156,9 @@ class Trainer:
             num_bytes=path.stat().st_size,
             probe=self._policy.probe(self._probe) if self._probe else (),
         )
+
+    def _write_point(self, version: PolicyVersion) -> None:
+        self._points.write(version, self._policy.save_state, sharded=self._ranks > 1)
 
     async def _saved(self) -> None:
         """Wait until the latest resume point is written; raises what kept it from being written. Costs nothing: the

@@ -20,11 +20,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
-from stores.base import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
+from stores.base import LedgerState, RunHeader, StepRecord, id_ranges
 from stores.in_flight import InFlight
 from stores.resume_points import ResumePoints
 from stores.spool import Spool
@@ -54,6 +54,7 @@ from stores.trajectory import (
 )
 from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
+from tasks.actors.given_answers import GivenAnswers
 from tasks.actors.server_answers import (
     Bridged,
     DrawnGroup,
@@ -65,12 +66,14 @@ from tasks.actors.server_answers import (
     ScoringItem,
     TakenUp,
 )
+from tasks.actors.step_batches import StepBatches, part_of
 from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts, PromptSettings
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Message, Record, Task
-from tasks.training.batches import batch_metrics, check_batch, consumed_rows
-from tasks.training.packing import BatchPart, PackedRows, part_end
+from tasks.training.advantage import Overlong
+from tasks.training.batches import check_batch
+from tasks.training.packing import BatchPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,7 @@ class ServerSettings:
     group_size: int
     members_started: int
     advantage: str
+    overlong: Overlong
     max_error_share: float
     store: str
     header: RunHeader
@@ -112,16 +116,16 @@ class TrajectoryServer:
         self._points = ResumePoints(path.with_name("resume"))
         self._records: dict[GroupId, Record] = {}
         self._last_record: StepRecord | None = None
-        # Of the steps in flight; the rows in the trainer's order.
-        self._rows: dict[int, list[Ended]] = {}
         self._again: list[Ended] = []
         """The rows of a stored step that is trained again, number `_again_step`."""
         self._again_step = -1
-        self._fingerprints: dict[int, asyncio.Future[str]] = {}
-        self._metrics: dict[int, dict[str, float]] = {}
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._prompt_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._spool_thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
+        self._answers = GivenAnswers(self._prompts, prompts.max_new_tokens)
+        self._batches = StepBatches(
+            self._flight, settings.group_size, settings.advantage, settings.overlong, self._store_thread
+        )
         self._keeps_in_flight = True
         """False while a run of an earlier version is resumed: it has no spool."""
         if stored is None:
@@ -166,7 +170,7 @@ class TrajectoryServer:
         begun |= {t.id for t in self._flight.set_aside()}
         resumed = self._resumed(again)
         self._flight.apply(resumed)
-        self._rows, self._fingerprints, self._metrics = {}, {}, {}
+        self._batches.forget_all()
         if not await self._write([resumed]):
             # What this run has undone must never be taken for its own by a later one.
             await self._in(self._spool_thread, self._spool.clear)
@@ -329,9 +333,10 @@ class TrajectoryServer:
     async def give(self, said: list[SaidItem]) -> list[Bridged]:
         """Add environments' answers to the turns that they answer. One is not taken if nothing could be sampled after
         it, or if its environment, set back, has spoken otherwise than before."""
-        found = [self._flight.live.get(item.trajectory) for item in said]
+        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.epoch) for item in said]
+        found = [self._flight.live[i.trajectory] if a else None for i, a in zip(said, awaited, strict=True)]
         given = await asyncio.to_thread(
-            lambda: [self._to_give(t, item) if t else None for t, item in zip(found, said, strict=True)]
+            lambda: [self._answers.to_give(t, item) if t else None for t, item in zip(found, said, strict=True)]
         )
         taken: list[Entry] = []
         bridged: list[Bridged] = []
@@ -357,15 +362,6 @@ class TrajectoryServer:
         await self._write(taken)
         return bridged
 
-    def _to_give(self, t: Trajectory, item: SaidItem) -> list[int] | Literal["full", "differs"] | None:
-        """The tokens of an environment's answer, or why it is not taken; None if the turn is answered already."""
-        if not self._flight.awaits(t.id, item.tokens, item.epoch):
-            return None
-        if item.replayed and not self._spoke_alike(t, item.replayed):
-            return "differs"
-        given = self._given(t, item.messages)
-        return "full" if item.tokens + len(given) >= self._settings.prompts.max_new_tokens else given
-
     async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> None:
         """Drop all but the prompts of trajectories whose environments have failed. failed: (trajectory, tokens of its
         response, epoch of its last routing). One that has gone on since then is not touched."""
@@ -381,8 +377,8 @@ class TrajectoryServer:
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
         """What is to be scored of each trajectory that is still live."""
         alive = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
-        known = await self._recall(t.group for t in alive)
         places = [(t.num_tokens, self._flight.epoch(t.id)) for t in alive]
+        known = await self._recall(t.group for t in alive)
         records = [known[t.group] for t in alive]
         texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in alive))
         return [
@@ -431,17 +427,18 @@ class TrajectoryServer:
         if step not in self._flight.batches and not trajectories:
             if step != self._again_step or not first:
                 self._again, self._again_step = await asyncio.to_thread(lambda: list(self._store.ended(step))), step
-            part = await self._part(self._again, first)
+            part = await part_of(self._again, first)
             if not part.rest:
                 self._again, self._again_step = [], -1
             return part
         written = None
         if step not in self._flight.batches:
-            self._check(step, [self._flight.live[t] for t in trajectories])
+            asked, settings = [self._flight.live[t] for t in trajectories], self._settings
+            check_batch(step, asked, settings.group_size, settings.max_error_share, settings.reward)
             taken = BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._flight.apply(taken)
             written = self._write([taken])
-        part = await self._part(self._rows_of(step), first)
+        part = await part_of(self._batches.batch(step).rows, first)
         if written is not None:
             await written
         return part
@@ -461,18 +458,19 @@ class TrajectoryServer:
         if self._is_stored(record):  # it is asked for again, by one that did not hear of it
             return {"commit_s": 0.0, **(self._last_record.metrics if self._last_record else {})}
         step = record.step if record.kind == "step" else None
-        rows = [*(self._rows_of(step) if step is not None else []), *self._flight.ended]
+        batch = None if step is None else self._batches.batch(step)
+        rows = [*(batch.rows if batch else []), *self._flight.ended]
         # Groups that are drawn but not yet in the ledger have not been started there.
         started = record.ledger.num_started
         ids = {e.trajectory.id for e in rows}
         aside = (t.id for t in self._flight.set_aside() if t.id not in ids)
         live = id_ranges(i for i in (*self._flight.live, *aside) if i < started)
-        metrics = {} if step is None else self._metrics[step]
+        metrics = batch.metrics if batch else {}
         record = replace(
             record,
             ledger=replace(record.ledger, live=live),
             metrics=metrics | record.metrics,
-            batch_fingerprint="" if step is None else await self._fingerprints[step],
+            batch_fingerprint=await batch.fingerprint if batch else "",
         )
         await self._commit(record, rows)
         return metrics | {"commit_s": time.monotonic() - begin}
@@ -505,8 +503,7 @@ class TrajectoryServer:
         step = record.step if record.kind == "step" else None
         done = self._flight.stored((e.trajectory.id for e in rows), step)
         if step is not None:
-            for kept in (self._rows, self._fingerprints, self._metrics):
-                kept.pop(step, None)
+            self._batches.forget(step)
         for group in done:
             self._records.pop(group, None)
 
@@ -534,25 +531,6 @@ class TrajectoryServer:
         tasks = self._prompts.tasks(range(first, first + count))
         return [(task, self._prompts.encode(task)) for task in tasks]
 
-    async def _part(self, consumed: list[Ended], first: int) -> BatchPart:
-        last = part_end(consumed, first)
-        packed = await asyncio.to_thread(PackedRows.of, consumed[first:last])
-        return BatchPart(packed=packed, rest=len(consumed) - last)
-
-    def _given(self, t: Trajectory, messages: tuple[Message, ...]) -> list[int]:
-        """Token ids that a trajectory is given after its newest turn."""
-        whole = [*t.prompt_tokens.tolist(), *t.response_tokens.tolist()]
-        middle = len(whole) - t.num_in_turn
-        return self._prompts.given(whole[:middle], whole[middle:], messages, len(t.turns))
-
-    def _spoke_alike(self, t: Trajectory, replayed: tuple[tuple[Message, ...], ...]) -> bool:
-        """Whether these are the answers that the first turns of a trajectory were given."""
-        places = [i for i, span in enumerate(t.spans) if not isinstance(span, Segment)]
-        for place, messages in zip(places, replayed, strict=False):
-            if self._given(replace(t, spans=t.spans[:place]), messages) != t.spans[place].tokens.tolist():
-                return False
-        return len(replayed) <= len(places)
-
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
         """Decode responses; takes up to a microsecond a token, so not on the event loop."""
         return [self._prompts.text(r) for r in responses]
@@ -570,20 +548,3 @@ class TrajectoryServer:
             self._records |= drawn
             found |= drawn
         return found
-
-    def _check(self, step: int, batch: list[Trajectory]) -> None:
-        settings = self._settings
-        check_batch(step, batch, settings.group_size, settings.max_error_share, settings.reward)
-
-    def _rows_of(self, step: int) -> list[Ended]:
-        """The batch of a step, as it is stored."""
-        if step not in self._rows:
-            settings = self._settings
-            rows = consumed_rows(step, self._flight.batches[step], settings.group_size, settings.advantage)
-            self._rows[step] = rows
-            # In the background: the trainer is waiting for the batch.
-            self._fingerprints[step] = asyncio.get_running_loop().run_in_executor(
-                self._store_thread, batch_fingerprint, [(e.trajectory, e.advantage) for e in rows]
-            )
-            self._metrics[step] = batch_metrics(rows, settings.group_size)
-        return self._rows[step]

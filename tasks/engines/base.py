@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from stores.trajectory import FinishReason, PolicyVersion, Segment, TrajectoryId
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,9 @@ class Request:
     num_prior: int = 0
     """Number of `tokens` that were sampled before, on this or another instance."""
     greedy: bool = False
+    may_return: bool = False
+    """Whether its trajectory may come back for another turn, with all of these tokens, what is sampled now, and more.
+    If so, an engine that can keeps what it has computed when the request ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,12 @@ class Failed:
 class EngineLoad:
     """The present load of an engine. progress: (trajectory, tokens sampled in total). waiting: number of running
     requests that are not in its batch now. preemptions: since start, for lack of KV memory. safe: (trajectory, tokens)
-    that the trajectory server was given since the last report; of an instance, not of its engine."""
+    that the trajectory server was given since the last report; of an instance, not of its engine.
+
+    Every time a request enters the batch, each token of its context is either computed or found cached; the two counts
+    since start are `prefilled_tokens` and `cached_tokens`. So a context that is computed again counts again, after an
+    interrupt, a move, a preemption or new weights. The context of a turn is all of Request.tokens and, where it goes on
+    after a preemption or new weights, what it has sampled so far."""
 
     version: PolicyVersion
     running: int
@@ -65,6 +73,10 @@ class EngineLoad:
     preemptions: int = 0
     kept_tokens: int = 0
     """KV tokens kept for turns to come of trajectories that do not run; they give way to what runs."""
+    prefilled_tokens: int = 0
+    """Tokens of contexts that were computed."""
+    cached_tokens: int = 0
+    """Tokens of contexts that were found cached, and not computed."""
     safe: tuple[tuple[TrajectoryId, int], ...] = ()
 
 
@@ -102,11 +114,12 @@ class Engine(Protocol):
         ...
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
-        """Stop and forget requests. Unknown ones are ignored."""
+        """Stop and forget requests, and what is kept of their trajectories' earlier turns. Unknown ones are ignored."""
         ...
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
-        """Load new weights. Running requests continue under them with the tokens they have, prefilled again."""
+        """Load new weights. Running requests continue under them with the tokens they have, prefilled again. What is
+        kept of earlier turns is void."""
         ...
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
@@ -119,5 +132,11 @@ class Engine(Protocol):
         ...
 
     def load_statistics(self) -> EngineLoad: ...
+
+    def begin_again(self, instance: InstanceId) -> None:
+        """Forget all requests and what they have sampled, what is kept of them, and all counts. What is sampled from
+        now on is `instance`'s. The weights stay, as version 0, until others are loaded. Nobody else uses the engine
+        meanwhile."""
+        ...
 
     def close(self) -> None: ...

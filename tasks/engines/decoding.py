@@ -63,6 +63,8 @@ class Work:
     preemptions: int = 0
     cached: int = 0
     """Tokens of later turns' contexts that were in the cache, and not prefilled."""
+    computed: int = 0
+    """Tokens that were prefilled by now, for the first time or again."""
 
 
 class DecodingInstance:
@@ -185,6 +187,10 @@ class DecodingInstance:
         self._waiting.append(request)
         self._settle()
 
+    def forget(self, trajectory: int) -> None:
+        """Keep nothing of a trajectory that will not return here. What runs is not touched."""
+        self._forget(trajectory)
+
     def remove(self, now: float, trajectory: int) -> tuple[int, int] | None:
         """Stop a request; returns (epoch, response tokens), or None if it is unknown."""
         self._to_boundary(now)
@@ -305,6 +311,7 @@ class DecodingInstance:
         seconds = self._cost.prefill * tokens
         self.clock += seconds
         self.work.prefill_s += seconds
+        self.work.computed += tokens
 
     def _leave(self, decoding: Decoding) -> None:
         """Bring a request up to date and take it out of the batch."""

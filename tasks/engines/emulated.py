@@ -95,6 +95,8 @@ class EmulatedEngine:
         self._batch = DecodingInstance(settings.cost, kv_capacity=settings.kv_tokens, max_running=settings.max_running)
         self._running: dict[TrajectoryId, _Running] = {}
         self._ended: list[Sampled | Failed] = []
+        self._contexts: dict[TrajectoryId, tuple[int, ...]] = {}
+        """Tokens of what may still be kept for turns to come."""
         self._changed = threading.Condition()
         self._clock = clock or Clock()
         self._begin = self._clock.now()
@@ -116,6 +118,9 @@ class EmulatedEngine:
                     continue
                 if held is not None:
                     self._batch.remove(now, request.trajectory)
+                before = self._contexts.pop(request.trajectory, ())
+                if request.tokens[: len(before)] != before:
+                    self._batch.forget(request.trajectory)
                 prior, prompt = request.num_prior, max(0, len(request.tokens) - request.num_prior)
                 running = self._response(request)
                 running.marks.append((self._version, prior))
@@ -146,6 +151,8 @@ class EmulatedEngine:
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         with self._changed:
             self.interrupt(trajectories)
+            for trajectory in trajectories:
+                self._forget(trajectory)
             aborted = set(trajectories)
             self._ended = [e for e in self._ended if e.trajectory not in aborted]
 
@@ -159,6 +166,7 @@ class EmulatedEngine:
             self._collect()
             for trajectory, tokens in self._batch.progress(self._batch.clock):
                 self._running[TrajectoryId(trajectory)].marks.append((version, tokens))
+            self._contexts.clear()
             self._version = version
             self._changed.notify_all()
         time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._begin)))
@@ -191,7 +199,21 @@ class EmulatedEngine:
                 tokens_sampled=work.tokens,
                 progress=progress,
                 kept_tokens=self._batch.kept_tokens,
+                prefilled_tokens=work.computed,
+                cached_tokens=work.cached,
             )
+
+    def begin_again(self, instance: InstanceId) -> None:
+        settings = self._settings
+        with self._changed:
+            self._check()
+            self._instance, self._version = instance, PolicyVersion(0)
+            self._batch = DecodingInstance(
+                settings.cost, kv_capacity=settings.kv_tokens, max_running=settings.max_running
+            )
+            self._running, self._ended, self._contexts = {}, [], {}
+            self._begin = self._clock.now()
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -236,9 +258,20 @@ class EmulatedEngine:
         for one in finished:
             running = self._running.pop(TrajectoryId(one.trajectory))
             reason = FinishReason.STOP if running.stops else FinishReason.LENGTH
-            self._ended.append(self._sampled(running, one.tokens, reason))
+            sampled = self._sampled(running, one.tokens, reason)
+            self._ended.append(sampled)
+            if running.request.may_return:
+                ids = (int(token) for segment in sampled.segments for token in segment.tokens)
+                self._contexts[sampled.trajectory] = (*running.request.tokens, *ids)
+            else:
+                self._forget(sampled.trajectory)
         if finished:
             self._changed.notify_all()
+
+    def _forget(self, trajectory: TrajectoryId) -> None:
+        """Keep nothing for turns to come of a trajectory."""
+        self._contexts.pop(trajectory, None)
+        self._batch.forget(trajectory)
 
     def _response(self, request: Request) -> _Running:
         """The course of a request according to the workload; a greedy one's depends on the prompt only."""

@@ -72,6 +72,13 @@ class RunningRequests:
         self._busy_s = 0.0
         self._busy_since: float | None = None
 
+    def begin_again(self, instance: InstanceId) -> None:
+        """Forget all requests and counts: the engine is `instance`'s from now on, at version 0. Keys go on: no earlier
+        one is used again."""
+        entered = self._num_entered
+        self.__init__(instance)  # type: ignore[misc]  # there is nothing else to keep
+        self._num_entered = entered
+
     def __len__(self) -> int:
         return len(self._running)
 

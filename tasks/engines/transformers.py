@@ -1,8 +1,9 @@
-"""The embedded engine: transformers' continuous batching, on CPU or GPU, driven only through its public manager.
+"""The embedded engine: transformers' continuous batching, on CPU or GPU, driven through its public manager.
 
 The manager decodes in a thread of its own. Every request streams, so each output carries all tokens and logprobs it
 has so far; under the manager's pause nothing is in flight, and the last output seen is exactly what was sampled.
 That is how interrupting keeps tokens and how weights change under running requests without losing any.
+The manager's scheduler is our own (keeping_scheduler.py): it keeps the pages of trajectories that may return.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from stores.errors import ActorLost
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.keeping_scheduler import NAME as KEEPING
+from tasks.engines.keeping_scheduler import KeepingScheduler
 from tasks.engines.requests import RunningRequest, RunningRequests
 from tasks.engines.settings import TransformersSettings
 
@@ -50,6 +54,7 @@ class TransformersEngine:
         device = resolve_device(settings.device)
         self._model: Any = load_model(settings.model, settings.dtype, device, attention="sdpa")
         self._managers: dict[bool, Any] = {}
+        self._schedulers: dict[bool, KeepingScheduler] = {}
         self._requests = RunningRequests(instance)
         # Guards the requests and the order of pause, drain and cancel; never held while waiting for output.
         self._lock = threading.RLock()
@@ -89,6 +94,10 @@ class TransformersEngine:
                 running = self._requests.of(trajectory)
                 if running is not None:
                     self._stop(running)
+                for greedy, scheduler in self._schedulers.items():
+                    kept = scheduler.kept_key(trajectory)
+                    if kept is not None:
+                        self._managers[greedy].cancel_request(kept)
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = time.monotonic()
@@ -99,6 +108,8 @@ class TransformersEngine:
             paused = time.monotonic()
             # Their KV cache belongs to the old weights: stop, swap, and prefill again with the tokens they have.
             interrupted = [self._stop(r) for r in self._requests]
+            for scheduler in self._schedulers.values():
+                scheduler.forget_all()
             with torch.no_grad():
                 for name, parameter in named.items():
                     parameter.copy_(loaded[name])
@@ -136,14 +147,27 @@ class TransformersEngine:
         with self._held_soon(LOAD_WAIT_S) as held:
             if held:
                 self._drain()
-                self._seen = self._requests.load()
+                self._seen = self._load()
             return self._seen
+
+    def begin_again(self, instance: InstanceId) -> None:
+        with self._lock, self._paused():
+            self._check()
+            for running in self._requests:
+                self._stop(running)
+            for scheduler in self._schedulers.values():
+                scheduler.forget_all()
+                scheduler.prefilled_tokens = scheduler.cached_tokens = 0
+            self._instance, self._ended = instance, []
+            self._requests.begin_again(instance)
+            self._seen = self._load()
 
     def close(self) -> None:
         for manager in self._managers.values():
             if manager.is_running():
                 manager.stop(block=True, timeout=10, hard_stop=True)
         self._managers.clear()
+        self._schedulers.clear()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -170,12 +194,17 @@ class TransformersEngine:
                 use_async_batching=False,
                 use_cuda_graph=False,
                 seed=settings.seed,
+                scheduler_type=KEEPING,
             )
             manager = self._model.init_continuous_batching(
                 generation_config=generation, continuous_batching_config=batching
             )
             manager.start()
             self._managers[greedy] = manager
+            while manager.batch_processor is None:  # made in the manager's thread
+                self._check()
+                time.sleep(POLL_S)
+            self._schedulers[greedy] = manager.batch_processor.scheduler
         return self._managers[greedy]
 
     @contextmanager
@@ -195,9 +224,12 @@ class TransformersEngine:
     def _start(self, running: RunningRequest) -> None:
         request = running.request
         sampled = [token for part in running.closed for token in part.tokens]
-        accepted = self._manager(greedy=request.greedy).add_request(
+        manager, key = self._manager(greedy=request.greedy), self._requests.enter(running)
+        if request.may_return:
+            self._schedulers[request.greedy].returning.add(key)
+        accepted = manager.add_request(
             [*request.tokens, *sampled],
-            request_id=self._requests.enter(running),
+            request_id=key,
             max_new_tokens=request.max_new_tokens - len(sampled),
             streaming=True,
             eos_token_id=list(self._settings.eos) or -1,
@@ -210,6 +242,15 @@ class TransformersEngine:
         self._manager(greedy=running.request.greedy).cancel_request(running.key)
         self._requests.leave(running)
         return running
+
+    def _load(self) -> EngineLoad:
+        schedulers = self._schedulers.values()
+        return replace(
+            self._requests.load(),
+            kept_tokens=sum(one.kept_tokens for one in schedulers),
+            prefilled_tokens=sum(one.prefilled_tokens for one in schedulers),
+            cached_tokens=sum(one.cached_tokens for one in schedulers),
+        )
 
     def _check(self) -> None:
         if not all(manager.is_running() for manager in list(self._managers.values())):

@@ -7,6 +7,7 @@ token is of the version that was loaded when its step began.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Trajector
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.requests import RunningRequest, RunningRequests
 from tasks.engines.settings import VllmSettings
+from tasks.engines.vllm_scheduler import Figures, VllmScheduler, salt
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -54,11 +56,11 @@ class VllmEngine:
         self._ended: list[Sampled | Failed] = []
         self._probes: dict[str, Future[Any]] = {}  # probes under way, by request id
         self._num_probes = 0
-        self._waiting = 0  # as of the last step
-        self._preemptions = 0
+        self._figures = Figures()  # as of the last step, stop or load
         self._error: BaseException | None = None
         self._closing = False
         self._engine: Any = None
+        self._scheduler: VllmScheduler
         self._shapes = checkpoint_shapes(settings.model)
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._drive, args=(started,), name="vllm", daemon=True)
@@ -112,7 +114,10 @@ class VllmEngine:
         with self._changed:
             if self._error is not None:
                 raise self._lost()
-            return self._requests.load(self._waiting, self._preemptions)
+            return dataclasses.replace(self._requests.load(), **self._figures._asdict())
+
+    def begin_again(self, instance: InstanceId) -> None:
+        self._call(lambda: self._begin_again(instance)).result()
 
     def close(self) -> None:
         with self._changed:
@@ -126,7 +131,7 @@ class VllmEngine:
         error: BaseException | None = None
         try:
             self._engine = make_engine(self._settings)
-            self._count_preemptions()
+            self._scheduler = VllmScheduler(self._engine, self._settings.page_tokens)
             started.set_result(None)
             while self._carry_out_calls():
                 self._take(self._engine.engine_core.get_output().outputs)
@@ -160,20 +165,6 @@ class VllmEngine:
             except Exception as error:  # noqa: BLE001  the caller's to handle
                 answer.set_exception(error)
 
-    @property
-    def _scheduler(self) -> Any:
-        return self._engine.engine_core.engine_core.scheduler
-
-    def _count_preemptions(self) -> None:
-        """Start counting preemptions: vLLM does so only for its own log, which costs time at every step."""
-        preempt = self._scheduler._preempt_request
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._preemptions += 1
-            return preempt(*args, **kwargs)
-
-        self._scheduler._preempt_request = counted
-
     def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             older = self._requests.of(request.trajectory)
@@ -185,7 +176,7 @@ class VllmEngine:
             with self._changed:
                 key = self._requests.enter(running)
             try:
-                self._add(key, request.tokens, self._sampling(request), salt=f"v{self.version}")
+                self._add(key, request.tokens, self._sampling(request), salt(self.version))
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
                 failed = Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error))
                 with self._changed:
@@ -193,15 +184,20 @@ class VllmEngine:
                     self._ended.append(failed)
                     self._changed.notify_all()
 
-    def _add(self, key: str, tokens: Sequence[int], sampling: Any, salt: str | None = None, priority: int = 0) -> None:
-        """Hand a request to vLLM's core. salt: requests share cached pages only if theirs are equal, so pages of one
-        version are never used for another."""
+    def _add(
+        self, key: str, tokens: Sequence[int], sampling: Any, cache_salt: str | None = None, priority: int = 0
+    ) -> None:
+        """Hand a request to vLLM's core."""
         from vllm.inputs.engine import tokens_input
 
         engine = self._engine
         core = engine.engine_core
         asked = engine.input_processor.process_inputs(
-            key, tokens_input(list(tokens), cache_salt=salt), sampling, core.get_supported_tasks(), priority=priority
+            key,
+            tokens_input(list(tokens), cache_salt=cache_salt),
+            sampling,
+            core.get_supported_tasks(),
+            priority=priority,
         )
         # Outputs are taken from the core directly (_take): vLLM's processing of them for display costs a tenth of a
         # small model's step.
@@ -244,6 +240,7 @@ class VllmEngine:
         with self._changed:
             for running in stopped:
                 self._requests.leave(running)
+            self._figures = self._scheduler.figures()
         return stopped
 
     def _abort(self, trajectories: Sequence[TrajectoryId]) -> None:
@@ -251,6 +248,14 @@ class VllmEngine:
         aborted = set(trajectories)
         with self._changed:
             self._ended = [e for e in self._ended if e.trajectory not in aborted]
+
+    def _begin_again(self, instance: InstanceId) -> None:
+        self._stop([running.request.trajectory for running in self._requests])
+        self._scheduler.begin_again()
+        with self._changed:
+            self._instance, self._ended = instance, []
+            self._requests.begin_again(instance)
+            self._figures = self._scheduler.figures()
 
     def _load(self, version: PolicyVersion, weights: Path, prepared: bool | Exception) -> float:
         engine, begin = self._engine, time.monotonic()
@@ -267,11 +272,9 @@ class VllmEngine:
             for running in self._requests:
                 self._requests.close_segment(running)
             self._requests.version = version
-        if not self._settings.keep:
-            # Running requests return to vLLM's waiting queue with the tokens they have, and are prefilled again.
-            before = self._preemptions
-            engine.reset_prefix_cache(reset_running_requests=True)
-            self._preemptions = before
+        self._scheduler.change_version(version, keep=self._settings.keep)
+        with self._changed:
+            self._figures = self._scheduler.figures()
         return time.monotonic() - begin
 
     def _take(self, outputs: Sequence[Any]) -> None:
@@ -298,7 +301,7 @@ class VllmEngine:
                 else:
                     request, why = running.request, f"vLLM ended it: {output.finish_reason}"
                     self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=why))
-            self._waiting = len(self._scheduler.waiting)
+            self._figures = self._scheduler.figures()
             if self._ended:
                 self._changed.notify_all()
 

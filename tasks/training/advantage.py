@@ -7,18 +7,42 @@ statistics; its own result is not used.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from stores.errors import ConfigError
+from stores.rewards import has_signal
 from tasks.registry import Registry
 from tasks.user_code import said
 
 EPS = 1e-6
-"""Keeps a group of equal rewards at advantage 0 instead of dividing by 0."""
+"""Added to a standard deviation that is divided by, as in the published implementations."""
 
 Rewards = npt.NDArray[np.float64]
 Valid = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlong:
+    """DAPO's soft penalty on responses close to the limit (2503.14476): subtracted from the reward before advantages
+    are computed, from 0 where the last `tokens` before `longest` begin up to `penalty` at their end.
+
+    >>> Overlong(tokens=10, penalty=1.0, longest=100).penalties(np.array([50, 90, 95, 100])).tolist()
+    [0.0, 0.0, 0.5, 1.0]
+    """
+
+    tokens: int
+    penalty: float
+    longest: int
+
+    def penalties(self, lengths: npt.NDArray[np.int64]) -> Rewards:
+        """What responses of these lengths lose; nothing if `tokens` is 0."""
+        beyond = lengths - (self.longest - self.tokens)
+        result: Rewards = self.penalty * np.clip(beyond / max(self.tokens, 1), 0.0, 1.0 if self.tokens else 0.0)
+        return result
+
 
 ADVANTAGES: Registry[Rewards] = Registry("advantage", "training.advantage", own=True)
 NEED_NO_GROUP = ("reinforce_plus_plus",)
@@ -77,15 +101,26 @@ def rloo(rewards: Rewards, valid: Valid) -> Rewards:
 
 @ADVANTAGES.register("reinforce_plus_plus")
 def reinforce_plus_plus(rewards: Rewards, valid: Valid) -> Rewards:
-    """REINFORCE++ (2501.03262) with the group mean as baseline."""
-    centred, _ = _centred(rewards, valid)
-    spread = np.sqrt((centred**2).sum() / max(int(valid.sum()), 1))
-    result: Rewards = centred / (spread + EPS)
+    """REINFORCE++ (2501.03262): whitened over the batch, whatever group a reward is of."""
+    return _whitened(_centred(rewards.reshape(1, -1), valid.reshape(1, -1))[0], valid).reshape(rewards.shape)
+
+
+@ADVANTAGES.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(rewards: Rewards, valid: Valid) -> Rewards:
+    """REINFORCE++ with the group mean as baseline."""
+    return _whitened(_centred(rewards, valid)[0], valid)
+
+
+def _whitened(centred: Rewards, valid: Valid) -> Rewards:
+    """Centred rewards over their standard deviation in the batch."""
+    result: Rewards = centred / (np.sqrt((centred**2).sum() / max(int(valid.sum()), 1)) + EPS)
     return result
 
 
 def _centred(rewards: Rewards, valid: Valid) -> tuple[Rewards, npt.NDArray[np.int64]]:
-    """[G, N] rewards minus the mean of their group, 0 where invalid; [G, 1] number of valid ones."""
+    """[G, N] rewards minus the mean of their group, 0 where invalid; [G, 1] number of valid ones. Exactly 0 in a group
+    without signal: what rounding leaves of equal rewards would count as an advantage."""
     count = valid.sum(axis=1, keepdims=True)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(count, 1)
-    return np.where(valid, rewards - mean, 0.0), count
+    counted = valid & has_signal(rewards, valid)[:, None]
+    return np.where(counted, rewards - mean, 0.0), count

@@ -11,7 +11,7 @@ from stores.errors import ConfigError, ProtocolViolation
 from stores.metrics import REWARD_PART
 from stores.rewards import has_signal
 from stores.trajectory import Ended, Fate, Trajectory
-from tasks.training.advantage import advantages
+from tasks.training.advantage import Overlong, advantages
 
 
 def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_error_share: float, reward: str) -> None:
@@ -29,10 +29,13 @@ def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_err
         raise ProtocolViolation(f"step {step}: the batch does not consist of whole groups")
 
 
-def consumed_rows(step: int, batch: Sequence[Trajectory], group_size: int, estimator: str) -> list[Ended]:
+def consumed_rows(
+    step: int, batch: Sequence[Trajectory], group_size: int, estimator: str, overlong: Overlong
+) -> list[Ended]:
     """A batch, group by group, as it is stored: with advantages by this estimator."""
     rewards, valid = _rewards(batch, group_size)
-    estimate = advantages(estimator, rewards, valid).reshape(-1)
+    lengths = np.asarray([t.num_tokens for t in batch], np.int64).reshape(-1, group_size)
+    estimate = advantages(estimator, rewards - overlong.penalties(lengths), valid).reshape(-1)
     return [
         Ended(trajectory=t, fate=Fate.CONSUMED, step=step, advantage=float(a), loss_mask=not t.error)
         for t, a in zip(batch, estimate, strict=True)
@@ -61,6 +64,7 @@ def batch_metrics(consumed: Sequence[Ended], group_size: int) -> dict[str, float
         "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
         **{name: float(np.mean(values)) for name, values in sorted(parts.items())},
         "reward_errors": float((~valid).sum()),
+        "advantage_std": float(np.std([e.advantage for e in consumed if e.loss_mask] or [0.0])),
         "groups_with_signal": float(has_signal(rewards, valid).mean()),
         "response_tokens": float(lengths.sum()),
         "response_mean": float(lengths.mean()),

@@ -1,14 +1,17 @@
 """Token losses with off-policy corrections; docs/losses.md explains the choice between them.
 
 r = exp(log pi - log pi_ref). Behaviour logprobs are always the stored ones, token by token, so a trajectory that mixes
-versions is corrected exactly. Importance weights are detached; a mask never shrinks the denominator.
+versions is corrected exactly. Importance weights are detached; a mask never shrinks the denominator. Log ratios are cut
+at +-MOST_LOG_RATIO, so that a stored logprob far off overflows nothing; beyond, no gradient passes through the ratio.
 
 Formulas are methods of torch's tensors: a job file is read, and its loss chosen, without loading torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+import math
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
 from stores.errors import ConfigError
@@ -19,36 +22,52 @@ from tasks.user_code import said
 if TYPE_CHECKING:
     from torch import Tensor
 
+MOST_LOG_RATIO = 20.0
+"""Nats at which log ratios are cut. A ratio of e^20 is far beyond every clip and cap; e^89 overflows float32, and
+infinity times a gradient of 0 is no number."""
+LARGEST_RATIO = math.exp(MOST_LOG_RATIO) * (1 - 1e-6)
+"""The ratio from which on it is cut, but for rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What a loss sees of a micro-batch: a row per trajectory, padded. At padding and at tokens that were given between
+    turns all logprobs are 0, and what the loss returns there is not used."""
+
+    logprobs: Tensor  # [N, T] under the policy being trained, nats, with gradient
+    proximal: Tensor  # [N, T] under it before the step; arbitrary unless the loss needs_proximal
+    behaviour: Tensor  # [N, T] under the policy that sampled
+    advantage: Tensor  # [N, 1]; [N, T] with a KL penalty in the reward
+    sampled: Tensor  # [N, T] bool, false at padding and given tokens
+    lags: Tensor  # [N, T] int, versions from the one that sampled a token to the one the step began with
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """Losses by token. loss: [N, T], not masked or averaged. clipped: [N, T], where clipping removed the gradient."""
+    """Losses by token. loss: [N, T], not masked or averaged. clipped: [N, T], where clipping removed the gradient.
+    ratio: [N, T], what was clipped; None if it is the ratio to the behaviour policy."""
 
     loss: Tensor
     clipped: Tensor
+    ratio: Tensor | None = None
 
 
 class Loss(Protocol):
-    """A loss that a training step minimises."""
+    """A loss that a training step minimises. One that is not proportional to the advantage has an attribute `every_row`
+    that is true: otherwise trajectories with an advantage of 0 are not computed."""
 
     @property
     def needs_proximal(self) -> bool:
         """Whether it needs the trainer's own logprobs from before the step, at the cost of one more forward pass."""
         ...
 
-    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
-        """The loss of each token, proportional to the advantage. At padding and at tokens that were given between turns
-        all logprobs are 0, and the result is not used.
-
-        logprobs: [N, T] under the policy being trained, with gradient. proximal: [N, T] under it before the step;
-        arbitrary unless needs_proximal. behaviour: [N, T] under the policy that sampled. advantage: [N, 1].
-        """
-        ...
+    def token_loss(self, tokens: Tokens) -> TokenLoss: ...
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLoss:
-    """A loss from a user's file. Checks its results: one of another shape would silently be broadcast."""
+    """A loss from a user's file, whose token_loss takes either Tokens, or logprobs, proximal, behaviour and advantage.
+    Checks its results: one of another shape would silently be broadcast."""
 
     loss: Loss
     name: str
@@ -57,19 +76,26 @@ class OwnLoss:
     def needs_proximal(self) -> bool:
         return bool(self.loss.needs_proximal)
 
-    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
+    @property
+    def every_row(self) -> bool:
+        return bool(getattr(self.loss, "every_row", False))
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        parts = [getattr(tokens, f.name) for f in fields(tokens)][:4]
+        whole = len(inspect.signature(self.loss.token_loss).parameters) == 1
         try:
-            result = self.loss.token_loss(logprobs, proximal, behaviour, advantage)
+            result = self.loss.token_loss(*([tokens] if whole else parts))
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(
                 f"{LOSSES.key} = {self.name!r}: token_loss raised {type(error).__name__}: {said(error)}"
             ) from error
         for part in ("loss", "clipped"):
             given = getattr(result, part, None)
-            if getattr(given, "shape", None) != logprobs.shape:
+            if getattr(given, "shape", None) != tokens.logprobs.shape:
                 raise ConfigError(
                     f"{LOSSES.key} = {self.name!r}: token_loss gave {part} of shape "
-                    f"{tuple(getattr(given, 'shape', ()))}; it must be {tuple(logprobs.shape)}, one number per token"
+                    f"{tuple(getattr(given, 'shape', ()))}; it must be {tuple(tokens.logprobs.shape)}, one number per "
+                    "token"
                 )
         return result
 
@@ -77,6 +103,31 @@ class OwnLoss:
 LOSSES: Registry[Loss] = Registry(
     "loss", "training.loss.name", contract=Loss, own=True, options="options", guarded=OwnLoss
 )
+
+
+def log_ratio(new: Tensor, old: Tensor) -> Tensor:
+    """[N, T] log pi_new - log pi_old, cut at +-MOST_LOG_RATIO."""
+    return (new - old).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+
+
+def _ratio(new: Tensor, old: Tensor) -> Tensor:
+    return log_ratio(new, old).exp()
+
+
+def _sequence_log_ratio(new: Tensor, old: Tensor) -> Tensor:
+    """[N, 1] log ratio of whole trajectories: the sum over their sampled tokens, uncut."""
+    return (new - old).sum(1, keepdim=True)
+
+
+def _segment_log_ratio(new: Tensor, old: Tensor, tokens: Tokens) -> Tensor:
+    """[N, T] log ratio of the segment that each token is in, uncut. A segment is what was sampled without a break under
+    one version."""
+    here, before = tokens.sampled[:, 1:], tokens.sampled[:, :-1]
+    begins = here & (~before | (tokens.lags[:, 1:] != tokens.lags[:, :-1]))
+    number = tokens.sampled.new_zeros(new.shape).long()
+    number[:, 1:] = begins.long().cumsum(1)
+    sums = new.new_zeros(new.shape).scatter_add(1, number, new - old)
+    return sums.gather(1, number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +143,7 @@ class _Clipped:
 
     def cut(self, ratio: Tensor, advantage: Tensor) -> Tensor:
         """Where the surrogate has no gradient."""
-        return (ratio * advantage > self.clip(ratio) * advantage).detach()
+        return ((ratio * advantage > self.clip(ratio) * advantage) | (ratio >= LARGEST_RATIO)).detach()
 
     def clip(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
@@ -100,7 +151,9 @@ class _Clipped:
 
 @dataclass(frozen=True, kw_only=True)
 class _Capped:
-    weight_cap: float = knob(5.0, "cap of pi_old / pi_rollout (decoupled_ppo), of the ratio (tis)", above=0)
+    weight_cap: float = knob(
+        5.0, "cap of pi_old / pi_rollout (decoupled_ppo, decoupled_ppo_loglinear), of the ratio (tis)", above=0
+    )
 
 
 @LOSSES.register("ppo_clip")
@@ -110,9 +163,11 @@ class PpoClip(_Clipped):
 
     needs_proximal = False
 
-    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
-        ratio = (logprobs - behaviour).exp()
-        return TokenLoss(loss=-self.surrogate(ratio, advantage), clipped=self.cut(ratio, advantage))
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        ratio = _ratio(tokens.logprobs, tokens.behaviour)
+        return TokenLoss(
+            loss=-self.surrogate(ratio, tokens.advantage), clipped=self.cut(ratio, tokens.advantage), ratio=ratio
+        )
 
 
 @LOSSES.register("decoupled_ppo")
@@ -122,10 +177,9 @@ class DecoupledPpo(_Capped, _Clipped):
 
     needs_proximal = True
 
-    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
-        ratio = (logprobs - proximal).exp()
-        weight = (proximal - behaviour).exp().clamp(max=self.weight_cap).detach()
-        return TokenLoss(loss=-(weight * self.surrogate(ratio, advantage)), clipped=self.cut(ratio, advantage))
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        weight = _ratio(tokens.proximal, tokens.behaviour).clamp(max=self.weight_cap).detach()
+        return _weighted_surrogate(self, weight, _ratio(tokens.logprobs, tokens.proximal), tokens.advantage)
 
 
 @LOSSES.register("cispo")
@@ -135,9 +189,9 @@ class Cispo(_Clipped):
 
     needs_proximal = False
 
-    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
-        ratio = (logprobs - behaviour).exp().detach()
-        return _weighted(ratio, self.clip(ratio), logprobs, advantage)
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        ratio = _ratio(tokens.logprobs, tokens.behaviour).detach()
+        return _weighted(ratio, self.clip(ratio), tokens)
 
 
 @LOSSES.register("tis")
@@ -147,10 +201,168 @@ class Tis(_Capped):
 
     needs_proximal = False
 
-    def token_loss(self, logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
-        ratio = (logprobs - behaviour).exp().detach()
-        return _weighted(ratio, ratio.clamp(max=self.weight_cap), logprobs, advantage)
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        ratio = _ratio(tokens.logprobs, tokens.behaviour).detach()
+        return _weighted(ratio, ratio.clamp(max=self.weight_cap), tokens)
 
 
-def _weighted(ratio: Tensor, weight: Tensor, logprobs: Tensor, advantage: Tensor) -> TokenLoss:
-    return TokenLoss(loss=-weight * advantage * logprobs, clipped=(ratio != weight))
+@LOSSES.register("dual_clip")
+@dataclass(frozen=True, kw_only=True)
+class DualClip(_Clipped):
+    """PPO whose loss on a negative advantage is bounded too, by -dual_clip A (1912.09729)."""
+
+    dual_clip: float = knob(3.0, "dual_clip: a negative advantage counts at most this many times", above=1)
+    needs_proximal = False
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        ratio, advantage = _ratio(tokens.logprobs, tokens.behaviour), tokens.advantage
+        surrogate = self.surrogate(ratio, advantage)
+        bounded = (advantage < 0) & (ratio > self.dual_clip)
+        return TokenLoss(
+            loss=-(self.dual_clip * advantage).where(bounded, surrogate),
+            clipped=self.cut(ratio, advantage) | bounded,
+            ratio=ratio,
+        )
+
+
+@LOSSES.register("gspo")
+@dataclass(frozen=True, kw_only=True)
+class Gspo:
+    """PPO on the trajectory's ratio, the geometric mean of its tokens' ratios to the behaviour policy (2507.18071)."""
+
+    sequence_clip_low: float = knob(3e-4, "gspo: the trajectory's ratio is clipped at 1 - this", low=0, high=1)
+    sequence_clip_high: float = knob(4e-4, "gspo: and at 1 + this", low=0)
+    needs_proximal = False
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        count = tokens.sampled.sum(1, keepdim=True).clamp(min=1)
+        mean = _sequence_log_ratio(tokens.logprobs, tokens.behaviour) / count
+        ratio = mean.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp().expand(tokens.logprobs.shape)
+        clip = _Clipped(clip_low=self.sequence_clip_low, clip_high=self.sequence_clip_high)
+        return TokenLoss(
+            loss=-clip.surrogate(ratio, tokens.advantage), clipped=clip.cut(ratio, tokens.advantage), ratio=ratio
+        )
+
+
+@LOSSES.register("topr")
+@dataclass(frozen=True, kw_only=True)
+class Topr:
+    """Positive advantages as in supervised learning, negative ones weighed with the ratio to the behaviour policy, at
+    most 1 (2503.14286); each sign with a weight of its own (weighted TOPR, 2510.11345)."""
+
+    positive_weight: float = knob(1.0, "topr: weight of trajectories with a positive advantage", low=0)
+    negative_weight: float = knob(1.0, "topr: weight of those with a negative one", low=0)
+    ratio_of: str = knob(
+        "trajectory",
+        "topr: what the ratio is of; a segment is what was sampled without a break under one version",
+        choices=("token", "segment", "trajectory"),
+    )
+    needs_proximal = False
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        new, old = tokens.logprobs.detach(), tokens.behaviour
+        if self.ratio_of == "token":
+            log_ratios = new - old
+        elif self.ratio_of == "segment":
+            log_ratios = _segment_log_ratio(new, old, tokens)
+        else:
+            log_ratios = _sequence_log_ratio(new, old).expand(new.shape)
+        ratio = log_ratios.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+        positive = (tokens.advantage > 0).expand(new.shape)
+        weight = (self.negative_weight * ratio.clamp(max=1.0)).masked_fill(positive, self.positive_weight)
+        return TokenLoss(
+            loss=-weight * tokens.advantage * tokens.logprobs, clipped=(ratio > 1.0) & ~positive, ratio=ratio
+        )
+
+
+@LOSSES.register("kimi")
+@dataclass(frozen=True, kw_only=True)
+class Kimi:
+    """Policy gradient with a square penalty on the distance to the behaviour policy (Kimi k1.5, 2501.12599)."""
+
+    tau: float = knob(0.1, "kimi: weight of the squared distance to the behaviour policy", low=0)
+    needs_proximal = False
+    every_row = True
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        distance = log_ratio(tokens.logprobs, tokens.behaviour)
+        loss = -tokens.advantage * tokens.logprobs + 0.5 * self.tau * distance**2
+        return TokenLoss(loss=loss, clipped=tokens.sampled.new_zeros(loss.shape))
+
+
+@LOSSES.register("sequence_tis")
+@dataclass(frozen=True, kw_only=True)
+class SequenceTis(_Clipped):
+    """Clips around the proximal policy and weighs whole trajectories with min(pi_proximal / pi_behaviour,
+    sequence_cap)."""
+
+    sequence_cap: float = knob(
+        2.0, "pi_old / pi_rollout of a trajectory: cap (sequence_tis), or beyond it no gradient (sequence_mis)", above=0
+    )
+    needs_proximal = True
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        rho = _sequence_log_ratio(tokens.proximal, tokens.behaviour).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+        weight = self.weigh(rho).detach()
+        return _weighted_surrogate(self, weight, _ratio(tokens.logprobs, tokens.proximal), tokens.advantage, rho)
+
+    def weigh(self, rho: Tensor) -> Tensor:
+        """[N, 1] weights of trajectories with these ratios."""
+        return rho.clamp(max=self.sequence_cap)
+
+
+@LOSSES.register("sequence_mis")
+@dataclass(frozen=True, kw_only=True)
+class SequenceMis(SequenceTis):
+    """The same with masking: a trajectory whose weight is above sequence_cap has none."""
+
+    def weigh(self, rho: Tensor) -> Tensor:
+        return rho.masked_fill(rho > self.sequence_cap, 0.0)
+
+
+@LOSSES.register("icepop")
+@dataclass(frozen=True, kw_only=True)
+class IcePop(_Clipped):
+    """Clips around the proximal policy and weighs with pi_proximal / pi_behaviour, 0 outside a band (2510.18855)."""
+
+    band_low: float = knob(0.5, "icepop: tokens with pi_old / pi_rollout below have no gradient", low=0, high=1)
+    band_high: float = knob(5.0, "icepop: and above", low=1)
+    needs_proximal = True
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        rho = _ratio(tokens.proximal, tokens.behaviour)
+        weight = rho.masked_fill((rho < self.band_low) | (rho > self.band_high), 0.0).detach()
+        return _weighted_surrogate(self, weight, _ratio(tokens.logprobs, tokens.proximal), tokens.advantage, rho)
+
+
+@LOSSES.register("decoupled_ppo_loglinear")
+@dataclass(frozen=True, kw_only=True)
+class DecoupledPpoLoglinear(_Capped, _Clipped):
+    """Decoupled PPO whose proximal policy is interpolated between behaviour and present policy by the tokens' versions,
+    which saves the forward pass (2512.06547, AReaL)."""
+
+    needs_proximal = False
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        now = tokens.logprobs.detach()
+        # Of versions: a token's own, and, lags and lags + 1 after it, the one before the step and the one being made.
+        share = tokens.lags.to(now.dtype) / (tokens.lags + 1)
+        proximal = tokens.behaviour + share * (now - tokens.behaviour)
+        weight = _ratio(proximal, tokens.behaviour).clamp(max=self.weight_cap)
+        return _weighted_surrogate(self, weight, _ratio(tokens.logprobs, proximal), tokens.advantage)
+
+
+def _weighted(ratio: Tensor, weight: Tensor, tokens: Tokens) -> TokenLoss:
+    """The policy gradient with this weight, which clipping made of the ratio."""
+    return TokenLoss(loss=-weight * tokens.advantage * tokens.logprobs, clipped=(ratio != weight), ratio=ratio)
+
+
+def _weighted_surrogate(
+    clip: _Clipped, weight: Tensor, ratio: Tensor, advantage: Tensor, rho: Tensor | None = None
+) -> TokenLoss:
+    """PPO's surrogate with a weight. rho: what the weight was masked by; clipped is also where that left none."""
+    loss, clipped = -(weight * clip.surrogate(ratio, advantage)), clip.cut(ratio, advantage)
+    if rho is None:
+        return TokenLoss(loss=loss, clipped=clipped, ratio=ratio)
+    masked = (weight == 0).expand(ratio.shape)
+    return TokenLoss(loss=loss, clipped=clipped | masked, ratio=rho.expand(ratio.shape).where(masked, ratio))

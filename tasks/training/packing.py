@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stores.trajectory import Ended
+from stores.trajectory import NO_VERSION, Ended
 from tasks.names import AGGREGATION_NAMES
+from tasks.training.division import divided
 
 MESSAGE_BYTES = 32 * 2**20
 """Bytes of rows in a message to the trainer, at most. A process that packs, sends or takes in a message does little
 else meanwhile, and holds it twice."""
+MOST_LAG = 2**15 - 1
+"""Largest lag that a row tells apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,9 @@ class Row:
     staleness: int
     trained: bool = True
     """False: no gradient, but the row still counts in the denominator."""
+    lags: npt.NDArray[np.int16] | None = None
+    """[T] versions from the one that sampled each token to the one the step begins with, at most MOST_LAG; None: of all
+    tokens `staleness`."""
 
     @classmethod
     def of(cls, row: Ended) -> Row:
@@ -44,6 +50,7 @@ class Row:
             advantage=row.advantage,
             staleness=row.staleness,
             trained=row.loss_mask,
+            lags=_lags(row),
         )
 
     @property
@@ -59,12 +66,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Rows packed for transfer: eight arrays instead of four per row, because each array of a message has a cost."""
+    """Rows packed for transfer: nine arrays instead of five per row, because each array of a message has a cost."""
 
     prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
     response_tokens: npt.NDArray[np.int32]  # [sum of T]
     behaviour: npt.NDArray[np.float32]  # [sum of T]
     sampled: npt.NDArray[np.bool_]  # [sum of T]
+    lags: npt.NDArray[np.int16]  # [sum of T]
     lengths: npt.NDArray[np.int64]  # [N, 2] prompt and response length of each row
     advantages: npt.NDArray[np.float32]  # [N]
     staleness: npt.NDArray[np.int64]  # [N]
@@ -79,6 +87,7 @@ class PackedRows:
             response_tokens=np.concatenate([t.response_tokens for t in trajectories]),
             behaviour=np.concatenate([t.logprobs for t in trajectories]),
             sampled=np.concatenate([t.sampled for t in trajectories]),
+            lags=np.concatenate([_lags(e) for e in consumed]),
             lengths=np.asarray([(len(t.prompt_tokens), t.num_tokens) for t in trajectories], np.int64),
             advantages=np.asarray([e.advantage for e in consumed], np.float32),
             staleness=np.asarray([e.staleness for e in consumed], np.int64),
@@ -98,9 +107,16 @@ class PackedRows:
                 advantage=float(self.advantages[i]),
                 staleness=int(self.staleness[i]),
                 trained=bool(self.trained[i]),
+                lags=self.lags[begins[i, 1] : ends[i, 1]],
             )
             for i in range(len(self.lengths))
         ]
+
+
+def _lags(row: Ended) -> npt.NDArray[np.int16]:
+    """[T] lags of a stored trajectory's tokens; 0 of given ones."""
+    versions = row.trajectory.versions
+    return np.where(versions == NO_VERSION, 0, np.clip(row.step - versions, 0, MOST_LAG)).astype(np.int16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +132,8 @@ def part_end(consumed: Sequence[Ended], first: int, most_bytes: int = MESSAGE_BY
     num_bytes, last = 0, first
     while last < len(consumed):
         trajectory = consumed[last].trajectory
-        # As in PackedRows: a prompt's token takes 4 bytes, a response's 9 with its logprob, a row 29 besides.
-        num_bytes += 4 * len(trajectory.prompt_tokens) + 9 * trajectory.num_tokens + 29
+        # As in PackedRows: a prompt's token takes 4 bytes, a response's 11 with its logprob, a row 29 besides.
+        num_bytes += 4 * len(trajectory.prompt_tokens) + 11 * trajectory.num_tokens + 29
         if num_bytes > most_bytes and last > first:
             break
         last += 1
@@ -135,8 +151,25 @@ class MicroBatch:
     targets: npt.NDArray[np.int64]  # [N, L - 1 - start], the token after each position
     mask: npt.NDArray[np.float32]  # same shape, 1 where the target is a sampled token
     behaviour: npt.NDArray[np.float32]  # same shape
+    lags: npt.NDArray[np.int64]  # same shape
     weight: npt.NDArray[np.float32]  # [N, 1] weight of each of the row's tokens in the minibatch loss
     advantage: npt.NDArray[np.float32]  # [N, 1]
+
+
+NO_ROWS = MicroBatch(
+    rows=(),
+    input_ids=np.zeros((1, 2), np.int64),
+    attention_mask=np.ones((1, 2), np.int64),
+    start=0,
+    targets=np.zeros((1, 1), np.int64),
+    mask=np.zeros((1, 1), np.float32),
+    behaviour=np.zeros((1, 1), np.float32),
+    lags=np.zeros((1, 1), np.int64),
+    weight=np.zeros((1, 1), np.float32),
+    advantage=np.zeros((1, 1), np.float32),
+)
+"""The micro-batch of a rank that has none of its rows: two tokens of which none counts. Its pass through the model
+gives a gradient of 0, and takes part in what all ranks do together."""
 
 
 def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> npt.NDArray[np.float32]:
@@ -164,39 +197,39 @@ def minibatches(num_rows: int, count: int, rng: np.random.Generator) -> list[npt
 
 
 def microbatches(
-    rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], token_budget: int
+    rows: Sequence[Row],
+    chosen: Sequence[int],
+    weights: npt.NDArray[np.float32],
+    token_budget: int,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> list[MicroBatch]:
-    """The chosen rows, shortest first, split so that rows x longest <= token_budget; a single row always fits.
+    """The chosen rows, shortest first, split so that rows x longest <= token_budget; a single row always fits. Of
+    several ranks each gets its share of the rows, in as many micro-batches as every other; some may have no rows.
 
     weights: [len(chosen)], from `token_weights`.
     """
-    order = sorted(range(len(chosen)), key=lambda i: len(rows[chosen[i]].prompt) + len(rows[chosen[i]].response))
-    batches: list[MicroBatch] = []
-    part: list[int] = []
-    for i in order:
-        length = len(rows[chosen[i]].prompt) + len(rows[chosen[i]].response)
-        if part and (len(part) + 1) * length > token_budget:
-            batches.append(_pad(rows, chosen, weights, part))
-            part = []
-        part.append(i)
-    if part:
-        batches.append(_pad(rows, chosen, weights, part))
-    return batches
+    lengths = [len(rows[i].prompt) + len(rows[i].response) for i in chosen]
+    parts = (parts[rank] for parts in divided(lengths, ranks, token_budget))
+    return [_pad(rows, chosen, weights, part) if part else NO_ROWS for part in parts]
 
 
-def _pad(rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], part: list[int]) -> MicroBatch:
+def _pad(
+    rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], part: Sequence[int]
+) -> MicroBatch:
     picked = [rows[chosen[i]] for i in part]
     longest = max(len(r.prompt) + len(r.response) for r in picked)
     start = min(len(r.prompt) for r in picked) - 1
     shape = (len(picked), longest)
     ids, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    mask, behaviour = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    mask, behaviour, lags = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.int64)
     for k, row in enumerate(picked):
         prompt, end = len(row.prompt), len(row.prompt) + len(row.response)
         ids[k, :prompt], ids[k, prompt:end] = row.prompt, row.response
         attention[k, :end] = 1
         mask[k, prompt:end] = row.sampled
         behaviour[k, prompt:end] = row.behaviour
+        lags[k, prompt:end] = row.staleness if row.lags is None else row.lags
     return MicroBatch(
         rows=tuple(chosen[i] for i in part),
         input_ids=ids,
@@ -205,6 +238,7 @@ def _pad(rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.flo
         targets=ids[:, start + 1 :],
         mask=mask[:, start + 1 :],
         behaviour=behaviour[:, start + 1 :],
+        lags=lags[:, start + 1 :],
         weight=np.asarray([[weights[i]] for i in part], np.float32),
         advantage=np.asarray([[r.advantage] for r in picked], np.float32),
     )

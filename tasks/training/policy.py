@@ -4,24 +4,30 @@ trainer without having a model."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tasks.training.packing import Row
+from tasks.training.rank import ALONE, Rank
 from tasks.training.settings import TrainingConfig
 
 if TYPE_CHECKING:
-    from stores.weight_hash import Tensors
+    from stores.weight_hash import Weights
+
+T = TypeVar("T")
 
 
 class Policy(Protocol):
-    """The policy that the Trainer actor trains and publishes."""
+    """The policy that the Trainer actor trains and publishes. Each process of a group has one: all of them have the
+    same methods called, and only the leading one's results count."""
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
 
-    def published(self) -> Tensors: ...
+    def published(self, use: Callable[[Weights], T]) -> T:
+        """What `use` makes of the weights as engines load them. They may come one by one."""
+        ...
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]: ...
 
@@ -31,19 +37,22 @@ class Policy(Protocol):
 
     def load_state(self, path: Path) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class PolicySettings(Protocol):
     """Settings from which a worker builds its policy. Picklable."""
 
-    def build(self, threads: int) -> Policy:
-        """threads: of this process, for what computes on processors."""
+    def build(self, threads: int, rank: Rank = ALONE) -> Policy:
+        """threads: of this process, for what computes on processors. rank: its place in the trainer's group; waits for
+        the others."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """Settings of the trainer; see ModelConfig. training: the job's table. num_steps: length of the cosine
-    schedule unless the table has one. max_length: for constant_length."""
+    """Settings of the trainer; see ModelConfig. training: the job's table. num_steps: length of a schedule that
+    decays, unless the table has one. max_length: for constant_length."""
 
     model: str
     dtype: str
@@ -54,9 +63,9 @@ class TrainerSettings:
     max_length: int
     seed: int
 
-    def build(self, threads: int) -> Policy:
+    def build(self, threads: int, rank: Rank = ALONE) -> Policy:
         import torch
 
         torch.set_num_threads(threads)
-        policy: Policy = importlib.import_module("tasks.training.policy_trainer").PolicyTrainer(self)
+        policy: Policy = importlib.import_module("tasks.training.policy_trainer").PolicyTrainer(self, rank)
         return policy

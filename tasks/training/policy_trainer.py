@@ -2,37 +2,38 @@
 
 A step's weights are published as a new policy version before the step counts as finished: a published version can
 always be fetched, also while the next step trains.
+
+It may be one of several processes that train one model together (tasks/training/group.py). They all do what follows,
+each with its share of every minibatch's rows and of the parameters; how many there are changes nothing but rounding.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stores import parameters, resume_points
+from stores.errors import ConfigError
+from stores.weight_hash import OneByOne, Weights
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
+from tasks.training.figures import TokenSums
+from tasks.training.group import Group
 from tasks.training.logprobs import LogprobModel
-from tasks.training.loss import LOSSES, Loss
-from tasks.training.packing import MicroBatch, Row, microbatches, minibatches, token_weights
+from tasks.training.loss import MOST_LOG_RATIO, Tokens
+from tasks.training.objective import Objective
+from tasks.training.packing import MicroBatch, Row, minibatches, token_weights
 from tasks.training.policy import TrainerSettings
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Running sums over a step's tokens; means are taken at its end."""
-
-    tokens: float = 0.0
-    clipped: float = 0.0
-    loss: float = 0.0
-    ratio: float = 0.0
-    grad_norms: list[float] = field(default_factory=list)
+from tasks.training.rank import ALONE, Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,11 @@ class Mismatch:
     num_tokens: int
 
 
+T = TypeVar("T")
+ByRow = Sequence[npt.NDArray[np.float32]]
+"""[T] logprobs of each row's response."""
+
+
 class PolicyTrainer:
     """Trains a model on rows; publishes nothing. Deterministic for a seed and an order of calls.
 
@@ -53,12 +59,14 @@ class PolicyTrainer:
     is mostly rounded away. With dtype bfloat16 forward and backward run under autocast.
     """
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, settings: TrainerSettings, rank: Rank = ALONE) -> None:
+        """rank: this process's place among those that train the model. Waits for the others."""
         self.settings = settings
         training = settings.training
-        self.loss: Loss = LOSSES.make(training.loss)
+        self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
-        self.model: Any = load_model(settings.model, "float32", self.device, attention="sdpa")
+        self.group = Group(rank, self.device)
+        self.model: Any = self.group.sharded(load_model(settings.model, "float32", "cpu", attention="sdpa"))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=training.learning_rate,
@@ -71,57 +79,72 @@ class PolicyTrainer:
             half=settings.dtype == "bfloat16",
             temperature=settings.temperature,
             token_budget=training.microbatch_tokens,
+            rank=rank.number,
+            ranks=rank.count,
         )
+        self.reference = self._load_reference() if self.objective.needs_reference else None
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, then constant or a cosine down to a tenth."""
+        """The learning rate of a step: linear warm-up, then constant, or a cosine or a line down to schedule_floor."""
         s = self.settings.training
         if step < s.warmup_steps:
             return s.learning_rate * (step + 1) / (s.warmup_steps + 1)
         if s.schedule == "constant":
             return s.learning_rate
         last = s.schedule_steps or self.settings.num_steps
-        progress = (step - s.warmup_steps) / max(1, last - s.warmup_steps)
-        return s.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+        progress = min(1.0, (step - s.warmup_steps) / max(1, last - s.warmup_steps))
+        left = 0.5 * (1 + math.cos(math.pi * progress)) if s.schedule == "cosine" else 1 - progress
+        return s.learning_rate * (s.schedule_floor + (1 - s.schedule_floor) * left)
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
-        """Train one step on all rows: `minibatches` optimizer updates. Mutates the model; returns metrics."""
+        """Train a step on all rows, `epochs` x `minibatches` optimizer updates. Mutates the model; returns metrics.
+        rows: of a group, those that its leading rank is called with."""
         s = self.settings.training
+        rows = self.group.shared(rows)
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         proximal, mismatch = self._before(rows)
-        sums = _Sums()
-        for chosen in minibatches(len(rows), s.minibatches, self._rng):
+        reference = self._under_reference(rows)
+        sums, norms = TokenSums(), list[float]()
+        self._measure_others(rows, sums)
+        epochs = (minibatches(len(rows), s.minibatches, self._rng) for _ in range(s.epochs))
+        for chosen in itertools.chain.from_iterable(epochs):
             weights = token_weights(s.loss.aggregation, [rows[i].num_sampled for i in chosen], self.settings.max_length)
             self.optimizer.zero_grad(set_to_none=True)
-            trained = [k for k, i in enumerate(chosen) if rows[i].has_gradient]
+            trained = [k for k, i in enumerate(chosen) if self.objective.trains(rows[i])]
             picked = [int(chosen[k]) for k in trained]
-            for batch in microbatches(rows, picked, weights[trained], s.microbatch_tokens):
-                self._accumulate(batch, rows, proximal, sums)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
+            for batch in self.logprob_model.microbatches(rows, picked, weights[trained]):
+                self._accumulate(batch, rows, proximal, reference, sums)
+            norm = self.group.whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip))
             if torch.isfinite(norm):
-                # A step on a non-finite gradient would destroy the model for good; it shows in grad_norm instead.
+                # A step on a non-finite gradient would destroy the model for good.
                 self.optimizer.step()
-            sums.grad_norms.append(float(norm))
-        tokens = max(sums.tokens, 1.0)
+            norms.append(float(norm))
+        sums = TokenSums(self.group.summed(sums.values))
         return {
-            "loss": sums.loss / s.minibatches,
-            "grad_norm": float(np.mean(sums.grad_norms)),
-            "clip_share": sums.clipped / tokens,
-            "ratio_mean": sums.ratio / tokens,
+            "loss": sums.loss / len(norms),
+            "grad_norm": float(np.mean(norms)),
+            "updates_dropped": float(np.count_nonzero(~np.isfinite(norms))),
+            **sums.metrics(),
             "learning_rate": rate,
             "mismatch_mean": mismatch.mean,
             "mismatch_max": mismatch.max,
             "kl_rollout": mismatch.kl,
-            "tokens_trained": sums.tokens,
         }
 
-    def published(self) -> dict[str, torch.Tensor]:
-        """The weights as engines load them."""
+    def published(self, use: Callable[[Weights], T]) -> T:
+        """What `use` makes of the weights as engines load them. They come one by one, gathered from all ranks, so that
+        there is no copy of the model beside it."""
         dtype = getattr(torch, self.settings.dtype)
-        return {name: p.detach().to(dtype) for name, p in self.model.named_parameters()}
+        named = dict(sorted(self.group.parameters(self.model).items()))
+        come = ((name, self.group.whole(p.detach().to(dtype))) for name, p in named.items())
+        described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in named.items()}
+        made = use(OneByOne(described, come))
+        for _ in come:
+            continue  # what it has no use for: the other ranks give theirs all the same
+        return made
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprobs of tokens[1:], nats, at temperature 1: the reference for every engine."""
@@ -133,10 +156,18 @@ class PolicyTrainer:
         """Save the present weights and the tokenizer where `from_pretrained` finds them."""
         from transformers import AutoTokenizer
 
-        parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder)
+        held = self.model.state_dict()
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in held}
+        weights = self._gathered() | buffers
+        if self.group.rank.leads:
+            parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder, weights)
 
     def save_state(self, path: Path) -> None:
-        """Write all that the next step depends on: weights, optimizer, random state."""
+        """Write all that the next step depends on: weights, optimizer, random state. A group writes a folder, which is
+        there already, each rank its shards."""
+        if self.group.rank.count > 1:
+            self.group.save(self._state(), path)
+            return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -145,51 +176,142 @@ class PolicyTrainer:
         torch.save(state, path)
 
     def load_state(self, path: Path) -> None:
-        """Restore what `save_state` wrote. Raises StoreError."""
+        """Restore what `save_state` wrote, in a group of this or any other size. Raises StoreError."""
         with resume_points.loading(path):
-            state = torch.load(path, map_location=self.device, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            held = self._state()
+            if path.is_dir():
+                self.group.load(held, path)
+                self._rng.bit_generator.state = json.loads(held["random"])
+                return
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if differing := sorted(state["model"].keys() ^ self.model.state_dict().keys()):
+                raise KeyError(f"{len(differing)} tensors differ from the model's, the first is {differing[0]}")
+            moments = state["optimizer"]["state"]
+            for number, name in enumerate(held["model"]):
+                self.group.fill(held["model"][name], state["model"][name])
+                for key, value in moments.get(number, {}).items():
+                    self.group.fill(held["optimizer"][name][key], value)
             self._rng.bit_generator.state = state["random"]
 
-    def _before(self, rows: Sequence[Row]) -> tuple[list[np.ndarray[Any, Any]], Mismatch]:
+    def close(self) -> None:
+        """Leave the group. Nothing else is done afterwards."""
+        self.group.leave()
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """The parameters. Of a group, on its leading rank and there in the processor's memory, a parameter after the
+        other: no more than one is whole on the device."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.group.parameters(self.model).items():
+            whole = self.group.whole(parameter.detach())
+            if self.group.rank.count == 1:
+                found[name] = whole
+            elif self.group.rank.leads:
+                found[name] = whole.cpu()
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        """All that the next step depends on, by the parameters' names; the tensors are those in use, not copies."""
+        named = self.group.parameters(self.model)
+        for parameter in named.values():
+            if not self.optimizer.state[parameter]:  # as AdamW begins, which only does so when there is a gradient
+                zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+        return {
+            "model": {name: parameter.detach() for name, parameter in named.items()},
+            "optimizer": {name: self.optimizer.state[parameter] for name, parameter in named.items()},
+            "random": json.dumps(self._rng.bit_generator.state),
+        }
+
+    def _before(self, rows: Sequence[Row]) -> tuple[ByRow, Mismatch]:
         """Compute each row's response logprobs before the step (the proximal policy), and compare the stored ones. If
         the loss does not need the proximal policy, only those of fresh rows are computed: only they must agree."""
-        needs_all = self.loss.needs_proximal
-        chosen = [i for i, r in enumerate(rows) if r.staleness == 0 or (needs_all and r.has_gradient)]
-        proximal: list[np.ndarray[Any, Any]] = [r.behaviour for r in rows]
-        for i, logprobs in self.logprob_model.rows(rows, chosen).items():
+        needs_all = self.objective.loss.needs_proximal
+        chosen = [i for i, r in enumerate(rows) if r.staleness == 0 or (needs_all and self.objective.trains(r))]
+        proximal = [r.behaviour for r in rows]
+        for i, logprobs in self.group.merged(self.logprob_model.rows(rows, chosen)).items():
             proximal[i] = logprobs
         fresh = [i for i in chosen if rows[i].staleness == 0 and rows[i].num_sampled]
         if not fresh:
             return proximal, Mismatch(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
         difference = np.concatenate([(proximal[i] - rows[i].behaviour)[rows[i].sampled] for i in fresh])
+        bounded = np.clip(difference, -MOST_LOG_RATIO, MOST_LOG_RATIO)
         return proximal, Mismatch(
             mean=float(np.abs(difference).mean()),
             max=float(np.abs(difference).max()),
-            kl=float((np.exp(difference) - difference - 1).mean()),
+            kl=float((np.exp(bounded) - bounded - 1).mean()),
             num_tokens=len(difference),
         )
 
+    def _under_reference(self, rows: Sequence[Row]) -> ByRow | None:
+        """The logprobs under the reference model of all rows that have a gradient, of others anything."""
+        if self.reference is None:
+            return None
+        chosen = [i for i, row in enumerate(rows) if self.objective.trains(row)]
+        found = self.group.merged(self.reference.rows(rows, chosen))
+        return [found.get(i, row.behaviour) for i, row in enumerate(rows)]
+
+    def _measure_others(self, rows: Sequence[Row], sums: TokenSums) -> None:
+        """Measure some of the rows without a gradient, evenly spaced, as if they were all of them."""
+        others = [i for i, row in enumerate(rows) if not self.objective.trains(row) and row.num_sampled]
+        count = min(self.settings.training.measured_rows, len(others))
+        chosen = [others[k * len(others) // count] for k in range(count)]
+        with torch.no_grad():
+            for batch in self.logprob_model.microbatches(rows, chosen, np.ones(count, np.float32)):
+                tokens = self._tokens(batch, self.logprob_model.batch(batch))
+                tokens = replace(tokens, proximal=tokens.logprobs)
+                sums.add(
+                    tokens, self.objective.loss.token_loss(tokens), self.objective.old(tokens), len(others) / count
+                )
+
     def _accumulate(
-        self, batch: MicroBatch, rows: Sequence[Row], proximal: list[np.ndarray[Any, Any]], sums: _Sums
+        self, batch: MicroBatch, rows: Sequence[Row], proximal: ByRow, reference: ByRow | None, sums: TokenSums
     ) -> None:
-        """Forward and backward of one micro-batch; gradients add up in the model. At padding and given tokens the loss
-        sees zeros, and what it returns there is cut off: an infinite ratio times a mask of 0 would be no number."""
-        device = self.device
-        old = np.zeros_like(batch.behaviour)
-        for k, i in enumerate(batch.rows):
-            begin = len(rows[i].prompt) - 1 - batch.start
-            old[k, begin : begin + len(rows[i].response)] = proximal[i]
-        others = torch.from_numpy(batch.mask == 0).to(device)
-        behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(device).masked_fill(others, 0)
-        proximal_t = torch.from_numpy(old).to(device).masked_fill(others, 0)
-        logprobs = self.logprob_model.batch(batch).masked_fill(others, 0)
-        result = self.loss.token_loss(logprobs, proximal_t, behaviour, torch.from_numpy(batch.advantage).to(device))
-        loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(batch.weight).to(device)).sum()
+        """Forward and backward of one micro-batch; gradients add up in the model. What the loss returns at padding and
+        given tokens is cut off: an infinite ratio times a mask of 0 would be no number."""
+        entropy = None
+        if self.objective.needs_entropy:
+            logprobs, entropy = self.logprob_model.batch_and_entropy(batch)
+        else:
+            logprobs = self.logprob_model.batch(batch)
+        tokens = self._tokens(batch, logprobs, proximal=self._laid_out(batch, rows, proximal))
+        others = ~tokens.sampled
+        kept = None if reference is None else self._laid_out(batch, rows, reference).masked_fill(others, 0)
+        result = self.objective.token_loss(tokens, kept, entropy)
+        loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(batch.weight).to(self.device)).sum()
         loss.backward()
         with torch.no_grad():
-            sums.tokens += float(batch.mask.sum())
-            sums.loss += float(loss)
-            sums.clipped += float(result.clipped.masked_fill(others, 0).sum())
-            sums.ratio += float(torch.exp(logprobs - behaviour).masked_fill(others, 0).sum())
+            sums.add_loss(loss, tokens, kept)
+            sums.add(tokens, result, self.objective.old(tokens))
+
+    def _tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
+        """A micro-batch as losses see it, with zeros at padding and given tokens."""
+        others = torch.from_numpy(batch.mask == 0).to(self.device)
+        behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(self.device)
+        return Tokens(
+            logprobs=logprobs.masked_fill(others, 0),
+            proximal=(behaviour if proximal is None else proximal).masked_fill(others, 0),
+            behaviour=behaviour.masked_fill(others, 0),
+            advantage=torch.from_numpy(batch.advantage).to(self.device),
+            sampled=~others,
+            lags=torch.from_numpy(np.ascontiguousarray(batch.lags)).to(self.device),
+        )
+
+    def _laid_out(self, batch: MicroBatch, rows: Sequence[Row], logprobs: ByRow) -> torch.Tensor:
+        """[N, T] logprobs of the rows' responses, where a micro-batch has their tokens."""
+        laid_out = np.zeros_like(batch.behaviour)
+        for k, i in enumerate(batch.rows):
+            begin = len(rows[i].prompt) - 1 - batch.start
+            laid_out[k, begin : begin + len(rows[i].response)] = logprobs[i]
+        return torch.from_numpy(laid_out).to(self.device)
+
+    def _load_reference(self) -> LogprobModel:
+        """The reference model, in the type that weights are published in. Raises ConfigError."""
+        path = self.settings.training.kl.reference or self.settings.model
+        model = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
+        own, other = self.model.config.vocab_size, model.config.vocab_size
+        if own != other:
+            raise ConfigError(
+                f"training.kl.reference = {path!r}: its vocabulary has {other} tokens, the policy's {own}; name a "
+                "model of the same tokens"
+            )
+        return replace(self.logprob_model, model=self.group.sharded(model))

@@ -319,6 +319,12 @@ MODELS = (
     _set("model: no folder", "model.path=runs/base/none", "model.path = 'runs/base/none'", "no such folder"),
     _set("model: no folder, like a hub name", "model.path=runs/none", "model.path = 'runs/none'", "no such folder"),
     _set("model: no hub name either", "model.path=nobody/nothing", "model.path = 'nobody/nothing'", "hub"),
+    _set(
+        "reference model: no folder",
+        "training.kl={coefficient=0.1, reference='runs/base/none'}",
+        "training.kl.reference = 'runs/base/none'",
+        "no such folder",
+    ),
     _set("model: the home folder's sign", "model.path=~/none", "no such folder"),
     _set("model: a file", "model.path=data.jsonl", "model.path = 'data.jsonl'", "folder"),
     _set("model: a folder of something else", "model.path=runs", "model.path", "config.json"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 from tasks.environments import make_reward
 from tests.runtime.test_run import staleflow
+from tests.support import forking
 
 ROWS = [{"question": f"What is {i} + {i}?", "solution": f"Twice {i}.\n#### {2 * i}"} for i in range(12)]
 
@@ -125,6 +129,19 @@ def test_an_interrupted_one_leaves_nothing(here: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(first_job, "_pretrain", interrupted)
     assert CliRunner().invoke(command, ["mine"]).exit_code == 1
     assert list((here / "mine").iterdir()) == []
+
+
+def test_one_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cli.main", "init", "mine", "--yes"]
+    with forking.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 300
+        while not list(tmp_path.glob("mine/.init-*/job.toml")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(300) == 143
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 def test_message_lists_are_for_models_with_a_chat_template(

@@ -183,3 +183,9 @@ def test_a_step_line_counts_failed_rewards_and_says_what_limits_the_run() -> Non
         assert "failed" not in first and "limit" not in first
         assert "reward 0.500  rewards failed 3  length" in second
         assert second.endswith("limit reward (trainer waits 41%)")
+
+
+def test_a_step_line_counts_dropped_updates() -> None:
+    kept, dropped = printed(Outcomes(steps=[{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "updates_dropped": 2.0}]))[0]
+    assert "dropped" not in kept
+    assert "grad 0.50  updates dropped 2  train" in dropped

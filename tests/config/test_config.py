@@ -94,12 +94,18 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("task.template=hello", r"must contain \{prompt\}"),
         ("name=a/b", "must be a plain folder name"),
         ("batch.group_size=1", "leaves grpo nothing to compare; it must be >= 2"),
+        (
+            "training.kl.reference=runs/old",
+            r"reference = 'runs/old' is not used while training.kl.coefficient = 0; set",
+        ),
+        ("training.kl.estimator=k4", "must be one of k1, k2, k3, not 'k4'"),
         ("rollout.min_instances=4000", "min_instances = 4000 is more than rollout.instances = "),
         (
             "rollout={instances=2, max_instances=1}",
             "max_instances = 1 is less than rollout.instances = 2, with which the run begins",
         ),
         ("training.minibatches=1000", "is more than the 128 trajectories of a step"),
+        ("training.overlong_tokens=100000", "= 100000 is more than rollout.max_new_tokens = "),
         ("rollout.max_new_tokens=100000", "cannot hold one response"),
         ("cluster.kind=address", "needs cluster.address"),
         ("workload.kind=recorded", "needs workload.run"),
@@ -115,10 +121,6 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "rollout.engine={name='vllm', options={top_p=0.9}}",
             "options.top_p: it would sample from another distribution",
         ),
-        (
-            "environment={tools=['calculator'], step_s=300}",
-            r"environment.step_s = 300 must be less than deadlines.stuck_s = 300, .* raise deadlines.stuck_s",
-        ),
         ("rollout.top_p=0.9", "rollout.top_p is not supported: it would sample from another distribution"),
         ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not supported"),
         ("simulation.colocated=true", 'needs staleness.admission = "synchronous"'),
@@ -130,16 +132,13 @@ def test_each_mistake_is_one_line(tmp_path: Path, override: str, message: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_steps_of_environments_may_take_long_where_there_are_none(tmp_path: Path) -> None:
-    assert load(tmp_path, GOOD, "environment.step_s=3000").environment.step_s == 3000
-
-
-def test_an_emulated_step_takes_as_long_as_it_lasts_in_real_time(tmp_path: Path) -> None:
-    emulated = "rollout.engine={name='emulated', time_scale=20}"
-    shown = r"step_s = 6000 \(at rollout.engine.time_scale = 20\) must be less than deadlines.stuck_s = 300"
-    with pytest.raises(ConfigError, match=shown):
-        load(tmp_path, GOOD, emulated, "task.environment=yes", "environment.step_s=6000")
-    load(tmp_path, GOOD, emulated, "task.environment=yes", "environment.step_s=5999")
+def test_groups_of_one_are_for_estimators_and_filters_that_compare_no_members(tmp_path: Path) -> None:
+    alone, whitened = "batch.group_size=1", "training.advantage=reinforce_plus_plus"
+    assert load(tmp_path, GOOD, alone, whitened).batch.group_size == 1
+    with pytest.raises(ConfigError, match="leaves reinforce_plus_plus_baseline nothing to compare"):
+        load(tmp_path, GOOD, alone, f"{whitened}_baseline")
+    with pytest.raises(ConfigError, match=r"would drop every group of batch\.group_size = 1"):
+        load(tmp_path, GOOD, alone, whitened, "batch.filtering=no_signal")
 
 
 def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:

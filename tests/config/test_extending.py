@@ -25,7 +25,7 @@ from tasks.environments import make_reward, make_source
 from tasks.knobs import knob
 from tasks.registry import Registry
 from tasks.training.advantage import advantages
-from tasks.training.loss import LOSSES
+from tasks.training.loss import LOSSES, Tokens
 
 PAGE = Path("docs/extending.md").read_text()
 JOB = {
@@ -82,9 +82,13 @@ def test_a_loss_from_a_file_equals_its_formula(example: Any) -> None:
     new, sampled = rng.normal(-1.0, 0.5, (2, 3, 7))
     advantage = rng.normal(size=(3, 1))
     logprobs = torch.tensor(new, requires_grad=True)
+    whole = torch.ones((3, 7), dtype=torch.bool)
     result = LOSSES.make(config.training.loss).token_loss(
-        logprobs, logprobs.detach(), torch.tensor(sampled), torch.tensor(advantage)
-    )
+        Tokens(
+            logprobs=logprobs, proximal=logprobs.detach(), behaviour=torch.tensor(sampled),
+            advantage=torch.tensor(advantage), sampled=whole, lags=whole.long(),
+        )
+    )  # fmt: skip
     ratio = np.exp(new - sampled)
     kept = (ratio <= 1.5) & (ratio >= 1 / 1.5)
     assert 0 < kept.sum() < kept.size

@@ -21,7 +21,7 @@ from pipeline.strategies.routing import Candidate, OwnRouting
 from stores.errors import ConfigError
 from stores.trajectory import GroupId, InstanceId, PolicyVersion
 from tasks.training.advantage import advantages
-from tasks.training.loss import LOSSES
+from tasks.training.loss import LOSSES, Tokens
 
 MINE = '''
 from dataclasses import dataclass
@@ -108,6 +108,13 @@ class Linear:
 
     def token_loss(self, logprobs, proximal, behaviour, advantage):
         return TokenLoss(loss=-self.slope * advantage * logprobs, clipped=logprobs.detach() > 0)
+
+class Sees:
+    needs_proximal = False
+    every_row = True
+
+    def token_loss(self, tokens):
+        return TokenLoss(loss=-tokens.logprobs * tokens.lags * tokens.sampled, clipped=~tokens.sampled)
 
 @dataclass
 class Torn(Linear):
@@ -262,16 +269,23 @@ def test_a_rule_that_chooses_well_is_followed(mine: Path) -> None:
 
 
 def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: Path) -> None:
-    logprobs, advantage = torch.full((2, 3), -1.0), torch.tensor([[2.0], [0.5]])
+    logprobs, whole = torch.full((2, 3), -1.0), torch.ones((2, 3), dtype=torch.bool)
+    tokens = Tokens(
+        logprobs=logprobs, proximal=logprobs, behaviour=logprobs, advantage=torch.tensor([[2.0], [0.5]]), sampled=whole,
+        lags=whole.long(),
+    )  # fmt: skip
     config = job(f"training.loss.name={mine}:Linear", "training.loss.options.slope=3").training.loss
-    result = LOSSES.make(config).token_loss(logprobs, logprobs, logprobs, advantage)
+    result = LOSSES.make(config).token_loss(tokens)
     assert result.loss.tolist() == [[6.0] * 3, [1.5] * 3]
+    sees = LOSSES.make(job(f"training.loss.name={mine}:Sees").training.loss)
+    assert sees.token_loss(tokens).loss.tolist() == [[1.0] * 3] * 2
+    assert [getattr(loss, "every_row", False) for loss in (sees, LOSSES.make(config))] == [True, False]
     summed = LOSSES.make(job(f"training.loss.name={mine}:Summed").training.loss)
     with pytest.raises(ConfigError, match=r"gave loss of shape \(\); it must be \(2, 3\), one number per token"):
-        summed.token_loss(logprobs, logprobs, logprobs, advantage)
+        summed.token_loss(tokens)
     torn = LOSSES.make(job(f"training.loss.name={mine}:Torn").training.loss)
     with pytest.raises(ConfigError, match=r":Torn': token_loss raised RuntimeError: The size of tensor") as caught:
-        torn.token_loss(logprobs, logprobs, logprobs, advantage)
+        torn.token_loss(tokens)
     assert "\n" not in str(caught.value)
 
 

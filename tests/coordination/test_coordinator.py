@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from pipeline.config.schema import BatchConfig, RolloutConfig, StalenessConfig
-from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from pipeline.coordination.commands import Abort, Command, Draw, Forget, Interrupt, Pull, Retire, Route, Score, Train
 from pipeline.coordination.coordinator import Coordinator, Strategies
 from pipeline.coordination.events import (
+    EnvironmentAnswered,
+    EnvironmentFailed,
     Event,
     GroupsArrived,
     InstanceJoined,
+    InstanceLeaving,
     InstanceLost,
     InstanceReported,
     NewGroup,
@@ -61,6 +64,7 @@ class Bench:
         migration: str = "none",
         stragglers: str = "wait",
         max_attempts: int = 1,
+        environments: bool = False,
         **redundancy: int,
     ) -> None:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
@@ -76,6 +80,7 @@ class Bench:
             migration=MIGRATION.make(rollout, given),
             stragglers=STRAGGLERS.make(batch, given),
             max_attempts=max_attempts,
+            environments=environments,
         )
         forecast = LengthForecast(100, rare=0.01)
         pacing = Pacing(cost, forecast, eta=eta, trajectories=groups * size, slack=1.0)
@@ -539,3 +544,47 @@ def test_a_lagging_instance_pulls_when_it_pays_and_not_before() -> None:
     bench.finish(*range(8))
     (pull,) = only(bench.publish(1), Pull)  # room for eight new groups is worth prefilling eight small contexts
     assert (pull.instance, pull.version) == (A, 1)
+
+
+def acting(**changes: Any) -> Bench:
+    """One trajectory of one group, the first turn of which was sampled on a; b is there too."""
+    bench = Bench(environments=True, size=1, **changes)
+    bench.join(A)
+    bench.arrive(0)
+    bench.sampled(0)
+    bench.join(B)
+    return bench
+
+
+def answered(bench: Bench) -> list[Command]:
+    return bench.tell(EnvironmentAnswered(trajectory=TrajectoryId(0), epoch=bench.epochs[0], tokens=9))
+
+
+def test_an_instance_is_told_once_when_nothing_goes_on_from_what_it_keeps() -> None:
+    for ending in (
+        TrajectoryScored(trajectory=TrajectoryId(0), reward=1.0),
+        StopRequested(why="enough"),
+        EnvironmentFailed(trajectory=TrajectoryId(0), epoch=1, error="x"),
+    ):
+        bench = acting()
+        told = [*bench.tell(ending), *bench.tell(StopRequested(why="enough"))]
+        assert [(f.trajectory, f.instance) for f in only(told, Forget)] == [(0, A)]
+
+
+def test_what_is_kept_stays_when_a_turn_is_taken_elsewhere_and_is_taken_over_at_home() -> None:
+    bench = acting()
+    told = [*bench.tell(InstanceLeaving(instance=A)), *answered(bench)]
+    assert [r.instance for r in only(told, Route)] == [B]
+    assert not only([*told, *bench.tell(StopRequested(why="enough"))], Forget)
+    bench = acting()
+    told = answered(bench)
+    assert [r.instance for r in only(told, Route)] == [A]
+    assert not only([*told, *bench.tell(StopRequested(why="enough"))], Forget)
+
+
+def test_what_was_kept_under_older_weights_is_not_forgotten_again() -> None:
+    bench = acting()
+    bench.arrive(1)
+    assert only(bench.finish(1), Train)
+    assert [pull.instance for pull in only(bench.publish(1), Pull)] == [A, B]
+    assert not only(bench.scored(0), Forget)

@@ -240,7 +240,8 @@ ADDED = (
     '{"now":1.5,"event":{"type":"InstanceLeaving","instance":"b"},"commands":[]}',
     '{"now":1.5,"event":{"type":"EnvironmentAnswered","trajectory":7,"epoch":1,"tokens":9},'
     '"commands":[{"type":"Act","trajectory":7,"epoch":1,"cause":"TrajectorySampled#7"},'
-    '{"type":"Dismiss","trajectory":8,"cause":"TrajectoryScored#9"}]}',
+    '{"type":"Dismiss","trajectory":8,"cause":"TrajectoryScored#9"},'
+    '{"type":"Forget","trajectory":8,"instance":"a","cause":"TrajectoryScored#9"}]}',
     '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"epoch":1,"error":"x"},"commands":[]}',
 )
 """Lines with what later versions have added."""

@@ -163,6 +163,7 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     refused = command(*export)
     assert (refused.returncode, "none of its 3 workers is free, jobs have 3" in refused.stderr) == (2, True)
 
+    (engine,) = (pid for key, pid in where_is(cluster).items() if "-far-rollout-0-" in key)
     os.kill(where_is(cluster)[f"staleflow-job-{id}"], signal.SIGKILL)
     job_end = cluster.until(id, "done")
     assert job_end["why"] == ""
@@ -176,6 +177,8 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     assert len((tmp_path / "far.jsonl").read_text().splitlines()) == len(list(store.ended()))
     log = cluster("logs", id)
     assert "resuming from version" in log.stdout
+    assert "rollout-0 goes on with an engine that is loaded" in log.stdout
+    assert Path(f"/proc/{engine}").exists(), "its process was not restarted"
     assert "step 19/20" in log.stdout
     followed = cluster("logs", id[:-2], "-f")  # the beginning of an id will do, and it has ended
     assert followed.stdout == log.stdout

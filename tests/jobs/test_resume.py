@@ -159,14 +159,15 @@ def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: P
     assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
 
 
-def test_a_cosine_schedule_keeps_its_length_when_a_run_is_trained_further(job: Path) -> None:
-    prepare_run_dir(loading.load(job, ("training.schedule=cosine",)), {})
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_a_schedule_keeps_its_length_when_a_run_is_trained_further(kind: str, job: Path) -> None:
+    prepare_run_dir(loading.load(job, (f"training.schedule={kind}",)), {})
     folder = job.parent / "runs" / "job"
     further = resumption.load(folder, ("steps=9",))
     assert (further.steps, further.training.schedule_steps) == (9, 5)
     assert resumption.schedule_note(further) == (
-        "the cosine schedule ends after 5 of 9 steps (training.schedule_steps); later ones train at a learning rate of "
-        "0.0001"
+        f"the {kind} schedule ends after 5 of 9 steps (training.schedule_steps); later ones train at a learning rate "
+        "of 0.0001"
     )
     write_job(further)
     assert resumption.load(folder, ("steps=20",)).training.schedule_steps == 5

@@ -334,6 +334,33 @@ def test_chosen_rows_and_other_rewards_give_another_policy(stored: Path, tmp_pat
     assert all(h["learning_rate"] == 2e-3 for h in history)
 
 
+@pytest.mark.parametrize("loss", ["topr", "decoupled_ppo_loglinear", "sequence_mis"])
+def test_a_stored_run_is_trained_with_another_objective(
+    loss: str, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a checkpoint of the run as reference, named relative to here."""
+    monkeypatch.chdir(stored)
+    (checkpoint,) = (stored / "checkpoints").iterdir()
+    overrides = (
+        f"training.loss={{name='{loss}', ratio_of='segment', entropy_bonus=0.01}}", "training.epochs=2",
+        f"training.kl={{coefficient=0.1, reference='checkpoints/{checkpoint.name}'}}", "training.schedule=linear",
+        "training.minibatches=2", "task.eval_prompts=0",
+    )  # fmt: skip
+    plan = training.planned(stored, tmp_path / "out", overrides, "main", "", 1)
+    assert plan.config.training.kl.reference == str(checkpoint.resolve())
+    monkeypatch.chdir(tmp_path)
+    result = training.train(plan, lambda event: None)
+    history = json.loads((tmp_path / "out" / "offline.json").read_text())["metrics"]
+    assert len(history) == result.steps == 3
+    assert all(h["kl_reference"] > 0 and h["entropy"] > 0 and 0 < h["ess"] <= 1 for h in history)
+    assert all(h["updates_dropped"] == 0 and np.isfinite(h["grad_norm"]) for h in history)
+    assert history[0]["learning_rate"] > history[1]["learning_rate"] > history[2]["learning_rate"] > 0
+    with pytest.raises(ConfigError, match=r"training\.kl\.reference = 'runs/none': no such folder"):
+        training.planned(
+            stored, tmp_path / "more", ("training.kl={coefficient=0.1, reference='runs/none'}",), "main", "", 1
+        )
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 

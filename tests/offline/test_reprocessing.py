@@ -87,6 +87,42 @@ def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_done(stored:
     assert {r.trajectory.reward for r in rows if r.trajectory.num_tokens and r.trajectory.id not in failed} == {1.0}
 
 
+def test_a_weighted_sum_is_named_as_in_a_job_file(stored: Path) -> None:
+    mine = f"{stored.parent.parent}/mine.py"
+    parts = f'{{right={{function="task", weight=2.0}}, long={{function="{mine}:length", weight=0.5}}}}'
+    done = command("store", "reprocess", stored, "--set", f"reward.parts={parts}", "--branch", "sum")
+    assert done.returncode == 0, done.stderr
+    table = {name: VersionedStore.open(stored / "store", branch=name) for name in ("main", "sum")}
+    scored = [r.trajectory for r in table["sum"].ended() if r.trajectory.num_tokens]
+    right = {r.trajectory.id: r.trajectory.reward for r in table["main"].ended() if r.fate is Fate.CONSUMED}
+    with local_pool(1) as pool:
+        reprocessing.reprocess(stored, f"{mine}:length", "lengths", pool)
+    lengths = {
+        r.trajectory.id: r.trajectory.reward for r in VersionedStore.open(stored / "store", branch="lengths").ended()
+    }
+    found = [(t.reward, 2 * right[t.id] + 0.5 * lengths[t.id]) for t in scored if t.id in right]
+    assert found
+    assert all(one == pytest.approx(two) for one, two in found)
+    assert table["sum"].lineage["reward"].startswith("reward.parts={right=")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "name the reward: --reward FUNCTION, or --set reward.KEY=VALUE"),
+        (
+            ("--set", "steps=3"),
+            "--set steps=3: only how responses are scored can change: reward., task.answer_pattern=",
+        ),
+        (("--set", "reward.functoin=task"), "did you mean reward.function?"),
+    ],
+)
+def test_what_cannot_be_scored_by_is_one_line(stored: Path, words: tuple[str, ...], says: str) -> None:
+    done = command("store", "reprocess", stored, *words, "--branch", "none")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert says in done.stderr
+
+
 def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> None:
     with local_pool(1) as pool:
         reprocessing.reprocess(stored, "task", "again", pool)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import actor_settings, loading
-from pipeline.jobs.expectation import expect
+from pipeline.jobs.expectation import WORSE, confirmed, expect
 from pipeline.jobs.summary import diagnosed
 from pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
 from pipeline.profiling.loads import StepLoad
@@ -148,6 +148,25 @@ def test_a_simulation_of_the_run_says_what_the_change_would_bring(tmp_path: Path
     said = diagnosed(found, expected)
     assert said["cause"] == "few instances"
     assert said["line"].endswith(f"a simulation of this run expects {expected.ratio:.2f} times the tokens/s of it")
+
+
+def test_instances_that_a_simulation_finds_to_be_needed_are_not_said_to_be_too_many(tmp_path: Path) -> None:
+    """Five would sample as much on average, but the tails of eight are what keeps the trainer busy."""
+    run = stored_simulation(tmp_path, "steps=14", "rollout.instances=8", "simulation.train_s=5.0")
+    config = load_job(run)
+    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    assert found is not None
+    assert found.cause is Cause.MANY_INSTANCES
+    profile = profile_run(run)
+    at_first = expect(run, profile, found, budget_s=60.0)
+    assert at_first.ratio is not None
+    assert at_first.ratio < WORSE, "the simulation contradicts what the averages say"
+    diagnosis, expected = confirmed(run, profile, found, 8, budget_s=60.0)
+    assert expected.ratio is not None
+    assert expected.ratio >= WORSE
+    line = diagnosed(diagnosis, expected)["line"]
+    assert "but" not in line
+    assert diagnosis.cause is Cause.TRAINER or "would keep up: rollout.instances = " in line
 
 
 def test_a_simulation_that_takes_too_long_is_left_to_the_user(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault, Moment
 
 AGENTS = (
-    "environment.step_s=20",
     "task.environment=yes",
     "workload.kind=agentic",
     "workload.median=20",
@@ -74,6 +73,16 @@ def acts_of(run: Run) -> list[tuple[float, float, float]]:
             found.append((entry.now, asked[event.trajectory, event.epoch], event.seconds))
         asked.update({(c.trajectory, c.epoch): entry.now for c in entry.commands if isinstance(c, Act)})
     return found
+
+
+def test_contexts_found_cached_are_counted_step_by_step_and_those_of_ended_episodes_are_let_go(body: Body) -> None:
+    run = body.run(*AGENTS)
+    steps = run.outcomes.steps
+    assert all(step["prefilled_tokens"] > 0 for step in steps)
+    assert sum(step["cached_tokens"] for step in steps) > 0
+    told = [t for call in run.workers.calls if call.method == "abort" for t in call.args[0]]
+    assert {c.trajectory for c in run.commands("Forget")} <= set(told)
+    assert run.commands("Forget")
 
 
 def test_what_is_surplus_leaves_no_environment_open(body: Body) -> None:

@@ -5,28 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.agent_game import HigherOrLower
-from examples.make_agent_model import SYMBOLS, games
 from stores.trajectory import NO_VERSION, Fate, Given, Segment, Trajectory
 from tasks.seeds import task_seed
-from tasks.training.tiny_model import Recipe, pretrain
 from tests.runtime.test_run import check, run
 
 JOB = Path("examples/agent.toml")
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows the form of the game, and little more."""
-    folder = tmp_path_factory.mktemp("player")
-    recipe = Recipe(steps=60, hidden_size=64, num_layers=1, learning_rate=5e-3, warmup_steps=10)
-    pretrain(folder, games(0), recipe, lambda _: None, lambda *_: None, SYMBOLS)
-    return folder
 
 
 def assert_played(t: Trajectory, seed: int, tokenizer: AutoTokenizer) -> None:
@@ -49,10 +37,11 @@ def assert_played(t: Trajectory, seed: int, tokenizer: AutoTokenizer) -> None:
     assert len(given) == len(t.turns) - 1
 
 
-def test_a_run_of_the_example_stores_what_was_played(player: Path, tmp_path: Path) -> None:
-    overrides = (
+def check_example(player: Path, folder: Path, *overrides: str) -> None:
+    """Run the example with a small batch, and check that its store holds what was played."""
+    small = (
         f"model.path={player}",
-        f"runs_dir={tmp_path}",
+        f"runs_dir={folder}",
         f"steps={STEPS}",
         "task.eval_prompts=6",
         "batch.groups_per_step=4",
@@ -61,7 +50,7 @@ def test_a_run_of_the_example_stores_what_was_played(player: Path, tmp_path: Pat
         "training.minibatches=1",
         "cluster.dashboard=false",
     )
-    end = run(JOB, *overrides)
+    end = run(JOB, *small, *overrides)
     store = check(end.run_dir, STEPS)
     tokenizer, model = AutoTokenizer.from_pretrained(player), AutoModelForCausalLM.from_pretrained(player)
     rows = list(store.ended())
@@ -89,3 +78,7 @@ def test_a_run_of_the_example_stores_what_was_played(player: Path, tmp_path: Pat
     assert any(len(r.trajectory.turns) > 1 for r in consumed if r.trajectory.versions.max() == 0)
     trained_on = sum(row.trajectory.num_sampled for row in rows if row.loss_mask)
     assert int(store.to_xarray().mask.sum()) == trained_on
+
+
+def test_a_run_of_the_example_stores_what_was_played(player: Path, tmp_path: Path) -> None:
+    check_example(player, tmp_path)

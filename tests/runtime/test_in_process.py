@@ -16,12 +16,14 @@ from tasks.actors.parameter_server import ParameterServer
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import RolloutInstance
 from tasks.actors.trainer import Trainer
+from tasks.actors.trainer_rank import TrainerRank
 from tasks.engines.base import Engine
 from tests.support import virtual_time
 from tests.support.in_process import InProcessWorkers
 from tests.support.scripted import (
     PlayedParameterServer,
     PlayedTrainer,
+    PlayedTrainerRank,
     VirtualEngine,
     VirtualRewardWorker,
     VirtualRolloutInstance,
@@ -41,6 +43,7 @@ def verbs(cls: type[Any]) -> dict[str, list[str]]:
     ("played", "real"),
     [
         (PlayedTrainer, Trainer),
+        (PlayedTrainerRank, TrainerRank),
         (PlayedParameterServer, ParameterServer),
         (VirtualRewardWorker, RewardWorker),
         (VirtualRolloutInstance, RolloutInstance),
@@ -52,7 +55,11 @@ def test_played_actors_have_the_methods_of_the_real_ones(played: type[Any], real
 
 
 def test_played_actors_are_made_of_what_the_real_ones_are() -> None:
-    for played, real, own in ((PlayedTrainer, Trainer, 2), (PlayedParameterServer, ParameterServer, 2)):
+    for played, real, own in (
+        (PlayedTrainer, Trainer, 2),
+        (PlayedTrainerRank, TrainerRank, 2),
+        (PlayedParameterServer, ParameterServer, 2),
+    ):
         parameters = [list(inspect.signature(c.__init__).parameters)[1:] for c in (played, real)]
         assert parameters[0][own:] == parameters[1]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.runtime.base import NoFreeWorker
-from stores.errors import ActorLost
+from stores.errors import ActorFailed, ActorLost
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World
@@ -142,6 +142,88 @@ def test_a_step_that_gives_other_weights_when_trained_again_ends_the_run(body: B
     error = run.raised()
     assert isinstance(error, ActorLost)
     assert "trainer: step 0, trained again after a loss, gave other weights (weights-1-other) than" in str(error)
+    run.check_kept()
+
+
+# -- a trainer of several ranks ------------------------------------------------------------------------------------
+
+RANKS = ("steps=5", "training.ranks=3")
+
+
+def check_group_restored(run: Run, losses: int = 1) -> None:
+    """All ranks were placed anew for each loss, whichever it was, and trained on from their resume point."""
+    check_restored(run, losses)
+    for name in ("trainer-1", "trainer-2"):
+        assert run.workers.names.count(name) == 1 + losses
+
+
+def test_a_group_of_ranks_trains_like_one(body: Body) -> None:
+    run = body.run(*RANKS)
+    check_group_restored(run, losses=0)
+    assert steps_trained(run) == list(range(5))
+    assert run.workers.methods("trainer-2")[-1] == "close"
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("name", ["trainer", "trainer-1", "trainer-2"])
+def test_the_loss_of_any_rank_while_it_trains_is_that_of_the_group(body: Body, name: str, moment: Any) -> None:
+    method = "train" if name == "trainer" else "follow"
+    run = body.run(*RANKS, faults=[Fault(actor=name, method=method, nth=3, dies=moment)])
+    check_group_restored(run)
+    assert f": {name} is gone" in run.outcomes.losses[0]
+
+
+@pytest.mark.parametrize("name", ["trainer", "trainer-1"])
+def test_a_rank_that_hangs_while_it_trains_is_replaced_with_its_group_after_train_s(body: Body, name: str) -> None:
+    async def stop(run: Run) -> None:
+        run.workers.nanny = False
+        while run.driver is None or run.workers.methods("trainer").count("train") < 3:
+            await asyncio.sleep(0.01)
+        run.workers.stop(name)
+
+    run = body.run(*RANKS, meanwhile=stop)
+    check_group_restored(run)
+    assert "did not answer within 40 s (deadlines.train_s)" in run.outcomes.losses[0]
+
+
+def test_the_loss_of_an_idle_rank_is_noticed(body: Body) -> None:
+    async def kill(run: Run) -> None:
+        while run.driver is None or "route" not in run.workers.methods("rollout-0"):
+            await asyncio.sleep(0.01)
+        run.workers.kill("trainer-2")
+
+    run = body.run(*RANKS, world=World(length=lambda _: 90), meanwhile=kill)
+    check_group_restored(run)
+    sampled_s = run.events("TrajectorySampled")[0][0]
+    assert float(run.outcomes.losses[0].partition(" ")[0]) < sampled_s, "before there was anything to train on"
+
+
+@pytest.mark.parametrize("method", ["__init__", "join", "follow"])
+def test_a_rank_that_is_lost_while_its_group_is_restored_is_placed_once_more(body: Body, method: str) -> None:
+    nth = {"__init__": 2, "join": 2, "follow": 3}[method]
+    run = body.run(*RANKS, faults=[dies(nth=2), dies_rank(method, nth)])
+    run.check()
+    assert len(run.outcomes.losses) == 2
+    assert sorted(set(steps_trained(run))) == list(range(5))
+
+
+def dies_rank(method: str, nth: int) -> Fault:
+    return Fault(actor="trainer-1", method=method, nth=nth, dies="before")
+
+
+def test_ranks_that_are_lost_again_and_again_end_the_run(body: Body) -> None:
+    """Whichever of them: they are one role."""
+    faults = [Fault(actor=f"trainer-{1 + nth % 2}", method="follow", nth=3 + nth, dies="before") for nth in range(9)]
+    run = body.run(*RANKS, faults=faults)
+    assert str(run.raised()).startswith("trainer was lost 4 times within an hour, last: trainer-")
+    run.check_kept()
+
+
+def test_an_error_of_a_ranks_own_ends_the_run(body: Body) -> None:
+    """A GPU without memory would be without it again."""
+    failed = ActorFailed("RuntimeError: CUDA out of memory")
+    run = body.run(*RANKS, faults=[Fault(actor="trainer-1", method="follow", nth=3, error=failed)])
+    assert str(run.raised()) == "trainer-1 failed: RuntimeError: CUDA out of memory"
     run.check_kept()
 
 

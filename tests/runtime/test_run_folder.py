@@ -265,6 +265,7 @@ def moved(light: Path, tmp_path: Path) -> Path:
     config = begun(
         light, f"reward.function={folder}/code/reward_mine.py:score", f"task.source={folder}/code/task_mine.py:Prompts",
         f"tracking.tracker={tmp_path}/runs/job-2/mine.py:Tracker", f"model.path={folder}/checkpoints/step-000003",
+        f"training.kl.reference={folder}/checkpoints/step-000001", "training.kl.coefficient=0.1",
     )  # fmt: skip
     run_folder.write_job_id(config.run_dir, "job-1", {"reward_mine.py": "one = 1\n", "task_mine.py": "two = 2\n"})
     copy = tmp_path / "elsewhere" / "copy"
@@ -289,6 +290,7 @@ def test_a_copy_is_worked_on_where_it_is(moved: Path, spelled: str, monkeypatch:
     assert config.reward.function == f"{moved}/code/reward_mine.py:score"
     assert config.task.source == f"{moved}/code/task_mine.py:Prompts"
     assert config.model.path == f"{moved}/checkpoints/step-000003"
+    assert config.training.kl.reference == f"{moved}/checkpoints/step-000001"
     assert config.tracking.tracker == f"{moved.parent.parent}/runs/job-2/mine.py:Tracker"
     resumption.prepare(config)
     assert (load_job(moved).run_dir, load_job(moved).steps) == (moved, 7)

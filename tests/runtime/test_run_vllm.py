@@ -12,6 +12,7 @@ import pytest
 
 from stores.metrics import NAMES
 from stores.trajectory import Fate
+from tests.runtime.test_agent_run import check_example
 from tests.runtime.test_run import check, run, sabotaged
 
 if importlib.util.find_spec("vllm") is None:
@@ -64,3 +65,8 @@ def test_a_killed_vllm_instance_is_replaced_and_nothing_is_lost(job: Path, memor
     assert not any(Path(f"/proc/{pid}").exists() for pid in struck)
     assert set(Path("/dev/shm").glob("[!s]*")) <= before
     assert not list(memory_folder.iterdir())
+
+
+@pytest.mark.parametrize("on_pull", ["interrupt", "keep"])
+def test_a_game_of_several_turns_with_vllm_stores_what_was_played(player: Path, tmp_path: Path, on_pull: str) -> None:
+    check_example(player, tmp_path, *VLLM, f"rollout.on_pull={on_pull}")

@@ -153,6 +153,22 @@ def test_a_job_that_the_cluster_cannot_hold_waits_for_workers_to_join() -> None:
     on(2, script)
 
 
+def test_a_job_waits_longer_than_dask_has_tasks_wait() -> None:
+    async def script(jobs: Jobs) -> None:
+        scheduler = jobs.cluster.scheduler
+        scheduler.no_workers_timeout = 2.5 * board.SERVE_S
+        await jobs.submit("one", 0.1)
+        other = jobs.client.submit(abs, -1, workers=[board.NOWHERE])
+        while other.status != "error":  # it is not that Dask lets tasks wait
+            scheduler._check_no_workers()
+            assert (await jobs.of("one"))["state"] == "waiting"
+            await asyncio.sleep(0.2)
+        jobs.cluster.scale(3)
+        await jobs.until("one", "done")
+
+    on(2, script)
+
+
 def test_a_waiting_job_is_cancelled_at_once_and_one_waits_no_longer_than_it_may() -> None:
     async def script(jobs: Jobs) -> None:
         await jobs.submit("one", 0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
@@ -107,6 +108,85 @@ def test_the_workers_of_a_run_that_is_given_up_are_nobodys_either() -> None:
         one.left(old, 2.0)
         one.joined(new, {})
     assert admitted(one, 2.0) == ["second"]
+
+
+def abandoned(one: JobQueue) -> str:
+    """Let the first job's driver be gone; returns the worker that has its engine, and only that."""
+    (engine,) = [address for address, roles in one.held("first").items() if roles == ("rollout",)]
+    one.abandon("first", 1.0)
+    return engine
+
+
+def restart(one: JobQueue, workers: str) -> None:
+    for address in workers:
+        one.left(address, 2.0)
+        one.joined(address.upper(), {})
+
+
+def test_a_worker_with_an_engine_is_kept_for_the_next_driver_of_its_job() -> None:
+    one = on("abcd", ("first", 3))
+    assert admitted(one) == ["first"]
+    one.enter("second", "/runs/second", needing(3), 0.0, 0.5)
+    engine = abandoned(one)
+    one.keep(engine, 1.0)
+    assert one.take_unwanted() == []
+    assert engine not in one.free
+    assert engine in one.taken("second")
+    assert engine in one.taken("")
+    restart(one, "abcd".replace(engine, ""))
+    gangs, _ = one.serve(3.0)
+    assert list(gangs) == ["first"]
+    assert gangs["first"][engine] == ("rollout",), "and no other role is placed there"
+    assert one.taken("first") == []
+
+
+@pytest.mark.parametrize("end", ["waited too long", "cancelled"])
+def test_a_worker_with_an_engine_that_nobody_takes_over_is_restarted_before_anyone_gets_it(end: str) -> None:
+    one = on("abc", ("first", 3), ("second", 3))
+    assert admitted(one) == ["first"]
+    engine = abandoned(one)
+    one.keep(engine, 1.0)
+    if end == "cancelled":
+        one.leave("first")
+    assert admitted(one, 1.0 + (RETURN_S + 1 if end == "waited too long" else 0)) == []
+    assert one.take_unwanted() == [engine]
+    assert one.take_unwanted() == [], "it is told once"
+    restart(one, "abc")
+    assert admitted(one, 40.0) == (["second"] if end == "cancelled" else ["first"])
+
+
+def test_only_an_engine_alone_is_kept_and_only_for_a_job_that_waits() -> None:
+    one = on("abc", ("first", 3))
+    assert admitted(one) == ["first"]
+    engine = abandoned(one)
+    for address in "abc".replace(engine, ""):
+        one.keep(address, 1.0)
+    assert sorted(one.take_unwanted()) == sorted("abc".replace(engine, ""))
+    one.leave("first")
+    one.keep(engine, 1.0)
+    assert one.take_unwanted() == [engine]
+    assert one.free == []
+
+
+def test_a_worker_with_an_engine_that_another_role_needs_is_restarted() -> None:
+    one = JobQueue()
+    both, only = {"rollout": 1.0, "trainer": 1.0}, {"rollout": 1.0}
+    for address, resources in {"a": {"server": 1.0, "reward": 1.0}, "b": both, "c": both}.items():
+        one.joined(address, resources)
+    one.enter("first", "/runs/first", needing(3), 0.0, 0.0)
+    assert admitted(one) == ["first"]
+    engine = abandoned(one)
+    one.keep(engine, 1.0)
+    one.left("a", 2.0)
+    one.joined("A", {"server": 1.0, "reward": 1.0})
+    one.left("b" if engine == "c" else "c", 2.0)
+    one.joined("B", only)
+    assert admitted(one, 2.0) == []
+    assert one.entries["first"].why == "needs the workers of its earlier driver to restart"
+    assert one.take_unwanted() == [engine]
+    one.left(engine, 3.0)
+    one.joined("C", both)
+    assert admitted(one, 3.0) == ["first"]
 
 
 def test_a_worker_that_came_back_counts_once() -> None:
@@ -239,6 +319,11 @@ class Cluster(RuleBasedStateMachine):
         if job in self.one.entries and not self.one.waits(job):
             self.one.abandon(job, self.now)
 
+    @rule(worker=workers)
+    def keep(self, worker: str) -> None:
+        if worker in self.one.dirty:
+            self.one.keep(worker, self.now)
+
     @rule(job=jobs, worker=workers, role=st.sampled_from(["rollout", "trainer", "reward"]))
     def claim(self, job: str, worker: str, role: str) -> None:
         had = self.one.claims.get(worker)
@@ -273,8 +358,9 @@ class Cluster(RuleBasedStateMachine):
         if not hasattr(self, "one"):
             return
         one = self.one
-        assert not set(one.claims) & set(one.dirty)
-        assert set(one.claims) | set(one.dirty) <= set(one.workers)
+        owners = [*one.claims, *one.dirty, *one._kept, *one.free]
+        assert sorted(owners) == sorted(one.workers)
+        assert all(one.waits(claim.job) and claim.roles == ("rollout",) for claim, _ in one._kept.values())
         for entry in one.entries.values():
             assert len(one.held(entry.id)) == 0 or entry.num_workers
         assert {claim.job for claim in one.claims.values()} <= set(one.entries)

@@ -63,8 +63,11 @@ def test_summary_and_simulation_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
     config = loading.load(tmp_path / "job.toml", ("model.path=x", "steps=3", "staleness.eta=0"))
     steps = [{**dict.fromkeys((m.name for m in metrics.STEP.values()), 0.0), **s} for s in metrics.with_rates(STEPS)]
+    steps[0] |= {"prefilled_tokens": 30.0, "cached_tokens": 70.0}
+    del steps[1]["cached_tokens"]  # of an earlier version
     outcomes = Outcomes(steps=steps, phases={"wall_s": 33.0})  # until the last commit was stored
-    assert summarize(config, outcomes, tmp_path / "none")["tokens_per_s"] == 50.0
+    summary = summarize(config, outcomes, tmp_path / "none")
+    assert [summary[name] for name in ("tokens_per_s", "prefilled_tokens", "cached_tokens")] == [50.0, 30, 70]
     measures = measure(config, simulated())
     assert measures.tokens_per_s == 50.0
     assert measures.steady_tokens_per_s == steady_tokens_per_s(STEPS, 0) == 700 / 10
@@ -105,7 +108,7 @@ def test_steps_record_exactly_the_metrics_that_are_listed(tmp_path: Path) -> Non
 def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:
     rows = [Row.of(ended(np.random.default_rng(0), 1, 1))]
     row = replace(rows[0], prompt=np.asarray([3, 4], np.int32), response=np.asarray([5, 6], np.int32))
-    row = replace(row, behaviour=np.asarray([-1.0, -1.0], np.float32), sampled=np.ones(2, bool))
+    row = replace(row, behaviour=np.asarray([-1.0, -1.0], np.float32), sampled=np.ones(2, bool), lags=None)
     emulated = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0).build(1)
     assert emulated.step(0, [row]).keys() == trainer(tiny_model).step(0, [row]).keys()
 

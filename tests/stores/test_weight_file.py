@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from stores import weight_file, weight_hash
 from stores.errors import StoreError
 from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion
-from stores.weight_hash import fingerprint
+from stores.weight_hash import OneByOne, fingerprint
 
 KINDS = [getattr(torch, name) for name in weight_file.TYPES]
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
@@ -44,6 +46,33 @@ def test_what_is_written_is_read_and_has_its_fingerprint(
     for name, tensor in tensors.items():
         assert torch.equal(read[name].to(torch.float64), tensor.to(torch.float64))
         assert read[name].data_ptr() % tensor.element_size() == 0, "aligned"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_weights_that_come_one_by_one_are_never_all_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """Each is gone soon after it has come; file and fingerprint are those of all of them."""
+    tensors = {f"layer.{i:02}": torch.full((16,), float(i)) for i in range(60)}
+    monkeypatch.setattr(weight_hash, "PIECE_BYTES", 64)
+    monkeypatch.setattr(weight_hash, "MOST_THREADS", threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    there: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def come() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name in sorted(tensors):
+            tensor = tensors[name].clone()
+            there.add(tensor)
+            most = max(most, len(there))
+            yield name, tensor
+            del tensor
+
+    described = {name: torch.empty(16, device="meta") for name in tensors}
+    held = weight_file.write(tmp_path / "file", OneByOne(described, come()))
+    assert held == fingerprint(tensors) == fingerprint(load_file(tmp_path / "file"))
+    assert most <= weight_hash.AHEAD * threads + 3
 
 
 def test_what_is_not_contiguous_is_written_as_it_reads(tmp_path: Path) -> None:

@@ -57,6 +57,9 @@ sample_s = 20
 train_s = 40
 commit_s = 60
 stuck_s = 30
+
+[environment]
+step_s = 25
 """
 """A job of three steps of four trajectories on two instances. All deadlines differ."""
 

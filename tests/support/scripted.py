@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import inspect
 import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,11 +32,13 @@ from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Sour
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import Evaluated, RolloutInstance
 from tasks.actors.trainer import StepResult, Trainer
+from tasks.actors.trainer_rank import LONGEST_S, TrainerRank
 from tasks.actors.trajectory_server import ServerSettings, TrajectoryServer
 from tasks.engines.base import EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.emulated import word_logprobs, words
 from tasks.scoring import ScoredResponse
 from tasks.training.packing import BatchPart
+from tasks.training.rank import Rank, rank_name
 from tasks.workload import DrawnWorkload, WorkloadSettings
 
 PROMPTS = DrawnWorkload(
@@ -82,6 +85,8 @@ class World:
     """What a step that is trained again ends in other weights by; empty: its kernels are deterministic."""
     drift: float = 0.0
     """Error of the engines' logprobs of the probe, nats."""
+    figures: Callable[[int], dict[str, float]] = lambda step: {}
+    """Metrics that training a step reports besides its times."""
 
     def path(self, version: int) -> str:
         return f"/memory/v{version}"
@@ -98,6 +103,7 @@ class World:
             RewardWorker: lambda host, *args: VirtualRewardWorker(self, *args),
             EnvironmentHost: lambda host, *args: EnvironmentHost(*args),
             Trainer: lambda host, *args: PlayedTrainer(self, host, *args),
+            TrainerRank: lambda host, *args: PlayedTrainerRank(self, host, *args),
             ParameterServer: lambda host, *args: PlayedParameterServer(self, host, *args),
         }
 
@@ -176,6 +182,9 @@ class VirtualEngine:
         self._begin = self._now()
         self._sampled = 0
         """Tokens of the requests that have ended or were stopped."""
+        self._kept: dict[TrajectoryId, tuple[int, ...]] = {}
+        """Contexts of trajectories that may return."""
+        self._prefilled = self._cached = 0
         self.closed = False
 
     def stand_still(self) -> None:
@@ -191,6 +200,10 @@ class VirtualEngine:
         for request in requests:
             held = self._requests.get(request.trajectory)
             if held is None or held.request.epoch < request.epoch:
+                kept = self._kept.pop(request.trajectory, ())
+                found = len(kept) if request.tokens[: len(kept)] == kept else 0
+                self._cached += found
+                self._prefilled += len(request.tokens) - found
                 self._requests[request.trajectory] = _Request(
                     request=request, since=self._now(), marks=[(self.version, request.num_prior)]
                 )
@@ -210,12 +223,15 @@ class VirtualEngine:
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self.interrupt(trajectories)
+        for trajectory in trajectories:
+            self._kept.pop(trajectory, None)
         self._ended = [e for e in self._ended if e.trajectory not in trajectories]
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         self._advance()
         assert str(weights) == self._world.path(version)
         self.version = version
+        self._kept.clear()
         for held in self._requests.values():
             held.marks.append((version, self._tokens(held)))
         held_version = version - 1 if self._world.loads_wrong else version
@@ -251,6 +267,9 @@ class VirtualEngine:
             busy_s=self._now() - self._begin,
             tokens_sampled=self._sampled + sum(n - self._requests[t].request.num_prior for t, n in progress),
             progress=progress,
+            kept_tokens=sum(map(len, self._kept.values())),
+            prefilled_tokens=self._prefilled,
+            cached_tokens=self._cached,
         )
 
     def close(self) -> None:
@@ -272,7 +291,11 @@ class VirtualEngine:
             if self._end_s(held) <= self._now() + 1e-9:
                 del self._requests[trajectory]
                 self._sampled += self._length(held) - held.request.num_prior
-                self._ended.append(self._result(held, self._length(held), FinishReason.STOP))
+                ended = self._result(held, self._length(held), FinishReason.STOP)
+                self._ended.append(ended)
+                if held.request.may_return:
+                    sampled = (int(token) for segment in ended.segments for token in segment.tokens)
+                    self._kept[trajectory] = (*held.request.tokens, *sampled)
 
     def _result(self, held: _Request, tokens: int, finish: FinishReason) -> Sampled:
         key, segments = held.request.trajectory, []
@@ -292,8 +315,16 @@ class VirtualEngine:
         )
 
 
+NUM_ARGUMENTS = len(inspect.signature(RolloutInstance.__init__).parameters) - 3
+"""Of a rollout instance, without `self`, and `run` and `resumed`, which come last."""
+
+
 class VirtualRolloutInstance(RolloutInstance):
-    """The real rollout instance except for its evaluation, which blocks a thread on the engine."""
+    """The real rollout instance except for its evaluation, which blocks a thread on the engine, and for what becomes of
+    the engine after it: here all actors share a process."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args[:NUM_ARGUMENTS])
 
     @property
     def engine(self) -> VirtualEngine:
@@ -340,7 +371,7 @@ class PlayedTrainer:
 
     def __init__(
         self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
-        point_every: int,
+        point_every: int, ranks: int = 1,
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
         self._probe: tuple[int, ...] = ()
@@ -350,9 +381,27 @@ class PlayedTrainer:
         self._saving: asyncio.Future[Any] | None = None
         self.saved: list[str] = []
         """Folders of the saved checkpoints."""
+        self._ranks, self._others = ranks, ()
+
+    async def lead(self, host: str, *others: Any) -> None:
+        assert len(others) == self._ranks - 1
+        self._others: tuple[Any, ...] = others
+        for number, other in enumerate(others, start=1):
+            rank = Rank(number=number, count=self._ranks, host=host, port=1)
+            await call(other, "join", rank, within_s=LONGEST_S, who=rank_name(number))
+
+    async def _follow(self, method: str) -> None:
+        """What the other ranks do meanwhile; the group is lost with any of them."""
+        assert len(self._others) == self._ranks - 1, "the group is not there yet"
+        asked = [
+            call(other, "follow", method, within_s=LONGEST_S, who=rank_name(number))
+            for number, other in enumerate(self._others, start=1)
+        ]
+        await asyncio.gather(*asked)
 
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
         self._probe, self._version = probe, version
+        await self._follow("published")
         result = self._publish({})
         return dataclasses.replace(result, as_recorded=recorded in ("", result.fingerprint))
 
@@ -371,6 +420,7 @@ class PlayedTrainer:
         digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays)).hexdigest()
         if self._saving is not None:
             await self._saving
+        await self._follow("step")
         await asyncio.sleep(self._world.train_s)
         self._version = PolicyVersion(step + 1)
         self._world.trained.append((step, digest))
@@ -378,7 +428,8 @@ class PlayedTrainer:
         if self._point_every and self._version % self._point_every == 0:
             loop = asyncio.get_running_loop()
             self._saving = loop.run_in_executor(self._thread, self._write_point, self._version)
-        return self._publish({"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s})
+        times = {"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s}
+        return self._publish({**times, **self._world.figures(step)})
 
     async def _write_point(self, version: PolicyVersion) -> None:
         """Write a resume point that is complete, after its time."""
@@ -408,6 +459,25 @@ class PlayedTrainer:
             num_bytes=self._world.num_bytes,
             probe=tuple(word_logprobs(np.asarray(self._probe[1:], np.int32)).tolist()),
         )
+
+
+class PlayedTrainerRank:
+    """A rank of the played trainer: does nothing, and can be lost."""
+
+    def __init__(self, world: World, host: str, settings: Any, threads: int) -> None:
+        self._rank: Rank | None = None
+
+    async def join(self, rank: Rank) -> None:
+        self._rank = rank
+
+    async def follow(self, method: str, *args: Any) -> None:
+        assert self._rank is not None
+
+    async def present(self) -> None:
+        """Answer."""
+
+    async def close(self) -> None:
+        """There is nothing to close."""
 
 
 class PlayedParameterServer:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from stores.errors import ActorLost, StoreError
-from stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, Failed, Request, Sampled
 
 PATIENCE_S = 60.0
@@ -255,6 +255,28 @@ class EngineTests:
         engine.submit([request(0)])
         collect(engine, 1)
 
+    def test_an_engine_that_begins_again_has_forgotten_all_but_its_weights(
+        self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
+    ) -> None:
+        path, fingerprint = other_weights
+        engine.load(PolicyVersion(3), path)
+        engine.submit([request(i, max_new_tokens=100, may_return=True) for i in range(6)])
+        wait_until_sampling(engine, 1)
+        engine.begin_again(InstanceId("another"))
+        load = engine.load_statistics()
+        assert (load.version, engine.version, load.running, load.progress) == (0, 0, 0, ())
+        assert (load.tokens_sampled, load.prefilled_tokens, load.cached_tokens, load.kept_tokens) == (0, 0, 0, 0)
+        assert load.busy_s == pytest.approx(0, abs=0.05)
+        assert engine.events(0.1) == []
+        assert engine.interrupt([TrajectoryId(i) for i in range(6)]) == []
+
+        engine.submit([request(i) for i in range(6)])  # under the epoch of before
+        for sampled in collect(engine, 6).values():
+            assert {(s.version, s.instance) for s in sampled.segments} == {(0, "another")}
+            tokens = tokens_of(sampled)
+            np.testing.assert_allclose(logprobs_of(sampled), reference([3, 10, 14, 7, *tokens], 4, path), atol=2e-4)
+        assert engine.load(PolicyVersion(3), path).fingerprint == fingerprint
+
     def test_a_dead_engine_says_so_at_once_in_every_verb(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
         engine.submit([request(i, max_new_tokens=100) for i in range(4)])
         done = wait_until_sampling(engine, 1)
@@ -266,6 +288,7 @@ class EngineTests:
             lambda: engine.interrupt([TrajectoryId(0)]),
             lambda: engine.abort([TrajectoryId(1)]),
             lambda: engine.load(PolicyVersion(5), other_weights[0]),
+            lambda: engine.begin_again(InstanceId("rollout-0")),
             lambda: engine.logprobs([3, 10, 14]),
             engine.load_statistics,
             engine.peek,
@@ -336,3 +359,67 @@ class EngineTests:
                 engine.load(PolicyVersion(version), path)
         assert ended == set(range(1000))
         assert engine.events(0.2) == []
+
+
+PROMPT = tuple(4 + i % 10 for i in range(40))
+"""More than a page, so that engines which share whole pages share one."""
+GIVEN = (7, 5, 9, 11, 4)
+"""What environments say between turns."""
+
+
+class ReusingEngineTests(EngineTests):
+    """The suite of engines in which a turn finds the context of the turn before it cached."""
+
+    page_tokens = 1
+    """At most so many tokens at the end of a context, its last one included, are not found cached."""
+
+    def turn(self, engine: Engine, tokens: tuple[int, ...], epoch: int) -> list[int]:
+        """Have trajectory 0 sample a turn after its prompt and these tokens."""
+        more = {"epoch": epoch, "num_prior": len(tokens) - len(PROMPT), "may_return": True, "greedy": True}
+        engine.submit([request(0, tokens, max_new_tokens=16, **more)])
+        self.sampled = collect(engine, 1)[TrajectoryId(0)]
+        return tokens_of(self.sampled)
+
+    def counts(self, engine: Engine) -> tuple[int, int]:
+        load = engine.load_statistics()
+        return load.prefilled_tokens, load.cached_tokens
+
+    def check_logprobs(self, reference: Callable[..., list[float]], context: tuple[int, ...], *weights: Path) -> None:
+        """Of the last turn, against those with the whole context computed at once."""
+        expected = reference([*context, *tokens_of(self.sampled)], len(context), *weights)
+        np.testing.assert_allclose(logprobs_of(self.sampled), expected, atol=2e-4)
+
+    def test_a_later_turn_computes_only_what_is_new(
+        self, engine: Engine, reference: Callable[..., list[float]]
+    ) -> None:
+        context, held, before, whole = PROMPT, 0, 0, 0
+        for epoch in (1, 2, 3):
+            tokens = self.turn(engine, context, epoch)
+            prefilled, cached = self.counts(engine)
+            whole += len(context)
+            assert prefilled + cached == whole
+            assert held - self.page_tokens <= cached - before <= held
+            self.check_logprobs(reference, context)
+            before, held = cached, len(context) + len(tokens)
+            context = (*context, *tokens, *GIVEN)
+
+    def test_what_was_computed_with_other_weights_is_not_reused(
+        self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
+    ) -> None:
+        path, _ = other_weights
+        first = self.turn(engine, PROMPT, 1)
+        engine.load(PolicyVersion(5), path)
+        context = (*PROMPT, *first, *GIVEN)
+        self.turn(engine, context, 2)
+        assert self.counts(engine) == (len(PROMPT) + len(context), 0)
+        self.check_logprobs(reference, context, path)
+
+    def test_a_context_that_differs_is_not_taken_for_the_one_before(
+        self, engine: Engine, reference: Callable[..., list[float]]
+    ) -> None:
+        """It is as long and ends alike: that of a trajectory which has begun again, say."""
+        first = self.turn(engine, PROMPT, 1)
+        context = (PROMPT[0], PROMPT[1] + 1, *PROMPT[2:], *first, *GIVEN)
+        self.turn(engine, context, 2)
+        assert self.counts(engine) == (len(PROMPT) + len(context), 0)
+        self.check_logprobs(reference, context)

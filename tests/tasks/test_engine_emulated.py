@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from stores.parameters import ParameterFolder
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine
 from tasks.engines.cost_model import CostModel
 from tasks.engines.emulated import Clock, EmulatedEngine, weights, word_logprobs
 from tasks.engines.settings import EmulatedSettings
 from tasks.names import REWARD_TOKEN
 from tasks.workload import DrawnWorkload, WorkloadSettings
-from tests.tasks.engine_conformance import EngineTests, asked_beside, collect, request, tokens_of
+from tests.tasks.engine_conformance import ReusingEngineTests, asked_beside, collect, request, tokens_of
 
 COST = CostModel(k1=0.0, k2=0.004, k3=0.00005, k4=0.001, b=0.002, prefill=0.00001)
 
@@ -83,7 +83,7 @@ class FaultyClock(Clock):
                 self._waiting.notify_all()
 
 
-class TestEmulatedEngine(EngineTests):
+class TestEmulatedEngine(ReusingEngineTests):
     @pytest.fixture
     def clock(self) -> FaultyClock:
         return FaultyClock()
@@ -149,7 +149,15 @@ def test_a_request_ends_with_its_turn_and_the_next_one_goes_on_from_what_was_giv
             tokens = 0
             for turn in acting.turns(*divmod(trajectory, 4)):
                 engine.submit(
-                    [request(trajectory, (3, 10, 14, 7) + (5,) * tokens, num_prior=tokens, max_new_tokens=100)]
+                    [
+                        request(
+                            trajectory,
+                            (3, 10, 14, 7) + (5,) * tokens,
+                            num_prior=tokens,
+                            max_new_tokens=100,
+                            may_return=True,
+                        )
+                    ]
                 )
                 (sampled,) = collect(engine, 1).values()
                 assert (sampled.first, len(tokens_of(sampled))) == (tokens, turn.tokens)
@@ -186,3 +194,17 @@ def test_what_a_pull_needs_is_imported_before_the_engine_is_ready(tmp_path: Path
     )
     command = [sys.executable, "-c", script, pickle.dumps(settings()).hex(), str(folder.path(PolicyVersion(0)))]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_what_is_kept_for_a_turn_to_come_is_let_go_when_there_is_none() -> None:
+    """A trajectory that cannot return leaves nothing; one that could is forgotten when it is aborted after its turn."""
+    engine = EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))
+    try:
+        engine.submit([request(i, max_new_tokens=20, may_return=i > 0) for i in range(3)])
+        done = collect(engine, 3)
+        held = {i: 4 + len(tokens_of(sampled)) for i, sampled in done.items()}
+        assert engine.load_statistics().kept_tokens == held[1] + held[2]
+        engine.abort([TrajectoryId(1)])
+        assert engine.load_statistics().kept_tokens == held[2]
+    finally:
+        engine.close()

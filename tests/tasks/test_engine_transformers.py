@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +13,28 @@ import torch
 
 from stores import parameters
 from stores.parameters import ParameterFolder
-from stores.trajectory import InstanceId, PolicyVersion
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine
 from tasks.engines.settings import TransformersSettings
 from tasks.engines.transformers import TransformersEngine, load_model
-from tests.tasks.engine_conformance import EngineTests, asked_beside, collect, model_settings, request
+from tests.tasks.engine_conformance import (
+    GIVEN,
+    PROMPT,
+    ReusingEngineTests,
+    asked_beside,
+    collect,
+    logprobs_of,
+    model_settings,
+    request,
+    tokens_of,
+)
 
 
 def settings(model: Path, **changes: Any) -> TransformersSettings:
     return TransformersSettings(**(model_settings(model) | changes))
 
 
-class TestTransformersEngine(EngineTests):
+class TestTransformersEngine(ReusingEngineTests):
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
         torch.set_num_threads(1)
@@ -74,6 +85,97 @@ class TestTransformersEngine(EngineTests):
         tokens = [3, 10, 14, 7, *segment.tokens.tolist()]
         expected = plain_logprobs(tiny_model, tokens, 4, None, temperature=2.0)
         assert segment.logprobs.tolist() == pytest.approx(expected, abs=2e-4)
+
+
+class TestKeptContexts:
+    """Of an engine with eight pages; no response ends before 16 tokens."""
+
+    @pytest.fixture
+    def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
+        torch.set_num_threads(1)
+        one = TransformersEngine(settings(tiny_model, eos=(), kv_tokens=256), InstanceId("rollout-0"))
+        yield one
+        one.close()
+
+    def turn(self, engine: Engine, trajectory: int, context: tuple[int, ...], **changes: Any) -> list[int]:
+        more: dict[str, Any] = {"may_return": True, "greedy": True, "max_new_tokens": 16}
+        engine.submit([request(trajectory, context, **(more | changes))])
+        return tokens_of(collect(engine, 1)[TrajectoryId(trajectory)])
+
+    def prompt(self, trajectory: int) -> tuple[int, ...]:
+        return (4 + trajectory, *PROMPT[1:])
+
+    def cached(self, engine: Engine, trajectory: int, context: tuple[int, ...]) -> int:
+        """Tokens of a next turn after this context that are found cached."""
+        before = engine.load_statistics().cached_tokens
+        self.turn(engine, trajectory, (*context, *GIVEN), epoch=2, may_return=False)
+        return engine.load_statistics().cached_tokens - before
+
+    def test_tokens_and_logprobs_are_those_of_a_context_that_is_computed_anew(self, engine: Engine) -> None:
+        context = PROMPT
+        for epoch in (1, 2, 3):
+            ids: list[list[int]] = []
+            logprobs: list[list[float]] = []
+            for trajectory in (0, 1):
+                again = request(
+                    trajectory, context, epoch=epoch, max_new_tokens=16, may_return=not trajectory, greedy=True
+                )
+                engine.submit([again])
+                sampled = collect(engine, 1)[again.trajectory]
+                ids.append(tokens_of(sampled))
+                logprobs.append(logprobs_of(sampled))
+            assert ids[0] == ids[1]
+            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)
+            context = (*context, *ids[0], *GIVEN)
+        load = engine.load_statistics()
+        assert load.cached_tokens == len(PROMPT) + 15 + len(PROMPT) + 36
+        assert load.kept_tokens == len(context) - len(GIVEN) - 1
+
+    def test_only_what_may_return_is_kept_and_only_until_it_is_aborted(self, engine: Engine) -> None:
+        contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i), may_return=i > 0)) for i in range(3)}
+        assert engine.load_statistics().kept_tokens == 2 * 55
+        engine.abort([TrajectoryId(1)])
+        assert self.cached(engine, 1, contexts[1]) == 0
+        assert engine.load_statistics().kept_tokens == 55
+        assert self.cached(engine, 2, contexts[2]) == 55
+        assert engine.load_statistics().kept_tokens == 0
+
+    def test_what_is_kept_gives_way_to_what_runs_and_the_oldest_first(self, engine: Engine) -> None:
+        """Three contexts have six pages of eight; a request needs three more, and some must be free to begin it."""
+        contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i))) for i in range(3)}
+        assert engine.load_statistics().kept_tokens == 3 * 55
+        before = engine.load_statistics().prefilled_tokens
+        self.turn(engine, 7, PROMPT + PROMPT[:20], may_return=False)
+        load = engine.load_statistics()
+        assert (load.kept_tokens, load.prefilled_tokens - before) == (2 * 55, 60)
+        assert [self.cached(engine, i, contexts[i]) for i in (2, 1, 0)] == [55, 55, 0]
+
+    def test_all_return_at_once_with_less_memory_than_they_need(self, engine: Engine) -> None:
+        """Each has two pages, and needs three: what is kept for those that wait gives way too, and all of them end."""
+        contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i))) for i in range(4)}
+        engine.submit(
+            [
+                request(i, (*context, *PROMPT[:30]), epoch=2, max_new_tokens=16, may_return=True, greedy=True)
+                for i, context in contexts.items()
+            ]
+        )
+        assert set(collect(engine, 4)) == set(range(4))
+        load = engine.load_statistics()
+        assert load.running == 0 and load.cached_tokens > 0
+
+    def test_new_requests_begin_after_all_that_ran_was_stopped_for_want_of_memory(self, engine: Engine) -> None:
+        """What was preempted goes on before anything new begins, which must not wait for what is no longer there."""
+        assert isinstance(engine, TransformersEngine)
+        scheduler = engine._schedulers[False]
+        engine.submit([request(i, self.prompt(i), max_new_tokens=80) for i in range(6)])
+        deadline = time.monotonic() + 60
+        while not scheduler.block_new_requests:
+            assert time.monotonic() < deadline, "nothing was preempted"
+            time.sleep(0.0005)
+        engine.interrupt([TrajectoryId(i) for i in range(6)])
+        engine.events(0.0)
+        engine.submit([request(7)])
+        assert set(collect(engine, 1)) == {7}
 
 
 def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:

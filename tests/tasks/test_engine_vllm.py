@@ -16,7 +16,9 @@ from stores.errors import ActorLost, ConfigError
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, Failed, Sampled
 from tests.tasks.engine_conformance import (
-    EngineTests,
+    GIVEN,
+    PROMPT,
+    ReusingEngineTests,
     asked_beside,
     collect,
     logprobs_of,
@@ -38,7 +40,9 @@ def settings(model: Path, **changes: Any) -> VllmSettings:
     return VllmSettings(**(model_settings(model) | changes))
 
 
-class TestVllmEngine(EngineTests):
+class TestVllmEngine(ReusingEngineTests):
+    page_tokens = 32
+
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[VllmEngine]:
         one = VllmEngine(settings(tiny_model), InstanceId("rollout-0"))
@@ -104,6 +108,24 @@ class TestVllmEngine(EngineTests):
         with pytest.raises(ActorLost, match="rollout-0"):
             engine.submit([request(0)])
 
+    def test_a_turn_that_runs_through_a_weight_update_is_found_by_the_next(
+        self, engine: VllmEngine, tiny_model: Path, other_weights: tuple[Path, str]
+    ) -> None:
+        """Running requests are prefilled again under the new weights, so their pages are of those."""
+        path, _ = other_weights
+        engine.submit([request(0, prompt=PROMPT, max_new_tokens=40, greedy=True)])
+        wait_until_sampling(engine, 3)
+        engine.load(PolicyVersion(5), path)
+        first = collect(engine, 1)[0]
+        assert [s.version for s in first.segments] == [0, 5]
+        before = engine.load_statistics().cached_tokens
+        context = (*PROMPT, *tokens_of(first), *GIVEN)
+        engine.submit([request(0, prompt=context, epoch=2, num_prior=len(context) - len(PROMPT), max_new_tokens=8)])
+        second = collect(engine, 1)[0]
+        assert engine.load_statistics().cached_tokens - before == 64
+        exact = plain_logprobs(tiny_model, [*context, *tokens_of(second)], len(context), path)
+        assert logprobs_of(second) == pytest.approx(exact, abs=2e-4)
+
     def test_a_prompt_that_is_too_long_fails_alone(self, engine: VllmEngine) -> None:
         engine.submit([request(0, prompt=(3,) * 500), request(1)])
         ended = {e.trajectory: e for e in engine.events(10.0)}
@@ -145,6 +167,67 @@ def test_keep_goes_on_with_the_old_cache_which_new_requests_never_see(tiny_model
     later = len(prompt) + len(done[0].segments[0].tokens)
     of_new = plain_logprobs(tiny_model, [*prompt, *tokens_of(done[0])], later, path)
     assert max(abs(a - b) for a, b in zip(done[0].segments[1].logprobs, of_new, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_request_that_waits_while_weights_load_uses_no_older_pages(
+    tiny_model: Path, tmp_path: Path, keep: bool
+) -> None:
+    """Only what has pages of its own when weights change may go on with them."""
+    path, _ = changed_weights(tiny_model, tmp_path)
+    prompt = tuple(3 + i % 10 for i in range(70))
+    one = VllmEngine(settings(tiny_model, keep=keep, eos=(), max_running=1), InstanceId("i"))
+    try:
+        # Two run at once, the place for a probe taken too; the third waits for one of them to end.
+        one.submit([request(i, prompt=prompt, max_new_tokens=50) for i in range(3)])
+        wait_until_sampling(one, 5)
+        one.load(PolicyVersion(5), path)
+        before = one.load_statistics().cached_tokens
+        done = collect(one, 3)
+        cached = one.load_statistics().cached_tokens - before
+    finally:
+        one.close()
+    assert [[s.version for s in done[i].segments] for i in range(3)] == [[0, 5], [0, 5], [5]]
+    exact = plain_logprobs(tiny_model, [*prompt, *tokens_of(done[2])], len(prompt), path)
+    assert logprobs_of(done[2]) == pytest.approx(exact, abs=2e-4)
+    # The first prefills its prompt again under the new weights, and the others find that; kept pages nobody finds.
+    assert cached == (0 if keep else 64 + 64)
+
+
+def test_greedy_turns_are_the_same_with_and_without_reuse(tiny_model: Path) -> None:
+    played: dict[bool, list[list[int]]] = {}
+    found: dict[bool, int] = {}
+    for reuse in (True, False):
+        one = VllmEngine(settings(tiny_model, eos=(), options={"enable_prefix_caching": reuse}), InstanceId("i"))
+        try:
+            context, played[reuse] = PROMPT, []
+            for epoch in (1, 2, 3):
+                one.submit([request(0, prompt=context, epoch=epoch, max_new_tokens=16, greedy=True)])
+                played[reuse].append(tokens_of(collect(one, 1)[0]))
+                context = (*context, *played[reuse][-1], *GIVEN)
+            found[reuse] = one.load_statistics().cached_tokens
+        finally:
+            one.close()
+    assert played[True] == played[False]
+    assert found == {True: 32 + 64, False: 0}
+
+
+def test_what_is_kept_for_turns_to_come_is_reported_and_gives_way(tiny_model: Path) -> None:
+    one = VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))
+    try:
+        one.submit([request(0, prompt=PROMPT, max_new_tokens=30)])
+        collect(one, 1)
+        kept = one.load_statistics().kept_tokens
+        one.submit([request(i, prompt=(3 + i, *PROMPT[1:]), max_new_tokens=80) for i in (1, 2)])
+        wait_until_sampling(one, 75)
+        squeezed = one.load_statistics().kept_tokens
+        one.interrupt([TrajectoryId(1), TrajectoryId(2)])
+        left = one.load_statistics().kept_tokens
+    finally:
+        one.close()
+    assert kept == 64
+    assert squeezed <= 320 - 2 * 115
+    assert left >= 2 * 96
 
 
 def test_memory_pressure_is_reported_and_loses_nothing(tiny_model: Path) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from stores.weight_hash import in_order
 from tasks.knobs import values
 from tasks.names import AGGREGATION_NAMES
-from tasks.training.advantage import ADVANTAGES, advantages
-from tasks.training.loss import LOSSES
+from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP, advantages
 from tasks.training.packing import Row, microbatches, minibatches, token_weights
 from tasks.training.settings import LossConfig, TrainingConfig
 
@@ -39,6 +39,11 @@ def naive_advantages(name: str, rewards: list[list[float]], valid: list[list[boo
                 row.append((r - mean) / (math.sqrt(var) + 1e-6))
             elif name == "dr_grpo":
                 row.append(r - mean)
+            elif name == "reinforce_plus_plus":
+                batch = [x for other, w in zip(rewards, valid, strict=True) for x, v in zip(other, w, strict=True) if v]
+                mean = sum(batch) / len(batch)
+                spread = math.sqrt(sum((x - mean) ** 2 for x in batch) / len(batch))
+                row.append((r - mean) / (spread + 1e-6))
             elif name == "rloo":
                 others = [x for j, x in enumerate(group) if j != i and ok[j]]
                 row.append(r - sum(others) / len(others) if others else 0.0)
@@ -62,45 +67,19 @@ def test_advantages_equal_the_naive_ones(name: str) -> None:
 def test_equal_rewards_give_no_advantage() -> None:
     for name in ADVANTAGES.names:
         assert not advantages(name, np.full((2, 4), 0.7), np.ones((2, 4), bool)).any()
+        # 0.1 + 0.2 is not 0.3 in binary, and neither is the mean of three times 0.1 equal to 0.1.
+        assert not advantages(name, np.asarray([[0.1 + 0.2, 0.3, 0.3]]), np.ones((1, 3), bool)).any()
+        assert not advantages(name, np.full((1, 3), 0.1), np.ones((1, 3), bool)).any()
+        assert not advantages(name, np.asarray([[0.3, 0.1 + 0.2, 0.9]]), np.asarray([[True, True, False]])).any()
 
 
-def naive_loss(s: LossConfig, new: float, old: float, sampled: float, a: float) -> float:
-    """One token, from the formulas of the papers."""
-    low, high = 1 - s.clip_low, 1 + s.clip_high
-    if s.name == "ppo_clip":
-        r = math.exp(new - sampled)
-        return -min(r * a, min(max(r, low), high) * a)
-    if s.name == "decoupled_ppo":
-        r = math.exp(new - old)
-        return -min(math.exp(old - sampled), s.weight_cap) * min(r * a, min(max(r, low), high) * a)
-    r = math.exp(new - sampled)
-    if s.name == "cispo":
-        return -min(max(r, low), high) * a * new
-    return -min(r, s.weight_cap) * a * new
-
-
-@pytest.mark.parametrize("name", LOSSES.names)
-def test_token_losses_equal_the_formulas(name: str) -> None:
-    settings = LossConfig(name=name, clip_low=0.2, clip_high=0.28, weight_cap=2.0)
-    new, old, sampled = (RNG.normal(-1.5, 0.6, (3, 7)) for _ in range(3))
-    a = RNG.normal(size=(3, 1))
-    result = LOSSES.make(settings).token_loss(*(torch.tensor(x) for x in (new, old, sampled, a)))
-    expected = [
-        [naive_loss(settings, new[i, t], old[i, t], sampled[i, t], a[i, 0]) for t in range(7)] for i in range(3)
-    ]
-    np.testing.assert_allclose(result.loss.numpy(), expected, rtol=1e-9)
-
-
-@pytest.mark.parametrize("name", LOSSES.names)
-def test_importance_weights_carry_no_gradient(name: str) -> None:
-    """At equal policies every loss has the policy gradient -A grad log pi; a weight left attached would change it."""
-    settings = LossConfig(name=name, clip_low=0.2, clip_high=0.28, weight_cap=5.0)
-    new = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
-    same = new.detach()
-    advantage = torch.tensor([[2.0]], dtype=torch.float64)
-    LOSSES.make(settings).token_loss(new, same, same, advantage).loss.sum().backward()
-    assert new.grad is not None
-    np.testing.assert_allclose(new.grad.numpy(), -2.0 * np.ones((1, 3)))
+def test_groups_of_one_train_where_the_estimator_needs_no_group() -> None:
+    assert NEED_NO_GROUP
+    for name in NEED_NO_GROUP:
+        estimate = advantages(name, np.asarray([[1.0], [0.0], [0.0], [5.0]]), np.asarray([[True]] * 3 + [[False]]))
+        assert estimate[0, 0] > 0 > estimate[1, 0] == estimate[2, 0]
+        assert estimate[3, 0] == 0
+        assert estimate.sum() == pytest.approx(0, abs=1e-6)
 
 
 def rows(count: int) -> list[Row]:
@@ -226,7 +205,7 @@ def test_bfloat16_is_published_but_trained_in_float32(tiny_model: Any) -> None:
     assert np.isfinite(one.step(0, rows(4))["loss"])
     assert all(p.dtype == torch.float32 for p in one.model.parameters())
     assert any(not torch.equal(p, before[n]) for n, p in one.model.named_parameters())
-    assert {t.dtype for t in one.published().values()} == {torch.bfloat16}
+    assert one.published(lambda weights: {t.dtype for _, t in in_order(weights)}) == {torch.bfloat16}
 
 
 def test_learning_rate_schedule(tiny_model: Any) -> None:
@@ -237,6 +216,34 @@ def test_learning_rate_schedule(tiny_model: Any) -> None:
     assert rates[12] == pytest.approx(1e-4)
     longer = trainer(tiny_model, schedule="cosine", warmup_steps=2, num_steps=20, schedule_steps=12)
     assert [longer.learning_rate(s) for s in range(14)] == [*rates, rates[12]]
+
+
+def test_a_linear_schedule_ends_where_it_is_told(tiny_model: Any) -> None:
+    one = trainer(tiny_model, schedule="linear", warmup_steps=2, num_steps=12, schedule_floor=0.25)
+    rates = [one.learning_rate(s) for s in range(15)]
+    assert rates[:3] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
+    assert rates[2:13] == pytest.approx(np.linspace(1e-3, 2.5e-4, 11).tolist())
+    assert rates[12:] == pytest.approx([2.5e-4] * 3)
+    lowest = trainer(tiny_model, schedule="cosine", num_steps=4, schedule_floor=0.0)
+    assert lowest.learning_rate(4) == pytest.approx(0.0)
+
+
+def test_another_epoch_goes_over_the_batch_again_with_the_proximal_policy_of_the_first(tiny_model: Any) -> None:
+    data = rows(8)
+
+    def weights(name: str, epochs: int, steps: int, proximal: Any = None) -> torch.Tensor:
+        one = trainer(tiny_model, epochs=epochs, loss=LossConfig(name=name))
+        for _ in range(steps):
+            if proximal is not None:
+                one._before = lambda _: proximal
+            one.step(0, data)
+        return torch.cat([p.detach().flatten() for p in one.model.parameters()])
+
+    torch.testing.assert_close(weights("ppo_clip", 2, 1), weights("ppo_clip", 1, 2))
+    first = trainer(tiny_model, loss=LossConfig(name="decoupled_ppo"))._before(data)
+    twice = weights("decoupled_ppo", 2, 1)
+    torch.testing.assert_close(twice, weights("decoupled_ppo", 1, 2, first))
+    assert not torch.allclose(twice, weights("decoupled_ppo", 1, 2))
 
 
 def test_a_non_finite_gradient_changes_no_weights(tiny_model: Any) -> None:

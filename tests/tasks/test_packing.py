@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from tasks.actors import trajectory_server
+from tasks.actors import step_batches
 from tasks.actors.trainer import Trainer
-from tasks.training.packing import BatchPart, PackedRows, Row, part_end
+from tasks.training.packing import MOST_LAG, BatchPart, PackedRows, Row, microbatches, part_end
+from tasks.training.rank import ALONE, Rank
 from tests.support.bodies import Body
 from tests.tasks.test_trainer import Weights
 
@@ -65,7 +67,8 @@ def consumed(lengths: list[tuple[int, list[int]]]) -> list[Ended]:
 
 def same(one: Row, other: Row) -> bool:
     arrays = all(
-        getattr(one, n).tolist() == getattr(other, n).tolist() for n in ("prompt", "response", "behaviour", "sampled")
+        getattr(one, n).tolist() == getattr(other, n).tolist()
+        for n in ("prompt", "response", "behaviour", "sampled", "lags")
     )
     return arrays and all(getattr(one, n) == getattr(other, n) for n in ("advantage", "staleness", "trained"))
 
@@ -78,6 +81,26 @@ def num_bytes(packed: PackedRows) -> int:
 def test_rows_survive_being_packed_for_travel(lengths: list[tuple[int, list[int]]]) -> None:
     data = consumed(lengths)
     assert all(same(a, Row.of(b)) for a, b in zip(PackedRows.of(data).rows(), data, strict=True))
+
+
+def test_a_tokens_lag_is_of_the_version_that_sampled_it() -> None:
+    (row,) = consumed([(3, [2])])
+    spans = (
+        row.trajectory.segments[0],
+        Given(role="tool", tokens=np.asarray([5], np.int32)),
+        replace(row.trajectory.segments[0], version=PolicyVersion(0)),
+    )
+    mixed = replace(row, trajectory=replace(row.trajectory, spans=spans, v_traj=PolicyVersion(0)), step=100_000)
+    (packed,) = PackedRows.of([replace(mixed, step=3)]).rows()
+    assert packed.lags is not None
+    assert packed.lags.tolist() == [1, 1, 0, 3, 3]
+    (batch,) = microbatches([packed], [0], np.ones(1, np.float32), 100)
+    assert batch.lags.tolist() == [[1, 1, 0, 3, 3]]
+    (old,) = microbatches([replace(packed, lags=None, staleness=2)], [0], np.ones(1, np.float32), 100)
+    assert old.lags.tolist() == [[2, 2, 2, 2, 2]]
+    (late,) = PackedRows.of([mixed]).rows()
+    assert late.lags is not None
+    assert late.lags.tolist() == [MOST_LAG, MOST_LAG, 0, MOST_LAG, MOST_LAG]
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,11 +125,11 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
     class Server:
         async def batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchPart:
             asked.append(first)
-            last = part_end(data, first, 220)
+            last = part_end(data, first, 260)
             return BatchPart(packed=PackedRows.of(data[first:last]), rest=len(data) - last)
 
     class Keeps(Weights):
-        def build(self, threads: int) -> Keeps:
+        def build(self, threads: int, rank: Rank = ALONE) -> Keeps:
             return self
 
         def step(self, step: int, rows: Any) -> dict[str, float]:
@@ -126,7 +149,7 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
 
 
 def test_a_batch_larger_than_a_message_is_fetched_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trajectory_server, "part_end", lambda rows, first: part_end(rows, first, 200))
+    monkeypatch.setattr(step_batches, "part_end", lambda rows, first: part_end(rows, first, 220))
     run = Body(tmp_path).run()
     run.check()
     firsts = [c.args[3] for c in run.workers.calls if c.method == "batch"]

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,20 @@ import torch
 from stores.errors import ActorFailed, StoreError
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
+from stores.weight_hash import Weights as Weighed
 from stores.weight_hash import fingerprint
 from tasks.actors.calls import call
 from tasks.actors.trainer import Trainer
 from tasks.training.emulated import EmulatedTraining
 from tasks.training.packing import BatchPart, PackedRows, Row
+from tasks.training.rank import ALONE, Rank
 
 NO_ROWS = PackedRows(
     prompt_tokens=np.empty(0, np.int32),
     response_tokens=np.empty(0, np.int32),
     behaviour=np.empty(0, np.float32),
     sampled=np.empty(0, np.bool_),
+    lags=np.empty(0, np.int16),
     lengths=np.empty((0, 2), np.int64),
     advantages=np.empty(0, np.float32),
     staleness=np.empty(0, np.int64),
@@ -46,7 +49,7 @@ class Weights:
     def __init__(self, full: bool = False, error: Exception | None = None) -> None:
         self.full, self.error = full, error
 
-    def build(self, threads: int) -> Weights:
+    def build(self, threads: int, rank: Rank = ALONE) -> Weights:
         return self
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
@@ -54,8 +57,8 @@ class Weights:
             raise self.error
         return {}
 
-    def published(self) -> dict[str, torch.Tensor]:
-        return {"w": torch.zeros(1)}
+    def published(self, use: Callable[[Weighed], Any]) -> Any:
+        return use({"w": torch.zeros(1)})
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return ()
@@ -69,6 +72,8 @@ class Weights:
         path.write_bytes(b"")
 
     def load_state(self, path: Path) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def trainer(folder: Path, weights: Weights) -> Trainer:
@@ -172,7 +177,7 @@ def test_a_resume_point_of_an_earlier_version_of_emulated_training_is_gone_on_fr
     policy = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0).build(1)
     torch.save({"version": 7}, tmp_path / "v00000007.pt")
     policy.load_state(tmp_path / "v00000007.pt")
-    assert fingerprint(policy.published()) == fingerprint({"emulated": torch.tensor([7.0])})
+    assert policy.published(fingerprint) == fingerprint({"emulated": torch.tensor([7.0])})
 
 
 def test_a_resumed_version_is_compared_by_the_scheme_its_fingerprint_was_recorded_by(tmp_path: Path) -> None:

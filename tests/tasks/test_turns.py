@@ -13,7 +13,7 @@ import torch
 from stores.base import batch_fingerprint
 from stores.trajectory import Given
 from tasks.names import AGGREGATION_NAMES
-from tasks.training.loss import LOSSES, TokenLoss
+from tasks.training.loss import LOSSES, TokenLoss, Tokens
 from tasks.training.packing import Row
 from tasks.training.settings import LossConfig
 from tests.stores.store_conformance import ended
@@ -40,7 +40,7 @@ def rows() -> list[Row]:
 
 
 def slow_gradient(model: Any, data: list[Row], loss: LossConfig) -> torch.Tensor:
-    """Token by token, each with a forward pass of its own over all that comes before it."""
+    """Each token with a forward pass of its own over all that comes before it; the loss sees the sampled ones alone."""
     fn = LOSSES.make(loss)
     lengths = [sum(row.sampled) for row in data]
     model.zero_grad()
@@ -51,14 +51,24 @@ def slow_gradient(model: Any, data: list[Row], loss: LossConfig) -> torch.Tensor
             "sequence_mean": 1 / (len(data) * length),
             "constant_length": 1 / (len(data) * MAX_LENGTH),
         }[loss.aggregation]
-        for t in range(len(row.response)):
-            if not row.sampled[t]:
-                continue
+        places = [t for t in range(len(row.response)) if row.sampled[t]]
+        found = []
+        for t in places:
             before = torch.tensor([tokens[: len(row.prompt) + t]])
-            logprob = model(input_ids=before).logits[0, -1].log_softmax(-1)[int(row.response[t])].reshape(1, 1)
-            behaviour = torch.tensor([[row.behaviour[t]]])
-            result = fn.token_loss(logprob, logprob.detach(), behaviour, torch.tensor([[row.advantage]]))
-            (result.loss.sum() * weight).backward()
+            found.append(model(input_ids=before).logits[0, -1].log_softmax(-1)[int(row.response[t])])
+        logprobs = torch.stack(found).reshape(1, -1)
+        sampled = torch.ones(logprobs.shape, dtype=torch.bool)
+        result = fn.token_loss(
+            Tokens(
+                logprobs=logprobs,
+                proximal=logprobs.detach(),
+                behaviour=torch.from_numpy(row.behaviour[places]).reshape(1, -1),
+                advantage=torch.tensor([[row.advantage]]),
+                sampled=sampled,
+                lags=torch.full(logprobs.shape, row.staleness),
+            )
+        )
+        (result.loss.sum() * weight).backward()
     return flat_gradient(model)
 
 
@@ -97,16 +107,17 @@ class Ratio:
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
 
-    def token_loss(
-        self, logprobs: torch.Tensor, proximal: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor
-    ) -> TokenLoss:
-        self.seen += [logprobs.detach(), proximal, behaviour]
-        return TokenLoss(loss=advantage * logprobs / behaviour, clipped=logprobs > behaviour)
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        self.seen += [tokens.logprobs.detach(), tokens.proximal, tokens.behaviour]
+        return TokenLoss(
+            loss=tokens.advantage * tokens.logprobs / tokens.behaviour, clipped=tokens.logprobs > tokens.behaviour
+        )
 
 
 def test_a_loss_sees_zeros_at_given_tokens_and_what_it_returns_there_is_not_used(tiny_model: Path) -> None:
     one = trainer(tiny_model)
-    one.loss = loss = Ratio()
+    loss = Ratio()
+    one.objective = replace(one.objective, loss=loss)
     data = [r for r in rows() if len(r.response) == 6]
     metrics = one.step(0, data)
     assert np.isfinite(metrics["loss"])

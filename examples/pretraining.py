@@ -1,0 +1,44 @@
+"""What the scripts that make base models have in common: their options, and what they say."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tasks.training.tiny_model import SYMBOLS, Recipe, pretrain
+
+SAID_EVERY = 100
+"""Optimizer steps between two lines of progress."""
+
+
+def make_model(
+    about: str | None,
+    recipe: Recipe,
+    sequences: Callable[[int], Iterator[tuple[str, ...]]],
+    symbols: Sequence[str] = SYMBOLS,
+) -> None:
+    """The command of such a script: pretrain a model on endless sequences, unless it is there already.
+
+    about: the script's docstring. recipe: with its default number of steps. sequences: makes them of a seed."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--steps", type=int, default=recipe.steps, help="optimizer steps of 32 sequences")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if (args.out / "model.safetensors").exists():
+        print(f"{args.out} already exists")
+        return
+    begin = time.monotonic()
+
+    def begun(parameters: int) -> None:
+        print(f"base model: {parameters:,} parameters, {args.steps} steps", flush=True)
+
+    def progress(step: int, loss: float) -> None:
+        if step % SAID_EVERY == 0:
+            print(f"  step {step}: loss {loss:.3f}, {time.monotonic() - begin:.0f} s", flush=True)
+
+    recipe = dataclasses.replace(recipe, steps=args.steps, seed=args.seed)
+    pretrain(args.out, sequences(args.seed), recipe, begun, progress, symbols)

@@ -1,0 +1,63 @@
+"""The batches of the training steps in flight: their rows as they are stored, with fingerprints and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from stores.base import batch_fingerprint
+from stores.in_flight import InFlight
+from stores.trajectory import Ended
+from tasks.training.advantage import Overlong
+from tasks.training.batches import batch_metrics, consumed_rows
+from tasks.training.packing import BatchPart, PackedRows, part_end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """The batch of one step. rows: in the trainer's order. fingerprint: of the rows, computed in the background: the
+    trainer is waiting for them."""
+
+    rows: list[Ended]
+    fingerprint: asyncio.Future[str]
+    metrics: dict[str, float]
+
+
+class StepBatches:
+    """The batches of steps that are trained or wait for their commit, each made when it is first asked for.
+
+    flight: has what each step has taken. group_size: as in BatchConfig. advantage, overlong: how advantages are
+    computed. thread: computes fingerprints."""
+
+    def __init__(
+        self, flight: InFlight, group_size: int, advantage: str, overlong: Overlong, thread: ThreadPoolExecutor
+    ) -> None:
+        self._flight, self._group_size, self._thread = flight, group_size, thread
+        self._advantage, self._overlong = advantage, overlong
+        self._made: dict[int, StepBatch] = {}
+
+    def batch(self, step: int) -> StepBatch:
+        """The batch of a step that has taken trajectories."""
+        if step not in self._made:
+            rows = consumed_rows(step, self._flight.batches[step], self._group_size, self._advantage, self._overlong)
+            values = [(e.trajectory, e.advantage) for e in rows]
+            fingerprint = asyncio.get_running_loop().run_in_executor(self._thread, batch_fingerprint, values)
+            metrics = batch_metrics(rows, self._group_size)
+            self._made[step] = StepBatch(rows=rows, fingerprint=fingerprint, metrics=metrics)
+        return self._made[step]
+
+    def forget(self, step: int) -> None:
+        """Drop the batch of a step that is stored."""
+        self._made.pop(step, None)
+
+    def forget_all(self) -> None:
+        """Drop what was made, since the steps have not happened."""
+        self._made.clear()
+
+
+async def part_of(rows: list[Ended], first: int) -> BatchPart:
+    """As many rows from row `first` on as fit into a message; packed beside the event loop."""
+    last = part_end(rows, first)
+    packed = await asyncio.to_thread(PackedRows.of, rows[first:last])
+    return BatchPart(packed=packed, rest=len(rows) - last)

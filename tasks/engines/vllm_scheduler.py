@@ -1,0 +1,96 @@
+"""What VllmEngine asks and tells vLLM's scheduler, for which vLLM has no interface: the figures of its load, and which
+version the pages of its prefix cache are of.
+
+vLLM counts preemptions and cache hits for its own log only, which costs time at every step. Here the calls that tell of
+them are counted. Only the driving thread uses this.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from stores.trajectory import PolicyVersion
+
+
+class Figures(NamedTuple):
+    """Fields of EngineLoad that the scheduler knows, as of one moment."""
+
+    waiting: int = 0
+    preemptions: int = 0
+    kept_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+
+
+def salt(version: PolicyVersion) -> str:
+    """What vLLM mixes into the hashes of cached pages. Requests share pages only if their salts are equal, so pages of
+    one version are never used for another."""
+    return f"v{version}"
+
+
+class VllmScheduler:
+    """The scheduler of an LLMEngine in this process."""
+
+    def __init__(self, engine: Any, page_tokens: int) -> None:
+        self._engine = engine
+        self._page_tokens = page_tokens
+        self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
+        self._count()
+
+    def figures(self) -> Figures:
+        """The present figures. kept_tokens: in cached pages that nothing in the batch uses, of turns to come and of
+        trajectories that have ended, which vLLM does not tell apart; pages that hold the same count once."""
+        scheduler = self._scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # vLLM keeps one for itself
+        # A page is cached once it is full, and the last page of each request is not.
+        used_and_cached = max(0, used - len(scheduler.running))
+        return Figures(
+            waiting=len(scheduler.waiting),
+            preemptions=self._preemptions,
+            kept_tokens=self._page_tokens * max(0, len(pool.cached_block_hash_to_block) - used_and_cached),
+            prefilled_tokens=self._prefilled_tokens,
+            cached_tokens=self._cached_tokens,
+        )
+
+    def begin_again(self) -> None:
+        """Forget all cached pages, which a later version of the same number must not find, and all counts. No request
+        is left."""
+        self._engine.reset_prefix_cache()
+        self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
+
+    def change_version(self, version: PolicyVersion, *, keep: bool) -> None:
+        """Have all requests use pages of the loaded version only; keep: except those that have pages, which go on with
+        them."""
+        if not keep:
+            # Running requests return to vLLM's waiting queue with the tokens they have, and are prefilled again.
+            before = self._preemptions
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._preemptions = before
+        for request in self._scheduler.requests.values():
+            if request.num_computed_tokens == 0:
+                # By its old salt it would find pages of the old version, and the next turn would not find its own.
+                request.cache_salt = salt(version)
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler
+
+    def _count(self) -> None:
+        """Begin to count."""
+        scheduler = self._scheduler
+        preempt = scheduler._preempt_request
+
+        def preempted(*args: Any, **kwargs: Any) -> Any:
+            self._preemptions += 1
+            return preempt(*args, **kwargs)
+
+        def admitted(request: Any, num_cached: int) -> None:
+            if not request.skip_reading_prefix_cache:  # else a probe
+                self._cached_tokens += num_cached
+                self._prefilled_tokens += request.num_tokens - num_cached
+
+        scheduler._preempt_request = preempted
+        scheduler.kv_cache_manager.record_prefix_cache_stats = admitted

@@ -1,0 +1,166 @@
+"""The trainer's processes as one of them sees the others: a model in shards, and numbers that all of them know.
+
+PyTorch's FSDP2 (`fully_shard`) keeps one part in `count` of every parameter, gradient and optimizer state on each rank,
+gathers a layer's parameters while it computes, and adds up gradients where they are kept.
+
+Invariants:
+- All ranks call the same methods in the same order: each call of one waits for those of the others. What they compute
+  may differ only by `rank.number`.
+- Gradients and figures are sums over the ranks, never means: the loss is normalised over the whole batch beforehand.
+- A group of one has no process group, and hands back what it is given.
+- Parameters are read through `parameters`, which shards what a forward pass has left gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tasks.training.rank import ALONE, Rank
+
+T = TypeVar("T")
+
+COLLECTIVE_S = 1800.0
+"""Seconds that a rank waits in one operation for the others. Whoever hangs is found sooner, by the driver's deadlines;
+this ends threads whose run has ended."""
+
+
+class Group:
+    """The group as rank `rank` sees it. Waits until all ranks are there; one process can be in one group at a time."""
+
+    def __init__(self, rank: Rank = ALONE, device: str = "cpu") -> None:
+        self.rank = rank
+        self.device = device
+        self._mesh: Any = None
+        if rank.count == 1:
+            return
+        if dist.is_initialized():  # this process was in the group of a run before
+            dist.destroy_process_group()
+        limit = datetime.timedelta(seconds=COLLECTIVE_S)
+        store = _store(rank, limit)
+        if device == "cuda":
+            # Of this thread: a trainer does all of its work in one.
+            torch.cuda.set_device(_number_on_host(store, rank) % torch.cuda.device_count())
+        # Objects and figures go over gloo on a GPU, too: they are on the processor.
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=limit)
+        self._mesh = init_device_mesh(device, (rank.count,))
+
+    def sharded(self, model: Any) -> Any:
+        """The model with its parameters in shards, each block's gathered by itself when it computes. They move to the
+        device a block at a time: the model need not fit there whole."""
+        if self._mesh is None:
+            return model.to(self.device)
+        blocks = set(model._no_split_modules or ())
+        for module in [m for m in model.modules() if type(m).__name__ in blocks]:
+            fully_shard(module, mesh=self._mesh)
+        fully_shard(model, mesh=self._mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        return model
+
+    def parameters(self, model: Any) -> dict[str, torch.Tensor]:
+        """The model's parameters by name, each one's shard of this rank; tied ones once."""
+        if self._mesh is not None:
+            model.reshard()  # a forward pass without a backward one leaves those of no block gathered
+        return dict(model.named_parameters())
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of which each rank has a shard, on all of them."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def fill(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
+        """Overwrite this rank's shard with its part of a tensor that every rank has."""
+        if shard.shape != whole.shape:
+            raise ValueError(f"a tensor has shape {tuple(whole.shape)}, the model's has {tuple(shard.shape)}")
+        if isinstance(shard, DTensor):
+            whole = distribute_tensor(whole.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
+        shard.copy_(whole)
+
+    def shared(self, thing: T) -> T:
+        """What the leading rank was called with, on all ranks; the others' own is left."""
+        if self._mesh is None:
+            return thing
+        things = [thing if self.rank.leads else None]
+        dist.broadcast_object_list(things, src=0, device=torch.device("cpu"))
+        return things[0]  # type: ignore[return-value]  # the leading rank's
+
+    def merged(self, found: Mapping[int, T]) -> dict[int, T]:
+        """The entries of all ranks, in the order of their keys."""
+        if self._mesh is None:
+            return dict(found)
+        parts: list[Any] = [None] * self.rank.count
+        dist.all_gather_object(parts, dict(found))
+        return dict(sorted(item for part in parts for item in part.items()))
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """Each number's sum over the ranks."""
+        if self._mesh is None:
+            return list(numbers)
+        sums = torch.tensor(list(numbers), dtype=torch.float64)
+        dist.all_reduce(sums)
+        return [float(number) for number in sums]
+
+    def save(self, state: dict[str, Any], folder: Path) -> None:
+        """Write a state whose tensors are shards, each rank its own. folder: there, and all ranks see it. Raises
+        RuntimeError."""
+        with _failures_as_errors():
+            dcp.save(state, checkpoint_id=folder)
+
+    def load(self, state: dict[str, Any], folder: Path) -> None:
+        """Overwrite a state by one that a group of any size has saved, each rank its own shards. Raises
+        RuntimeError."""
+        with _failures_as_errors(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a group of one has no process group
+            dcp.load(state, checkpoint_id=folder, no_dist=self._mesh is None)
+
+    def leave(self) -> None:
+        """End this process's part in the group."""
+        if self._mesh is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _store(rank: Rank, limit: datetime.timedelta) -> Any:
+    """The store by which the ranks find each other, in the process that has the socket for it."""
+    if rank.listener is None:
+        return dist.TCPStore(rank.host, rank.port, timeout=limit)
+    return dist.TCPStore(
+        rank.host,
+        rank.port,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(rank.listener),  # which it will close
+    )
+
+
+def _number_on_host(store: Any, rank: Rank) -> int:
+    """How many ranks before this one are on its host."""
+    host = socket.gethostname()
+    store.set(f"host-{rank.number}", host)
+    return sum(store.get(f"host-{number}").decode() == host for number in range(rank.number))
+
+
+@contextlib.contextmanager
+def _failures_as_errors() -> Iterator[None]:
+    """Raise what went wrong on some rank as a RuntimeError: torch's own is no Exception."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"{cause} (rank {rank})") from error

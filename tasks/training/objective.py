@@ -1,0 +1,74 @@
+"""What a training step minimises: a loss, and what is added to it whatever the loss is, a penalty on the distance to a
+reference model and a bonus on entropy. A function of tensors by token; how they are averaged is not known here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tasks.training.loss import LOSSES, Loss, TokenLoss, Tokens, log_ratio
+from tasks.training.packing import Row
+from tasks.training.settings import KlConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss with its additions."""
+
+    loss: Loss
+    kl: KlConfig
+    entropy_bonus: float
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> Objective:
+        """The objective of a job. Raises ConfigError if its own loss cannot be constructed."""
+        return cls(loss=LOSSES.make(training.loss), kl=training.kl, entropy_bonus=training.loss.entropy_bonus)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coefficient > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_bonus > 0
+
+    def trains(self, row: Row) -> bool:
+        """Whether a row has a gradient: without an advantage only from what is not proportional to it."""
+        whole = self.needs_reference or self.needs_entropy or bool(getattr(self.loss, "every_row", False))
+        return row.trained and (whole or row.advantage != 0.0)
+
+    def old(self, tokens: Tokens) -> Tensor:
+        """[N, T] logprobs under the policy that the loss takes as the old one."""
+        return tokens.proximal if self.loss.needs_proximal else tokens.behaviour
+
+    def token_loss(self, tokens: Tokens, reference: Tensor | None, entropy: Tensor | None) -> TokenLoss:
+        """The losses of a micro-batch. reference: [N, T] logprobs under the reference model. entropy: [N, T] of each
+        token's distribution, nats, with gradient. Both are None unless needed."""
+        if reference is not None and self.kl.place == "reward":
+            tokens = replace(tokens, advantage=self._rewarded(tokens, reference))
+        result = self.loss.token_loss(tokens)
+        loss = result.loss
+        if reference is not None and self.kl.place == "loss":
+            loss = loss + self.kl.coefficient * penalty(self.kl.estimator, tokens.logprobs, reference)
+        if entropy is not None:
+            loss = loss - self.entropy_bonus * entropy
+        return replace(result, loss=loss)
+
+    def _rewarded(self, tokens: Tokens, reference: Tensor) -> Tensor:
+        """[N, T] advantages, less the penalties of a token and of all that come after it: those of its action."""
+        paid = penalty(self.kl.estimator, self.old(tokens), reference)
+        to_come = paid.flip(1).cumsum(1).flip(1)
+        return tokens.advantage - self.kl.coefficient * to_come
+
+
+def penalty(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
+    """[N, T] estimates of KL(pi || reference) at tokens sampled from pi (http://joschu.net/blog/kl-approx.html)."""
+    distance = log_ratio(logprobs, reference)
+    if estimator == "k1":
+        return distance
+    if estimator == "k2":
+        return 0.5 * distance**2
+    return (-distance).exp() + distance - 1

@@ -1,0 +1,57 @@
+"""Whole runs on a real Dask cluster whose trainer has several ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from stores.resume_points import ResumePoints
+from stores.trajectory import Fate
+from tests.runtime.test_run import check, sabotaged, staleflow
+
+RANKS = ("training.ranks=2", "task.eval_prompts=0", "steps=5", "rollout.instances=1")
+
+
+def test_a_group_that_loses_a_rank_goes_on_and_is_resumed_with_one(job: Path) -> None:
+    """From resume points in shards, which one process then goes on from."""
+    driver = asyncio.run(sabotaged(job, RANKS, "trainer-1", lambda pid: os.kill(pid, signal.SIGKILL)))
+    (loss,) = driver.outcomes.losses
+    assert "trainer-1 is gone" in loss
+    folder = job.parent / "runs" / "job"
+    store = check(folder, 5)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
+    points = ResumePoints(folder / "resume")
+    assert points.path(points.whole()[-1]).is_dir()
+    resumed = staleflow("resume", folder, "--set", "steps=6", "--set", "training.ranks=1")
+    assert resumed.returncode == 0, resumed.stderr
+    check(folder, 6)
+    assert points.whole()[-1] == 6
+    assert points.path(points.whole()[-1]).is_file()
+    config = json.loads((folder / "checkpoints" / "step-000006" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize("victim", ["trainer", "trainer-1"])
+def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Signals) -> None:
+    struck: list[int] = []
+
+    def strike(pid: int) -> None:
+        struck.append(pid)
+        os.kill(pid, blow)
+
+    try:
+        driver = asyncio.run(sabotaged(job, (*RANKS, "deadlines.train_s=20"), victim, strike))
+    finally:
+        for pid in struck:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+    assert len(driver.outcomes.losses) == 1
+    store = check(job.parent / "runs" / "job", 5)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16

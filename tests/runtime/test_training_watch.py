@@ -1,0 +1,52 @@
+"""Alarms about what training steps report: once each, with their remedy, in the run's log and summary."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.jobs.summary import summarize
+from pipeline.runtime.training_watch import LEAST_ESS, STEPS, TrainingWatch
+from tests.support.bodies import Body
+from tests.support.scripted import World
+
+
+def test_an_ess_that_collapses_for_some_steps_in_a_row_is_an_alarm_once() -> None:
+    watch = TrainingWatch()
+    values = [0.9, 0.1, 0.1, 0.8, *[0.1] * 10]
+    found = [(step, alarm) for step, ess in enumerate(values) for alarm in watch.heard(step, {"ess": ess})]
+    ((step, alarm),) = found
+    assert step == 4 + STEPS - 1
+    assert f"step {step}: the effective sample size of the importance ratios is 0.1 of the tokens" in alarm
+    assert f"below {LEAST_ESS:g}" in alarm
+    assert "lower staleness.eta or training.learning_rate" in alarm
+    assert "\n" not in alarm
+
+
+def test_steps_that_report_no_ess_are_none() -> None:
+    assert not any(TrainingWatch().heard(step, {}) for step in range(10))
+
+
+def test_dropped_updates_are_an_alarm_once() -> None:
+    watch = TrainingWatch()
+    alarms = [watch.heard(step, {"updates_dropped": float(step)}) for step in range(4)]
+    assert [len(a) for a in alarms] == [0, 1, 0, 0]
+    assert "step 1: updates dropped because their gradient was not finite: 1; lower" in alarms[1][0]
+
+
+def test_a_run_tells_and_keeps_its_alarms(body: Body, caplog: pytest.LogCaptureFixture) -> None:
+    def figures(step: int) -> dict[str, float]:
+        return {"ess": 0.2, "entropy": 1.0 - 0.1 * step, "updates_dropped": float(step == 1), "clip_share": 0.25}
+
+    run = body.run("steps=4", world=World(figures=figures))
+    run.check()
+    assert [alarm.partition(":")[0] for alarm in run.outcomes.alarms] == ["step 1", "step 2"]
+    for alarm in run.outcomes.alarms:
+        assert sum(r.getMessage() == alarm for r in caplog.records) == 1
+    for step in run.outcomes.steps:
+        step["mismatch_max"] = 0.0
+    summary = summarize(run.config, run.outcomes, run.config.run_dir)
+    assert summary["alarms"] == run.outcomes.alarms
+    assert summary["training"] == {
+        "ess_least": 0.2, "entropy_first": 1.0, "entropy_last": pytest.approx(0.7), "clip_share_mean": 0.25,
+        "updates_dropped": 1,
+    }  # fmt: skip

@@ -1,0 +1,59 @@
+"""A trainer's group as plain processes, without a cluster."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from tasks.training.rank import Rank
+
+LIMIT_S = 120.0
+"""Seconds that a group may take for its work."""
+
+Work = Callable[..., Any]
+"""work(rank, *arguments), of a module; what it returns is sent back."""
+
+
+def in_group(count: int, work: Work, *arguments: Any) -> list[Any]:
+    """Call `work` in so many processes, each with its place in a group; returns the results in their order."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = Rank(count=count, host="127.0.0.1", port=store.port)
+    context = multiprocessing.get_context("forkserver")
+    processes, ends = [], []
+    for number in range(count):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(there, work, replace(place, number=number), arguments))
+        process.start()
+        there.close()
+        processes.append(process)
+        ends.append(here)
+    try:
+        results = []
+        for number, end in enumerate(ends):
+            assert end.poll(LIMIT_S), f"rank {number} has no result after {LIMIT_S:g} s"
+            results.append(end.recv())
+        for number, result in enumerate(results):
+            assert not isinstance(result, Failure), f"rank {number} failed: {result.args[0]}"
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+class Failure(Exception):
+    """That a process failed, and its traceback."""
+
+
+def _work(end: Connection, work: Work, rank: Rank, arguments: tuple[Any, ...]) -> None:
+    import traceback
+
+    try:
+        end.send(work(rank, *arguments))
+    except BaseException:  # noqa: BLE001  the test raises it
+        end.send(Failure(traceback.format_exc()))

@@ -1,0 +1,114 @@
+"""An engine of any kind that notes what it is asked for and what it gives out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+
+UNKNOWN = 2**31
+"""More tokens than any response has."""
+
+
+@dataclass(slots=True)
+class Load:
+    """A load of weights under a running request: how many tokens its response had before and after; if it has ended
+    since, its last ones may be from before or from after."""
+
+    before: int
+    after: int
+    version: int
+
+
+@dataclass(slots=True)
+class Sampling:
+    """A request as it was submitted. seen: the first of its tokens, as they were looked at while it ran."""
+
+    request: Request
+    version: int
+    loads: list[Load] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)
+
+
+class WatchedEngine:
+    """An engine that notes what it is asked for and what it gives out. check: called with every request."""
+
+    def __init__(self, engine: Engine, check: Callable[[Request], None]) -> None:
+        self.engine = engine
+        self._check = check
+        self._listening = threading.Lock()
+        self.cached_before = engine.load_statistics().cached_tokens
+        self.sampling: dict[tuple[TrajectoryId, int], Sampling] = {}
+        self.results: dict[tuple[TrajectoryId, int], Sampled] = {}
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.engine.version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._check(request)
+            self.sampling[request.trajectory, request.epoch] = Sampling(request, self.version)
+        self.engine.submit(requests)
+
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+        return self._gave(self.engine.interrupt(trajectories))
+
+    def events(self, timeout_s: float) -> list[Sampled | Failed]:
+        with self._listening:
+            return self._gave(self.engine.events(timeout_s))
+
+    def peek(self) -> list[Sampled]:
+        seen = self.engine.peek()
+        for one in seen:
+            tokens = [int(t) for s in one.segments for t in s.tokens]
+            sampling = self.sampling[one.trajectory, one.epoch]
+            assert tokens[: len(sampling.seen)] == sampling.seen
+            sampling.seen = tokens
+        return seen
+
+    def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
+        self.engine.abort(trajectories)
+
+    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+        latest = {trajectory: sampling for (trajectory, _), sampling in self.sampling.items()}
+        loads = {t: Load(before, UNKNOWN, version) for t, before in self.engine.load_statistics().progress}
+        for trajectory, load in loads.items():
+            latest[trajectory].loads.append(load)
+        loaded = self.engine.load(version, weights)
+        for trajectory, after in self.engine.load_statistics().progress:
+            loads[trajectory].after = after
+        return loaded
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        return self.engine.logprobs(tokens)
+
+    def load_statistics(self) -> EngineLoad:
+        return self.engine.load_statistics()
+
+    def close(self) -> None:
+        """Wait until nobody listens any more: the engine goes on to the next plan, whose events are not ours."""
+        with self._listening:
+            pass
+
+    def _gave(self, given: Any) -> Any:
+        for one in given:
+            assert isinstance(one, Sampled), one
+            assert (one.trajectory, one.epoch) not in self.results, "ended twice"
+            self.results[one.trajectory, one.epoch] = one
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedSettings:
+    """Settings that build a given engine."""
+
+    engine: WatchedEngine
+
+    def build(self, instance: InstanceId, threads: int) -> WatchedEngine:
+        return self.engine

@@ -1,0 +1,156 @@
+"""Figures of a training step against what they are by definition, over all rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.training.figures import ENTROPY_CAP, TokenSums
+from tasks.training.loss import TokenLoss, Tokens
+from tasks.training.settings import LossConfig
+from tests.tasks.test_numerics import rows, trainer
+
+
+def test_figures_are_what_they_are_by_definition() -> None:
+    rng = np.random.default_rng(2)
+    sums, every = TokenSums(), []
+    for times in (1.0, 3.0):
+        sampled = rng.random((4, 9)) < 0.7
+        new, behaviour, old, reference = (np.where(sampled, rng.normal(-2, 0.5, (4, 9)), 0) for _ in range(4))
+        clipped = (rng.random((4, 9)) < 0.5) | ~sampled
+        ratio = rng.uniform(0.5, 1.5, (4, 9))
+        tokens = Tokens(
+            **{n: torch.tensor(v) for n, v in (("logprobs", new), ("proximal", old), ("behaviour", behaviour))},
+            advantage=torch.ones(4, 1), sampled=torch.tensor(sampled), lags=torch.zeros(4, 9),
+        )  # fmt: skip
+        result = TokenLoss(loss=tokens.logprobs, clipped=torch.tensor(clipped), ratio=torch.tensor(ratio))
+        sums.add(tokens, result, tokens.proximal, times)
+        if times == 1:
+            sums.add_loss(torch.tensor(2.5), tokens, torch.tensor(reference))
+            d = (reference - new)[sampled]
+            kl_reference, trained = (np.exp(d) - d - 1).mean(), sampled.sum()
+        picked = (new[sampled], behaviour[sampled], old[sampled], clipped[sampled], ratio[sampled])
+        every += [np.stack(picked, axis=1)] * int(times)
+    new, behaviour, old, clipped, ratio = np.concatenate(every).T
+    r = np.exp(new - behaviour)
+    weight = np.minimum(r, ENTROPY_CAP)
+    found = sums.metrics()
+    assert found == pytest.approx(
+        {
+            "clip_share": clipped.mean(),
+            "clip_share_low": (clipped * (ratio < 1)).mean(),
+            "clip_share_high": (clipped * (ratio >= 1)).mean(),
+            "ratio_mean": r.mean(),
+            "ess": r.sum() ** 2 / (len(r) * (r**2).sum()),
+            "entropy": -(weight * new).sum() / weight.sum(),
+            "kl_old": (np.exp(new - old) - (new - old) - 1).mean(),
+            "kl_behaviour": (r - np.log(r) - 1).mean(),
+            "kl_reference": kl_reference,
+            "tokens_trained": trained,
+        }
+    )
+    assert sums.loss == 2.5
+
+
+def test_a_step_without_tokens_has_figures() -> None:
+    found = TokenSums().metrics()
+    assert found["ess"] == 1.0
+    assert {v for name, v in found.items() if name != "ess"} == {0.0}
+
+
+def test_the_estimate_of_the_entropy_is_that_of_the_distribution() -> None:
+    """Tokens drawn from one policy, measured under another."""
+    rng = np.random.default_rng(0)
+    pi, behind = rng.dirichlet(np.ones(30)), rng.dirichlet(np.ones(30))
+    behind = 0.7 * pi + 0.3 * behind
+    drawn = rng.choice(30, (1, 200_000), p=behind)
+    new, old = np.log(pi)[drawn], np.log(behind)[drawn]
+    whole = torch.ones(new.shape, dtype=torch.bool)
+    tokens = Tokens(
+        logprobs=torch.tensor(new), proximal=torch.tensor(old), behaviour=torch.tensor(old),
+        advantage=torch.ones(1, 1), sampled=whole, lags=whole.long(),
+    )  # fmt: skip
+    sums = TokenSums()
+    sums.add(tokens, TokenLoss(loss=tokens.logprobs, clipped=~whole), tokens.proximal)
+    assert sums.metrics()["entropy"] == pytest.approx(-(pi * np.log(pi)).sum(), rel=0.01)
+    assert sums.metrics()["kl_behaviour"] == pytest.approx((behind * np.log(behind / pi)).sum(), rel=0.05)
+
+
+def measured(model: Path, data: list[Any], **changes: Any) -> dict[str, float]:
+    metrics: dict[str, float] = trainer(model, **changes).step(0, data)
+    return metrics
+
+
+def test_figures_are_over_all_rows_not_only_those_with_an_advantage(tiny_model: Path) -> None:
+    data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(12))]
+    one = trainer(tiny_model)
+    with torch.no_grad():
+        found = one.logprob_model.rows(data, range(12))
+    ratios = np.exp(np.concatenate([found[i] - data[i].behaviour for i in range(12)]).astype(np.float64))
+    loss = LossConfig(name="ppo_clip")
+    for count in (8, 100):
+        assert measured(tiny_model, data, loss=loss, measured_rows=count)["ratio_mean"] == pytest.approx(
+            ratios.mean(), rel=1e-4
+        )
+    alone = np.exp(np.concatenate([found[i] - data[i].behaviour for i in range(4)]).astype(np.float64))
+    none = measured(tiny_model, data, loss=loss, measured_rows=0)
+    assert none["ratio_mean"] == pytest.approx(alone.mean(), rel=1e-4)
+    assert none["ess"] == pytest.approx(alone.sum() ** 2 / (len(alone) * (alone**2).sum()), rel=1e-4)
+    # A few stand for the others: 4 and 8 of these, each for four.
+    few = measured(tiny_model, data, loss=loss, measured_rows=2)
+    stand = np.exp(np.concatenate([found[i] - data[i].behaviour for i in (4, 8)]).astype(np.float64))
+    expected = (alone.sum() + 4 * stand.sum()) / (len(alone) + 4 * len(stand))
+    assert few["ratio_mean"] == pytest.approx(expected, rel=1e-4)
+    assert {m["tokens_trained"] for m in (none, few)} == {sum(len(r.response) for r in data[:4])}
+
+
+def test_measuring_changes_no_weights(tiny_model: Path) -> None:
+    data = [replace(r, advantage=0.0 if i % 2 else r.advantage) for i, r in enumerate(rows(10))]
+    trained = []
+    for count in (0, 3, 100):
+        one = trainer(tiny_model, measured_rows=count, minibatches=2)
+        one.step(0, data)
+        trained.append(torch.cat([p.detach().flatten() for p in one.model.parameters()]))
+    assert torch.equal(trained[0], trained[1])
+    assert torch.equal(trained[0], trained[2])
+
+
+def test_clipped_tokens_are_told_apart_by_side(tiny_model: Path) -> None:
+    loss = LossConfig(name="cispo", clip_low=0.01, clip_high=0.01)
+    data = rows(12)
+    near = trainer(tiny_model).logprob_model.rows(data, range(12))
+    data = [replace(r, behaviour=near[i] + np.float32(0.2 if i % 3 else -0.2)) for i, r in enumerate(data)]
+    found = measured(tiny_model, data, loss=loss)
+    low = sum(len(r.response) for i, r in enumerate(data) if i % 3)
+    assert found["clip_share_low"] == pytest.approx(low / sum(len(r.response) for r in data))
+    assert found["clip_share_high"] > 0.01
+    assert found["clip_share"] == pytest.approx(found["clip_share_low"] + found["clip_share_high"])
+    assert measured(tiny_model, rows(12), loss=LossConfig(name="ppo_clip", clip_low=1.0))["clip_share_low"] == 0
+
+
+def test_dropped_updates_are_counted(tiny_model: Path) -> None:
+    data = rows(6)
+    assert measured(tiny_model, data, minibatches=3)["updates_dropped"] == 0
+    poison = replace(data[0], advantage=float("inf"))
+    found = measured(tiny_model, [poison, *data[1:]], minibatches=3, loss=LossConfig(name="tis"))
+    assert found["updates_dropped"] == 1
+    assert not np.isfinite(found["grad_norm"])
+
+
+def test_the_loss_of_fewer_rows_than_minibatches_is_the_mean_over_those_there_are(tiny_model: Path) -> None:
+    (row,) = rows(1)
+    assert measured(tiny_model, [row], minibatches=4)["loss"] == pytest.approx(measured(tiny_model, [row])["loss"])
+
+
+def test_the_distance_to_the_old_policy_is_of_later_minibatches(tiny_model: Path) -> None:
+    data = [replace(r, advantage=r.advantage + 0.1) for r in rows(12)]
+    assert measured(tiny_model, data)["kl_old"] == pytest.approx(0, abs=1e-9)
+    without = [replace(r, advantage=0.0) if i % 2 else r for i, r in enumerate(data)]
+    assert measured(tiny_model, without)["kl_old"] == pytest.approx(0, abs=1e-9)
+    found = measured(tiny_model, data, minibatches=3)
+    assert 1e-9 < found["kl_old"] < found["kl_behaviour"]

@@ -1,0 +1,130 @@
+"""Logprobs without the logits of all tokens: the same numbers and gradients, from chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tasks.training import head
+from tasks.training.logprobs import LogprobModel
+from tasks.training.packing import NO_ROWS, MicroBatch, microbatches
+from tests.tasks.test_ranks import ragged
+
+TEMPERATURE = 1.3
+
+
+def micro_batch() -> MicroBatch:
+    rows = ragged(9, np.random.default_rng(3))
+    (batch,) = microbatches(rows, range(9), np.ones(9, np.float32), 10_000)
+    return batch
+
+
+def model_at(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+
+
+def logprob_model(model: Any) -> LogprobModel:
+    return LogprobModel(model=model, device="cpu", half=False, temperature=TEMPERATURE, token_budget=10_000)
+
+
+def plainly(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropies from all logits at once."""
+    ids, attention = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
+    logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, batch.start : -1]
+    logits = (logits.float() / TEMPERATURE).log_softmax(-1)
+    logprobs = logits.gather(2, torch.from_numpy(np.ascontiguousarray(batch.targets))[..., None]).squeeze(2)
+    others = torch.from_numpy(batch.mask == 0)
+    return logprobs.masked_fill(others, 0), -(logits.exp() * logits).sum(-1).masked_fill(others, 0)
+
+
+def outcome(model: Any, logprobs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
+    """Both, and the gradients of something that depends on each token."""
+    model.zero_grad()
+    by_token = torch.linspace(-1, 1, logprobs.numel()).view(logprobs.shape)
+    (by_token * logprobs + by_token.flip(1) * entropy).sum().backward()
+    return [logprobs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 10_000])
+def test_chunks_change_neither_numbers_nor_gradients(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    model, batch = model_at(tiny_model), micro_batch()
+    expected = outcome(model, *plainly(model, batch))
+    monkeypatch.setattr(head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
+    under = logprob_model(model)
+    assert under.layer.plain
+    for found, wanted in zip(outcome(model, *under.batch_and_entropy(batch)), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(under.batch(batch).double(), expected[0].double(), rtol=1e-5, atol=1e-6)
+
+
+def test_there_are_never_more_logits_than_a_chunks(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of sampled tokens, once forward and, for the gradient, once again; none is kept meanwhile."""
+    model, batch, sizes = model_at(tiny_model), micro_batch(), list[int]()
+    under = logprob_model(model)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 5 * 4 * model.config.vocab_size)
+    logits = under.layer._logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(under.layer, "_logits", counted)
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 2 and len(tensor) <= 5 and tensor.shape[1] == model.config.vocab_size:
+            kept.append(len(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs = under.batch(batch)
+    assert kept == []
+    assert max(sizes) == 5
+    assert sum(sizes) == batch.mask.sum()
+    logprobs.sum().backward()
+    assert sum(sizes) == 2 * batch.mask.sum()
+
+
+def test_a_rank_without_rows_has_a_gradient_of_zero_everywhere(tiny_model: Path) -> None:
+    model = model_at(tiny_model)
+    logprobs = logprob_model(model).batch(NO_ROWS)
+    assert logprobs.tolist() == [[0.0]]
+    logprobs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_a_model_that_changes_its_logits_further_is_asked_for_them(tiny_model: Path) -> None:
+    """As those do that cap or scale them."""
+    model, batch = model_at(tiny_model), micro_batch()
+    whole = model.forward
+
+    def capped(*args: Any, **kwargs: Any) -> Any:
+        output = whole(*args, **kwargs)
+        output.logits = torch.tanh(output.logits)
+        return output
+
+    model.forward = capped
+    expected = outcome(model, *plainly(model, batch))
+    under = logprob_model(model)
+    assert not under.layer.plain
+    for found, wanted in zip(outcome(model, *under.batch_and_entropy(batch)), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_may_be_used_by_several(tiny_model: Path) -> None:
+    """As the same process's may be, offline; and it still gives logits to whoever asks for them."""
+    model, batch = model_at(tiny_model), micro_batch()
+    first = logprob_model(model)
+    second = replace(first, temperature=2.0)
+    assert second.layer.plain
+    torch.testing.assert_close(first.batch(batch).double(), plainly(model, batch)[0].double(), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(first.batch(batch), second.batch(batch))
+    assert model(input_ids=torch.arange(3)[None]).logits.shape == (1, 3, model.config.vocab_size)

@@ -1,0 +1,105 @@
+"""Engines that outlive their actors: who takes one over, and what becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import actor_settings
+from stores.trajectory import InstanceId
+from tasks.actors.rollout_instance import RolloutInstance
+from tasks.engines import holding
+from tasks.engines.emulated import EmulatedEngine
+from tests.support.bodies import Body
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Any:
+    return actor_settings.engine_settings(Body(tmp_path).config(), 0, ())
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    gc.collect()
+    for one in list(holding._held):
+        one.engine.close()
+        holding.let_go(one.engine)
+
+
+def placed(settings: Any, name: str = "rollout-0", run: str = "/runs/x", *, resumed: bool = False) -> RolloutInstance:
+    return RolloutInstance(settings, InstanceId(name), 1, 100, 100, 5.0, 0.0, run=run, resumed=resumed)
+
+
+def engine_of(instance: RolloutInstance) -> EmulatedEngine:
+    engine = instance._engine
+    assert isinstance(engine, EmulatedEngine)
+    return engine
+
+
+def dropped(instances: list[RolloutInstance]) -> list[EmulatedEngine]:
+    """Drop actors as Dask does when their driver is gone; returns their engines."""
+    engines = [engine_of(one) for one in instances]
+    instances.clear()
+    gc.collect()
+    return engines
+
+
+def test_an_engine_is_taken_over_with_another_seed_and_another_name(settings: Any) -> None:
+    (engine,) = dropped([placed(settings)])
+    reseeded = dataclasses.replace(settings, seed=7) if hasattr(settings, "seed") else settings
+    then = placed(reseeded, "rollout-1", resumed=True)
+    assert engine_of(then) is engine
+    assert asyncio.run(then.took_over())
+    assert engine._instance == "rollout-1"
+    assert len(holding._held) == 1
+
+
+@pytest.mark.parametrize("other", ["run", "settings"])
+def test_an_engine_that_is_no_use_is_closed(settings: Any, other: str) -> None:
+    (engine,) = dropped([placed(settings)])
+    changed = dataclasses.replace(settings, max_running=settings.max_running + 1) if other == "settings" else settings
+    then = placed(changed, run="/runs/y" if other == "run" else "/runs/x", resumed=True)
+    assert engine_of(then) is not engine
+    assert not asyncio.run(then.took_over())
+    assert not engine._thread.is_alive()
+
+
+def test_a_dead_engine_is_not_taken_over(settings: Any) -> None:
+    (engine,) = dropped([placed(settings)])
+    engine.close()
+    then = placed(settings, resumed=True)
+    assert engine_of(then) is not engine
+    assert not asyncio.run(then.took_over())
+
+
+def test_an_engine_in_use_is_left_alone(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "GONE_S", 0.3)
+    first = placed(settings)
+    second = placed(settings, "rollout-1", resumed=True)
+    assert engine_of(second) is not engine_of(first)
+    assert engine_of(first)._thread.is_alive()
+
+
+def test_a_closed_one_is_held_no_longer(settings: Any) -> None:
+    with pytest.raises(LookupError):
+        holding.require_any()
+    instance = placed(settings)
+    holding.require_any()
+    asyncio.run(instance.close())
+    with pytest.raises(LookupError):
+        holding.require_any()
+
+
+def test_two_dropped_ones_are_one_taken_over_and_one_closed(settings: Any) -> None:
+    """Not on a cluster, where each has its process; memory is freed all the same."""
+    engines = dropped([placed(settings, f"rollout-{i}") for i in range(2)])
+    then = placed(settings, resumed=True)
+    assert engine_of(then) is engines[0]
+    assert not engines[1]._thread.is_alive()

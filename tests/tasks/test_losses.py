@@ -1,0 +1,298 @@
+"""Every loss against its formula, written out slowly trajectory by trajectory over the sampled tokens alone; gradients
+against finite differences of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.training.loss import LARGEST_RATIO, LOSSES, MOST_LOG_RATIO, Tokens
+from tasks.training.settings import LossConfig
+from tests.tasks.test_numerics import rows, trainer
+
+TURNS = ("sssggs.", "sgggss.", "s......", "sgsgsgs", "ssss...")
+"""Trajectories: s a sampled token, g a given one, . padding."""
+LAGS = ((2, 1, 1, 0, 0, 0, 0), (0, 0, 0, 0, 0, 3, 0), (4,), (1, 0, 0, 0, 0, 0, 2), (3, 3, 2, 2))
+"""How many versions ago each token was sampled, as far as that is not 0."""
+KNOBS: dict[str, Any] = {
+    "clip_low": 0.2, "clip_high": 0.28, "weight_cap": 1.5, "dual_clip": 1.6, "sequence_clip_low": 0.1,
+    "sequence_clip_high": 0.15, "positive_weight": 0.7, "negative_weight": 1.3, "tau": 0.4, "sequence_cap": 1.2,
+    "band_low": 0.7, "band_high": 1.4,
+}  # fmt: skip
+CASES = [(name, "trajectory") for name in LOSSES.names] + [("topr", "token"), ("topr", "segment")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """The sampled tokens of one trajectory. now: what stop-gradient holds fast of `new`. runs: of each token, the
+    number of its run of tokens sampled without a break under one version."""
+
+    new: Sequence[float]
+    now: Sequence[float]
+    old: Sequence[float]
+    sampled: Sequence[float]
+    a: float
+    lags: Sequence[int]
+    runs: Sequence[int]
+
+
+def within(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def ppo(r: float, a: float, s: LossConfig) -> float:
+    return min(r * a, within(r, 1 - s.clip_low, 1 + s.clip_high) * a)
+
+
+def ppo_clip(t: Told, s: LossConfig) -> list[float]:
+    return [-ppo(math.exp(n - b), t.a, s) for n, b in zip(t.new, t.sampled, strict=True)]
+
+
+def decoupled_ppo(t: Told, s: LossConfig) -> list[float]:
+    return [
+        -min(math.exp(o - b), s.weight_cap) * ppo(math.exp(n - o), t.a, s)
+        for n, o, b in zip(t.new, t.old, t.sampled, strict=True)
+    ]
+
+
+def cispo(t: Told, s: LossConfig) -> list[float]:
+    return [
+        -within(math.exp(w - b), 1 - s.clip_low, 1 + s.clip_high) * t.a * n
+        for n, w, b in zip(t.new, t.now, t.sampled, strict=True)
+    ]
+
+
+def tis(t: Told, s: LossConfig) -> list[float]:
+    return [-min(math.exp(w - b), s.weight_cap) * t.a * n for n, w, b in zip(t.new, t.now, t.sampled, strict=True)]
+
+
+def dual_clip(t: Told, s: LossConfig) -> list[float]:
+    found = []
+    for n, b in zip(t.new, t.sampled, strict=True):
+        usual = ppo(math.exp(n - b), t.a, s)
+        found.append(-max(usual, s.dual_clip * t.a) if t.a < 0 else -usual)
+    return found
+
+
+def gspo(t: Told, s: LossConfig) -> list[float]:
+    r = math.exp(sum(n - b for n, b in zip(t.new, t.sampled, strict=True)) / len(t.new))
+    one = -min(r * t.a, within(r, 1 - s.sequence_clip_low, 1 + s.sequence_clip_high) * t.a)
+    return [one] * len(t.new)
+
+
+def topr(t: Told, s: LossConfig) -> list[float]:
+    found = []
+    for i, n in enumerate(t.new):
+        if t.a > 0:
+            found.append(-s.positive_weight * t.a * n)
+            continue
+        of = {
+            "token": [i],
+            "segment": [j for j, run in enumerate(t.runs) if run == t.runs[i]],
+            "trajectory": list(range(len(t.new))),
+        }[s.ratio_of]
+        r = math.prod(math.exp(t.now[j] - t.sampled[j]) for j in of)
+        found.append(-s.negative_weight * within(r, 0, 1) * t.a * n)
+    return found
+
+
+def kimi(t: Told, s: LossConfig) -> list[float]:
+    return [-t.a * n + s.tau / 2 * (n - b) ** 2 for n, b in zip(t.new, t.sampled, strict=True)]
+
+
+def sequence_weighted(t: Told, s: LossConfig, weigh: Callable[[float], float]) -> list[float]:
+    rho = math.prod(math.exp(o - b) for o, b in zip(t.old, t.sampled, strict=True))
+    return [-weigh(rho) * ppo(math.exp(n - o), t.a, s) for n, o in zip(t.new, t.old, strict=True)]
+
+
+def sequence_tis(t: Told, s: LossConfig) -> list[float]:
+    return sequence_weighted(t, s, lambda rho: min(rho, s.sequence_cap))
+
+
+def sequence_mis(t: Told, s: LossConfig) -> list[float]:
+    return sequence_weighted(t, s, lambda rho: rho if rho <= s.sequence_cap else 0.0)
+
+
+def icepop(t: Told, s: LossConfig) -> list[float]:
+    found = []
+    for n, o, b in zip(t.new, t.old, t.sampled, strict=True):
+        rho = math.exp(o - b)
+        found.append(-(rho if s.band_low <= rho <= s.band_high else 0.0) * ppo(math.exp(n - o), t.a, s))
+    return found
+
+
+def decoupled_ppo_loglinear(t: Told, s: LossConfig) -> list[float]:
+    found = []
+    for n, w, b, lag in zip(t.new, t.now, t.sampled, t.lags, strict=True):
+        version, before, made = 0, lag, lag + 1  # the token's own, the step's, and the one it makes
+        old = b + (before - version) / (made - version) * (w - b)
+        found.append(-min(math.exp(old - b), s.weight_cap) * ppo(math.exp(n - old), t.a, s))
+    return found
+
+
+SLOW: dict[str, Callable[[Told, LossConfig], list[float]]] = {
+    "ppo_clip": ppo_clip, "decoupled_ppo": decoupled_ppo, "cispo": cispo, "tis": tis, "dual_clip": dual_clip,
+    "gspo": gspo, "topr": topr, "kimi": kimi, "sequence_tis": sequence_tis, "sequence_mis": sequence_mis,
+    "icepop": icepop, "decoupled_ppo_loglinear": decoupled_ppo_loglinear,
+}  # fmt: skip
+
+
+def drawn(seed: int) -> Tokens:
+    """Random tokens of TURNS in float64, with zeros where none was sampled."""
+    rng = np.random.default_rng(seed)
+    sampled = torch.tensor([[t == "s" for t in turns] for turns in TURNS])
+    new, old, behaviour = (
+        torch.tensor(rng.normal(-1.5, 0.3, sampled.shape)).masked_fill(~sampled, 0) for _ in range(3)
+    )
+    lags = torch.tensor([[*lag, *[0] * (len(TURNS[0]) - len(lag))] for lag in LAGS])
+    advantage = torch.tensor(rng.normal(size=(len(TURNS), 1)))
+    return Tokens(
+        logprobs=new.requires_grad_(),
+        proximal=old,
+        behaviour=behaviour,
+        advantage=advantage,
+        sampled=sampled,
+        lags=lags,
+    )
+
+
+def runs(turns: str, lags: Sequence[int]) -> list[int]:
+    """The number of each sampled token's run."""
+    found: list[int] = []
+    number = -1
+    for t, turn in enumerate(turns):
+        if turn != "s":
+            continue
+        if not t or turns[t - 1] != "s" or lags[t] != lags[t - 1]:
+            number += 1
+        found.append(number)
+    return found
+
+
+def told(tokens: Tokens, i: int, new: Sequence[float] | None = None) -> Told:
+    picked = tokens.sampled[i]
+    now = tokens.logprobs[i][picked].tolist()
+    lags = tokens.lags[i].tolist()
+    return Told(
+        new=now if new is None else new,
+        now=now,
+        old=tokens.proximal[i][picked].tolist(),
+        sampled=tokens.behaviour[i][picked].tolist(),
+        a=float(tokens.advantage[i]),
+        lags=tokens.lags[i][picked].tolist(),
+        runs=runs(TURNS[i], lags),
+    )
+
+
+def config(name: str, ratio_of: str) -> LossConfig:
+    return LossConfig(name=name, ratio_of=ratio_of, **KNOBS)
+
+
+def test_every_loss_has_a_formula() -> None:
+    assert tuple(SLOW) == LOSSES.names
+
+
+@pytest.mark.parametrize(("name", "ratio_of"), CASES)
+def test_token_losses_equal_the_formulas(name: str, ratio_of: str) -> None:
+    settings, clipped = config(name, ratio_of), 0
+    for seed in range(20):
+        tokens = drawn(seed)
+        result = LOSSES.make(settings).token_loss(tokens)
+        assert result.loss.shape == result.clipped.shape == tokens.logprobs.shape
+        for i in range(len(TURNS)):
+            expected = SLOW[name](told(tokens, i), settings)
+            found = result.loss[i][tokens.sampled[i]].detach().numpy()
+            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+        clipped += int(result.clipped[tokens.sampled].sum())
+    assert (clipped > 0) is (name != "kimi"), "the random tokens reach what is clipped"
+
+
+@pytest.mark.parametrize(("name", "ratio_of"), CASES)
+def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
+    """Of the slow loss, with what carries no gradient held fast; weighted by token as an aggregation does."""
+    settings, loss, step = config(name, ratio_of), LOSSES.make(config(name, ratio_of)), 1e-6
+    for seed in range(5):
+        tokens = drawn(seed)
+        weight = torch.tensor(np.random.default_rng(seed).uniform(0.5, 2, tokens.sampled.shape))
+        result = loss.token_loss(tokens)
+        (result.loss.masked_fill(~tokens.sampled, 0) * weight).sum().backward()
+        assert tokens.logprobs.grad is not None
+        for i in range(len(TURNS)):
+            picked = tokens.sampled[i]
+            by_token = weight[i][picked].numpy()
+            base = tokens.logprobs[i][picked].tolist()
+            expected = []
+            for t in range(len(base)):
+                sides = []
+                for sign in (1, -1):
+                    moved = [x + sign * step * (j == t) for j, x in enumerate(base)]
+                    sides.append(float(np.dot(by_token, SLOW[name](told(tokens, i, moved), settings))))
+                expected.append((sides[0] - sides[1]) / (2 * step))
+            np.testing.assert_allclose(tokens.logprobs.grad[i][picked].numpy(), expected, rtol=1e-6, atol=1e-7)
+        # Where clipping is said to have removed the gradient there is none; a weight that is cut keeps one.
+        if name not in ("cispo", "tis", "topr"):
+            assert not tokens.logprobs.grad[tokens.sampled & result.clipped].any()
+
+
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_importance_weights_carry_no_gradient(name: str) -> None:
+    """At equal policies every loss has the policy gradient -A grad log pi; a weight left attached would change it."""
+    new = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
+    whole = torch.ones((1, 3), dtype=torch.bool)
+    same = new.detach()
+    advantage = torch.tensor([[2.0]], dtype=torch.float64)
+    tokens = Tokens(logprobs=new, proximal=same, behaviour=same, advantage=advantage, sampled=whole, lags=whole.long())
+    LOSSES.make(LossConfig(name=name, clip_low=0.2, clip_high=0.28, weight_cap=5.0)).token_loss(
+        tokens
+    ).loss.sum().backward()
+    assert new.grad is not None
+    np.testing.assert_allclose(new.grad.numpy(), -2.0 * np.ones((1, 3)))
+
+
+@pytest.mark.parametrize("name", LOSSES.names)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("stored", [-95.0, -np.inf, -40.0])
+def test_a_stored_logprob_far_off_overflows_no_gradient(name: str, advantage: float, stored: float) -> None:
+    """Float32 ends at e^89; infinity times the gradient of 0 that clipping leaves is no number."""
+    new = torch.full((1, 4), -1.0, requires_grad=True)
+    behaviour = torch.tensor([[-1.0, stored, -1.0, -1.0]])
+    whole = torch.ones((1, 4), dtype=torch.bool)
+    tokens = Tokens(
+        logprobs=new, proximal=new.detach(), behaviour=behaviour, advantage=torch.tensor([[advantage]]), sampled=whole,
+        lags=whole.long(),
+    )  # fmt: skip
+    LOSSES.make(LossConfig(name=name)).token_loss(tokens).loss.sum().backward()
+    assert new.grad is not None
+    assert bool(new.grad.isfinite().all())
+    # These two bring a ratio nearer to 1 and then cut it: it is large by their formulas, and bounded.
+    if name not in ("gspo", "decoupled_ppo_loglinear"):
+        assert float(new.grad.abs().max()) < 10
+
+
+def test_a_ratio_beyond_the_cut_counts_as_clipped() -> None:
+    assert float(torch.tensor(MOST_LOG_RATIO).exp()) > LARGEST_RATIO
+    new = torch.tensor([[-1.0, -1.0]])
+    whole = torch.ones((1, 2), dtype=torch.bool)
+    tokens = Tokens(
+        logprobs=new, proximal=new, behaviour=torch.tensor([[-15.0, -40.0]]), advantage=torch.tensor([[-1.0]]),
+        sampled=whole, lags=whole.long(),
+    )  # fmt: skip
+    assert LOSSES.make(LossConfig(name="ppo_clip")).token_loss(tokens).clipped.tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
+def test_a_stored_logprob_far_off_drops_no_update(name: str, tiny_model: Path) -> None:
+    data = [replace(r, advantage=1.0) for r in rows(3)]
+    data[0].behaviour[0] = -95.0
+    one = trainer(tiny_model, loss=LossConfig(name=name))
+    before = [p.detach().clone() for p in one.model.parameters()]
+    metrics = one.step(0, data)
+    assert math.isfinite(metrics["grad_norm"])
+    assert any(not torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))

@@ -1,0 +1,244 @@
+"""What is added to every loss, a penalty on the distance to a reference model and a bonus on entropy, against slow
+versions of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stores.errors import ConfigError
+from tasks.training.loss import TokenLoss, Tokens
+from tasks.training.objective import Objective, penalty
+from tasks.training.packing import microbatches
+from tasks.training.settings import KlConfig, LossConfig, TrainingConfig
+from tests.tasks.test_losses import drawn
+from tests.tasks.test_numerics import rows, trainer
+from tests.tasks.test_turns import flat_gradient
+from tests.tasks.test_turns import rows as rows_of_many_turns
+
+ESTIMATORS = ("k1", "k2", "k3")
+
+
+def k(estimator: str, new: float, reference: float) -> float:
+    d = new - reference
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+
+
+def objective(**kl: Any) -> Objective:
+    return Objective.of(TrainingConfig(loss=LossConfig(name="ppo_clip"), kl=KlConfig(**kl)))
+
+
+def reference_of(tokens: Tokens, seed: int) -> torch.Tensor:
+    noise = np.random.default_rng(seed).normal(0, 0.4, tokens.sampled.shape)
+    return (tokens.logprobs.detach() + torch.tensor(noise)).masked_fill(~tokens.sampled, 0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_penalty_in_the_loss_is_added_token_by_token(estimator: str) -> None:
+    tokens = drawn(1)
+    reference = reference_of(tokens, 2)
+    with_penalty = objective(coefficient=0.3, estimator=estimator)
+    found = with_penalty.token_loss(tokens, reference, None).loss
+    alone = with_penalty.loss.token_loss(tokens).loss
+    (found - alone).masked_fill(~tokens.sampled, 0).sum().backward()
+    assert tokens.logprobs.grad is not None
+    for i, t in np.argwhere(tokens.sampled.numpy()):
+        new, ref = float(tokens.logprobs.detach()[i, t]), float(reference[i, t])
+        assert float((found - alone).detach()[i, t]) == pytest.approx(0.3 * k(estimator, new, ref), abs=1e-12)
+        slope = (k(estimator, new + 1e-6, ref) - k(estimator, new - 1e-6, ref)) / 2e-6
+        assert float(tokens.logprobs.grad[i, t]) == pytest.approx(0.3 * slope, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_penalty_in_the_reward_is_paid_by_what_led_to_it(estimator: str, name: str) -> None:
+    """By the token itself and all sampled before it; the policy it is of is the loss's old one, so without gradient."""
+    tokens = drawn(3)
+    reference = reference_of(tokens, 4)
+    kl = KlConfig(coefficient=0.3, estimator=estimator, place="reward")
+    paid = Objective.of(TrainingConfig(loss=LossConfig(name=name), kl=kl))
+    old = tokens.proximal if name == "decoupled_ppo" else tokens.behaviour
+    expected = torch.zeros(tokens.sampled.shape, dtype=torch.float64)
+    for i, t in np.argwhere(tokens.sampled.numpy()):
+        later = [u for u in range(t, tokens.sampled.shape[1]) if tokens.sampled[i, u]]
+        cost = sum(k(estimator, float(old[i, u]), float(reference[i, u])) for u in later)
+        expected[i, t] = float(tokens.advantage[i]) - 0.3 * cost
+    whole = paid.token_loss(tokens, reference, None)
+    alone = paid.loss.token_loss(replace(tokens, advantage=expected))
+    kept = tokens.sampled
+    torch.testing.assert_close(whole.loss[kept], alone.loss[kept], rtol=1e-9, atol=1e-12)
+    assert torch.equal(whole.clipped[kept], alone.clipped[kept])
+
+
+def test_estimates_far_off_are_cut() -> None:
+    for estimator in ESTIMATORS:
+        found = penalty(estimator, torch.tensor([[-1.0, -200.0]]), torch.tensor([[-200.0, -1.0]]))
+        assert bool(found.isfinite().all())
+
+
+def test_entropy_is_subtracted_with_its_gradient() -> None:
+    tokens = drawn(5)
+    entropy = torch.rand(tokens.sampled.shape, dtype=torch.float64).requires_grad_()
+    bonus = Objective.of(TrainingConfig(loss=LossConfig(name="ppo_clip", entropy_bonus=0.2)))
+    found = bonus.token_loss(tokens, None, entropy).loss
+    torch.testing.assert_close(found, bonus.loss.token_loss(tokens).loss - 0.2 * entropy)
+    found.sum().backward()
+    assert entropy.grad is not None
+    assert torch.equal(entropy.grad, torch.full_like(entropy, -0.2))
+
+
+def test_what_is_not_proportional_to_the_advantage_trains_every_row_whose_reward_is_known() -> None:
+    none, failed = (replace(r, advantage=0.0, trained=t) for r, t in zip(rows(2), (True, False), strict=True))
+    plain = TrainingConfig(loss=LossConfig(name="ppo_clip"))
+    assert not Objective.of(plain).trains(none)
+    for training in (
+        TrainingConfig(loss=LossConfig(name="kimi")),
+        TrainingConfig(loss=LossConfig(name="ppo_clip", entropy_bonus=0.1)),
+        TrainingConfig(kl=KlConfig(coefficient=0.1)),
+    ):
+        assert Objective.of(training).trains(none)
+        assert not Objective.of(training).trains(failed)
+
+
+class Nothing:
+    """A loss of 0 everywhere."""
+
+    needs_proximal = False
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        return TokenLoss(loss=0 * tokens.logprobs, clipped=~tokens.sampled)
+
+
+def additions(tiny_model: Path, data: Any, **changes: Any) -> Any:
+    """A trainer after a step whose loss is 0, so that its gradient is what is added."""
+    one = trainer(tiny_model, microbatch_tokens=40, **changes)
+    one.objective = replace(one.objective, loss=Nothing())
+    one.step(0, data)
+    return one
+
+
+def by_hand(model: Any, data: Any, value: Any) -> torch.Tensor:
+    """The gradient of the mean of `value` over all sampled tokens, each from a forward pass of its own. value: of a
+    token's log-probabilities over the vocabulary and its id."""
+    count = sum(row.num_sampled for row in data)
+    model.zero_grad()
+    for row in data:
+        tokens = [*row.prompt.tolist(), *row.response.tolist()]
+        for t in np.flatnonzero(row.sampled):
+            before = torch.tensor([tokens[: len(row.prompt) + t]])
+            (
+                value(model(input_ids=before).logits[0, -1].log_softmax(-1), before, int(row.response[t])) / count
+            ).backward()
+    return flat_gradient(model)
+
+
+def test_the_gradient_of_the_entropy_bonus_is_that_of_the_sampled_tokens_one_by_one(tiny_model: Path) -> None:
+    data = rows_of_many_turns()
+    one = additions(tiny_model, data, loss=LossConfig(entropy_bonus=0.5))
+    expected = by_hand(trainer(tiny_model).model, data, lambda every, *_: 0.5 * (every.exp() * every).sum())
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(flat_gradient(one.model), expected, rtol=1e-3, atol=2e-6)
+
+
+def test_the_entropy_of_a_batch_is_that_of_its_distributions_at_the_temperature(tiny_model: Path) -> None:
+    (row,) = rows(1)
+    one = trainer(tiny_model, temperature=2.0)
+    (batch,) = microbatches([row], [0], np.ones(1, np.float32), 1000)
+    logprobs, entropy = one.logprob_model.batch_and_entropy(batch)
+    torch.testing.assert_close(logprobs, one.logprob_model.batch(batch))
+    every = one.model(input_ids=torch.from_numpy(batch.input_ids)).logits[0, batch.start : -1].double() / 2.0
+    expected = torch.distributions.Categorical(logits=every).entropy()
+    torch.testing.assert_close(entropy[0].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reference", ["base", "other"])
+def test_the_gradient_of_a_penalty_is_that_of_the_sampled_tokens_one_by_one(
+    reference: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Of a policy that has moved from its reference: the base weights, or those of a checkpoint."""
+    data = rows_of_many_turns()
+    other = trainer(tiny_model, seed=3)
+    other.step(0, data)
+    if reference == "other":
+        other.save(tmp_path / "reference")
+    path = str(tmp_path / "reference") if reference == "other" else ""
+    kl = KlConfig(coefficient=0.7, estimator="k2", reference=path)
+    one = trainer(tiny_model, kl=kl, microbatch_tokens=40)
+    for model in (one.model, copy := trainer(tiny_model).model):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.01)
+    one.objective = replace(one.objective, loss=Nothing())
+    metrics = one.step(0, data)
+    base = other.model if reference == "other" else trainer(tiny_model).model
+
+    def squared(every: torch.Tensor, before: torch.Tensor, token: int) -> torch.Tensor:
+        with torch.no_grad():
+            held = base(input_ids=before).logits[0, -1].log_softmax(-1)[token]
+        return 0.7 * 0.5 * (every[token] - held) ** 2
+
+    expected = by_hand(copy, data, squared)
+    assert expected.abs().max() > 1e-5
+    torch.testing.assert_close(flat_gradient(one.model), expected, rtol=2e-3, atol=2e-6)
+    assert metrics["kl_reference"] > 0
+
+
+class Records(Nothing):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tokens] = []
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        self.seen.append(tokens)
+        return super().token_loss(tokens)
+
+
+@pytest.mark.parametrize("budget", [1, 10_000])
+def test_given_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) -> None:
+    data = rows_of_many_turns()
+    one = trainer(tiny_model, kl=KlConfig(coefficient=0.5, place="reward"), microbatch_tokens=budget)
+    loss = Records()
+    one.objective = replace(one.objective, loss=loss)
+    held = one.reference.rows(data, range(len(data)))
+    one.step(0, data)
+    found = [row[kept].tolist() for t in loss.seen for row, kept in zip(t.advantage, t.sampled, strict=True)]
+    expected = []
+    for i, row in enumerate(data):
+        paid = [
+            k("k3", float(b), float(r)) for b, r in zip(row.behaviour[row.sampled], held[i][row.sampled], strict=True)
+        ]
+        expected.append([row.advantage - 0.5 * sum(paid[t:]) for t in range(len(paid))])
+    assert sorted(map(len, found)) == sorted(map(len, expected))
+    for e in expected:
+        assert any(len(f) == len(e) and f == pytest.approx(e, rel=1e-4, abs=1e-5) for f in found)
+
+
+def test_a_policy_that_is_its_reference_pays_nothing_and_the_reference_stays(tiny_model: Path) -> None:
+    data = [replace(r, advantage=0.0) for r in rows(4)]
+    one = trainer(tiny_model, kl=KlConfig(coefficient=1.0), loss=LossConfig(name="ppo_clip"))
+    before = [p.clone() for p in one.reference.model.parameters()]
+    metrics = one.step(0, data)
+    assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)
+    assert metrics["grad_norm"] == pytest.approx(0, abs=1e-5)
+    one.step(1, rows(4))
+    assert one.step(2, data)["kl_reference"] > 1e-6
+    assert all(torch.equal(a, b) for a, b in zip(before, one.reference.model.parameters(), strict=True))
+
+
+def test_a_reference_of_other_tokens_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(tiny_model)
+    config.vocab_size += 1
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
+    with pytest.raises(
+        ConfigError, match=r"vocabulary has .* tokens, the policy's .*; name a model of the same tokens"
+    ):
+        trainer(tiny_model, kl=KlConfig(coefficient=0.1, reference=str(tmp_path / "other")))

@@ -1,0 +1,209 @@
+"""Several processes that train one model: how many there are changes nothing but rounding."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stores.errors import StoreError
+from stores.weight_hash import in_order
+from tasks.names import AGGREGATION_NAMES
+from tasks.training.division import divided
+from tasks.training.loss import LOSSES
+from tasks.training.packing import Row
+from tasks.training.policy import TrainerSettings
+from tasks.training.policy_trainer import PolicyTrainer
+from tasks.training.rank import ALONE, Rank
+from tasks.training.settings import KlConfig, LossConfig, TrainingConfig
+from tests.support.rank_processes import in_group
+
+STEPS = 5
+
+# -- how rows are divided -----------------------------------------------------------------------------------------
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=40)
+
+
+@given(lengths=LENGTHS, ranks=st.integers(1, 5), budget=st.integers(1, 200))
+def test_every_row_is_in_one_part_and_no_part_is_over_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
+    batches = divided(lengths, ranks, budget)
+    assert sorted(i for batch in batches for part in batch for i in part) == list(range(len(lengths)))
+    for batch in batches:
+        sizes = [len(part) for part in batch]
+        assert len(batch) == ranks
+        assert max(sizes) > 0
+        assert max(sizes) - min(sizes) <= 1
+        for part in batch:
+            assert len(part) <= 1 or len(part) * max(lengths[i] for i in part) <= budget
+
+
+@given(lengths=LENGTHS, ranks=st.integers(2, 5), budget=st.integers(1, 200))
+def test_what_ranks_compute_at_the_same_time_takes_about_as_long(lengths: list[int], ranks: int, budget: int) -> None:
+    """All have as many rows, but for one, and of neighbouring lengths: where one has a row more, that is the only
+    reason for more tokens than the spread of the lengths."""
+    for batch in divided(lengths, ranks, budget):
+        rows = [[lengths[i] for i in part] for part in batch]
+        everything = sorted(n for part in rows for n in part)
+        spread = everything[-1] - everything[0]
+        for one, other in itertools.combinations(rows, 2):
+            more = everything[-1] * abs(len(one) - len(other))
+            assert abs(sum(one) - sum(other)) <= spread + more
+
+
+# -- what they train ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """A job of several steps, and the rows of each."""
+
+    settings: TrainerSettings
+    batches: tuple[tuple[Row, ...], ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Each step's metrics, and the weights at the end as the leading rank publishes them."""
+
+    metrics: list[dict[str, float]]
+    weights: dict[str, Any]
+    probe: tuple[float, ...]
+
+
+def ragged(count: int, rng: np.random.Generator) -> tuple[Row, ...]:
+    """Rows of one to thirty tokens: some without advantage, some with given tokens, some stale."""
+
+    def one(i: int) -> Row:
+        length = int(rng.integers(1, 24)) if i % 5 else 1
+        return Row(
+            prompt=rng.integers(3, 20, int(rng.integers(2, 9))).astype(np.int32),
+            response=rng.integers(3, 20, length).astype(np.int32),
+            behaviour=rng.normal(-3, 0.4, length).astype(np.float32),
+            sampled=rng.random(length) > 0.2,
+            advantage=0.0 if i % 7 == 3 else float(rng.normal()),
+            staleness=i % 2,
+        )
+
+    return tuple(one(i) for i in range(count))
+
+
+def training(model: Path, sizes: Sequence[int], loss: str, aggregation: str, **changes: Any) -> Training:
+    """sizes: rows of each step."""
+    rng = np.random.default_rng(7)
+    config = TrainingConfig(
+        learning_rate=1e-5,
+        microbatch_tokens=64,
+        loss=LossConfig(name=loss, aggregation=aggregation, entropy_bonus=changes.pop("entropy_bonus", 0.0)),
+        **{"minibatches": 2, **changes},
+    )
+    settings = TrainerSettings(
+        model=str(model), dtype="float32", device="cpu", training=config, num_steps=STEPS, temperature=1.0,
+        max_length=24, seed=0,
+    )  # fmt: skip
+    return Training(settings, tuple(ragged(size, rng) for size in sizes))
+
+
+def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Trained:
+    """Train a job's steps. begin, point: resume points to read before and to write after; empty for none."""
+    torch.set_num_threads(1)
+    trainer = PolicyTrainer(job.settings, rank)
+    if begin:
+        trainer.load_state(Path(begin))
+    rows: tuple[Row, ...]
+    metrics = []
+    for step, rows in enumerate(job.batches):
+        metrics.append(trainer.step(step, rows if rank.leads else ()))
+    probe = trainer.probe([3, 4, 5, 6])
+    weights = trainer.published(lambda found: {name: t.numpy().copy() for name, t in in_order(found) if rank.leads})
+    if point:
+        trainer.save_state(Path(point))
+    trainer.close()
+    return Trained(metrics, weights, probe)
+
+
+def check_same(one: Trained, other: Trained) -> None:
+    assert len(one.metrics) == len(other.metrics)
+    for a, b in zip(one.metrics, other.metrics, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-6), name
+    assert one.weights.keys() == other.weights.keys()
+    for name, weights in one.weights.items():
+        np.testing.assert_allclose(weights, other.weights[name], rtol=0, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(one.probe, other.probe, atol=1e-5)
+
+
+def test_two_ranks_train_as_one_does(tiny_model: Path) -> None:
+    """The fourth step has a single row, of which one rank has none."""
+    job = training(tiny_model, (11, 8, 2, 1, 9), "decoupled_ppo", "token_mean")
+    lead, other = in_group(2, train, job)
+    check_same(lead, train(ALONE, job))
+    assert other.weights == {}
+    assert other.metrics == lead.metrics
+
+
+def test_two_ranks_train_as_one_does_with_all_that_an_objective_may_have(tiny_model: Path) -> None:
+    kl = KlConfig(coefficient=0.1, estimator="k3", place="loss")
+    job = training(tiny_model, (7, 3), "gspo", "sequence_mean", kl=kl, epochs=2, entropy_bonus=0.01)
+    check_same(in_group(2, train, job)[0], train(ALONE, job))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("loss", LOSSES.names)
+def test_every_loss_and_aggregation_trains_the_same_on_any_number_of_ranks(
+    tiny_model: Path, loss: str, ranks: int
+) -> None:
+    for aggregation in AGGREGATION_NAMES:
+        job = training(tiny_model, (17, 5, 3, 1, 26), loss, aggregation)
+        results = in_group(ranks, train, job)
+        check_same(results[0], train(ALONE, job))
+        assert all(result.metrics == results[0].metrics for result in results)
+
+
+def goes_on(model: Path) -> tuple[Training, Training, Training]:
+    """A job of four steps, and its first and last two. The second part begins with other weights and another order."""
+    whole = training(model, (9, 7, 8, 5), "ppo_clip", "sequence_mean")
+    first, last = replace(whole, batches=whole.batches[:2]), replace(whole, batches=whole.batches[2:])
+    return whole, first, replace(last, settings=replace(last.settings, seed=5))
+
+
+def test_a_resume_point_is_gone_on_from_by_any_number_of_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    """What a group of two has written, and what one process has, in turn by the other."""
+    whole, first, last = goes_on(tiny_model)
+    expected = train(ALONE, whole)
+    shards, file = tmp_path / "v00000002.shards", tmp_path / "v00000002.pt"
+    shards.mkdir()
+    in_group(2, train, first, "", str(shards))
+    train(ALONE, first, "", str(file))
+    for again in (train(ALONE, last, str(shards)), in_group(2, train, last, str(file))[0]):
+        check_same(again, replace(expected, metrics=expected.metrics[2:]))
+
+
+def test_a_resume_point_that_is_none_of_this_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    _, first, _ = goes_on(tiny_model)
+    empty = tmp_path / "v00000001.shards"
+    empty.mkdir()
+    trainer = PolicyTrainer(first.settings)
+    with pytest.raises(StoreError, match=r"v00000001.shards: no resume point of this job"):
+        trainer.load_state(empty)
+    state = {"model": {"w": torch.zeros(1)}, "optimizer": {"state": {}, "param_groups": []}, "random": {}}
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(StoreError, match=r"other.pt: no resume point of this job: .*tensors differ from the model's"):
+        trainer.load_state(tmp_path / "other.pt")
+    trainer.save_state(tmp_path / "narrow.pt")
+    narrow = torch.load(tmp_path / "narrow.pt")
+    name = "model.norm.weight"
+    narrow["model"][name] = narrow["model"][name][:1].clone()
+    torch.save(narrow, tmp_path / "narrow.pt")
+    with pytest.raises(StoreError, match=r"narrow.pt: no resume point of this job: a tensor has shape \(1,\)"):
+        trainer.load_state(tmp_path / "narrow.pt")

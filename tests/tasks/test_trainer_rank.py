@@ -1,0 +1,216 @@
+"""A trainer's ranks as actors: all do the same in the same order, and what fails on one is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stores.errors import ActorFailed, ActorLost, ProtocolViolation
+from stores.resume_points import ResumePoints
+from stores.trajectory import PolicyVersion
+from stores.weight_hash import Weights
+from tasks.actors import trainer_rank
+from tasks.actors.calls import call
+from tasks.actors.trainer import Trainer
+from tasks.actors.trainer_rank import TrainerRank
+from tasks.training.emulated import EmulatedTraining
+from tasks.training.packing import Row
+from tasks.training.rank import ALONE, Rank
+from tests.tasks.test_trainer import Server
+
+
+class Together:
+    """A policy whose ranks wait for each other in every method, as they do in torch; and a record of what they did.
+    breaks: (rank, method, what it raises)."""
+
+    def __init__(self, ranks: int, breaks: tuple[int, str, Exception] | None = None) -> None:
+        self.barrier = threading.Barrier(ranks)
+        self.done: dict[int, list[str]] = {number: [] for number in range(ranks)}
+        self.places: list[Rank] = []
+        self.breaks = breaks
+
+    def build(self, threads: int, rank: Rank = ALONE) -> OneOf:
+        self.places.append(rank)
+        one = OneOf(self, rank)
+        one.meet("build")
+        return one
+
+
+class OneOf:
+    """One rank of a Together."""
+
+    def __init__(self, group: Together, rank: Rank) -> None:
+        self.group, self.rank = group, rank
+
+    def meet(self, method: str) -> None:
+        number = self.rank.number
+        if self.group.breaks is not None and self.group.breaks[:2] == (number, method):
+            raise self.group.breaks[2]
+        self.group.barrier.wait(20.0)
+        self.group.done[number].append(method)
+
+    def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
+        self.meet("step")
+        return {"rows": float(len(rows))}
+
+    def published(self, use: Callable[[Weights], Any]) -> Any:
+        self.meet("published")
+        return use({"w": torch.zeros(1)})
+
+    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        self.meet("probe")
+        return (0.5,)
+
+    def save(self, folder: Path) -> None:
+        self.meet("save")
+
+    def save_state(self, path: Path) -> None:
+        assert path.is_dir()
+        (path / f"rank-{self.rank.number}").touch()
+        self.meet("save_state")
+
+    def load_state(self, path: Path) -> None:
+        assert sorted(p.name for p in path.iterdir()) == [f"rank-{n}" for n in self.group.done]
+        self.meet("load_state")
+
+    def close(self) -> None:
+        self.group.done[self.rank.number].append("close")
+
+
+def actors(folder: Path, settings: Any, ranks: int) -> tuple[Trainer, list[TrainerRank]]:
+    lead = Trainer(settings, str(folder / "memory"), 1, 60.0, str(folder / "resume"), 1, ranks)
+    return lead, [TrainerRank(settings, 1) for _ in range(ranks - 1)]
+
+
+def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
+    group = Together(3)
+
+    async def whole() -> None:
+        lead, others = actors(tmp_path, group, 3)
+        await lead.lead("localhost", *others)
+        initial = await lead.publish_initial((1, 2), PolicyVersion(0), "")
+        assert initial.probe == (0.5,)
+        trained = await lead.train(Server(), 0, (), ())
+        assert trained.metrics["rows"] == 0.0
+        await lead.save_checkpoint(str(tmp_path / "checkpoint"))
+        again = await lead.publish_initial((1, 2), PolicyVersion(1), trained.fingerprint)
+        assert again.as_recorded
+        for actor in (lead, *others):
+            await actor.close()
+
+    asyncio.run(whole())
+    expected = ["build", "published", "probe", "step", "published", "probe", "save_state", "save", "load_state"]
+    assert list(group.done.values()) == [[*expected, "published", "probe", "close"]] * 3
+    assert sorted((place.number, place.count, place.host) for place in group.places) == [
+        (number, 3, "localhost") for number in range(3)
+    ]
+    assert len({place.port for place in group.places}) == 1
+    assert [place.number for place in group.places if place.listener is not None] == [0]
+    assert ResumePoints(tmp_path / "resume").path(PolicyVersion(1)).name == "v00000001.shards"
+
+
+class Lost:
+    """A rank that is gone: the others notice first. after: how often it has followed before."""
+
+    def __init__(self, actor: TrainerRank, follows: int) -> None:
+        self.actor, self.left = actor, follows
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def asked(*args: Any) -> Any:
+            if method == "follow":
+                self.left -= 1
+                if self.left < 0:
+                    await asyncio.sleep(0.5)
+                    raise OSError("connection closed")
+            return await getattr(self.actor, method)(*args)
+
+        return asked
+
+
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:38529")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_lost_rank_is_told_as_lost_though_the_others_fail_first(tmp_path: Path, first: int) -> None:
+    """Their connections to it break before anybody has looked whether it is there."""
+    group = Together(3, breaks=(first, "step", CLOSED))
+
+    async def whole() -> None:
+        lead, others = actors(tmp_path, group, 3)
+        await lead.lead("localhost", others[0], Lost(others[1], 1))
+        await lead.publish_initial((), PolicyVersion(0), "")
+        with pytest.raises(ActorLost, match="trainer-2 is gone: connection closed"):
+            await call(lead, "train", Server(), 0, (), (), within_s=60.0, who="trainer")
+        group.barrier.abort()
+        for actor in (lead, *others):
+            await actor.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "told"),
+    [
+        (0, RuntimeError("CUDA out of memory"), "trainer failed: RuntimeError: CUDA out of memory"),
+        (1, RuntimeError("CUDA out of memory"), "trainer-1 failed: RuntimeError: CUDA out of memory"),
+        (1, CLOSED, "the trainer's ranks have lost each other: trainer-1 failed: RuntimeError: .*closed by peer"),
+        (0, CLOSED, "the trainer's ranks have lost each other: .*closed by peer"),
+    ],
+)
+def test_what_fails_on_one_rank_is_told_though_the_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: Exception, told: str
+) -> None:
+    """Ranks that have lost each other are replaced; an error of a rank's own would come again."""
+    monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
+    group = Together(2, breaks=(number, "step", error))
+
+    async def whole() -> None:
+        lead, others = actors(tmp_path, group, 2)
+        await lead.lead("localhost", *others)
+        await lead.publish_initial((), PolicyVersion(0), "")
+        with pytest.raises(ActorLost if error is CLOSED else ActorFailed, match=told):
+            await call(lead, "train", Server(), 0, (), (), within_s=60.0, who="trainer")
+        group.barrier.abort()
+        for actor in (lead, *others):
+            await actor.close()
+
+    asyncio.run(whole())
+
+
+def test_a_trainer_whose_ranks_are_not_a_group_yet_says_so(tmp_path: Path) -> None:
+    async def whole() -> None:
+        lead, _ = actors(tmp_path, Together(2), 2)
+        with pytest.raises(ProtocolViolation, match="the 2 ranks of the trainer are not a group yet"):
+            await lead.train(Server(), 0, (), ())
+        await lead.close()
+
+    asyncio.run(whole())
+
+
+def test_emulated_ranks_go_on_from_their_resume_points(tmp_path: Path) -> None:
+    settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
+
+    async def whole() -> None:
+        lead, others = actors(tmp_path, settings, 2)
+        await lead.lead("localhost", *others)
+        trained = await lead.train(Server(), 4, (), ())
+        await lead.save_checkpoint(str(tmp_path / "checkpoint"))
+        for actor in (lead, *others):
+            await actor.close()
+        assert ResumePoints(tmp_path / "resume").whole() == [5]
+        for ranks in (1, 2):
+            lead, others = actors(tmp_path, settings, ranks)
+            if ranks > 1:
+                await lead.lead("localhost", *others)
+            again = await lead.publish_initial((), PolicyVersion(5), trained.fingerprint)
+            assert again.as_recorded
+            for actor in (lead, *others):
+                await actor.close()
+
+    asyncio.run(whole())
