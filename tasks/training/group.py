@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tasks.training.blocks import blocks
 from tasks.training.rank import ALONE, Rank
 
 T = TypeVar("T")
@@ -64,9 +65,8 @@ class Group:
         device a block at a time: the model need not fit there whole."""
         if self._mesh is None:
             return model.to(self.device)
-        blocks = set(model._no_split_modules or ())
-        for module in [m for m in model.modules() if type(m).__name__ in blocks]:
-            fully_shard(module, mesh=self._mesh)
+        for block in blocks(model):
+            fully_shard(block, mesh=self._mesh)
         fully_shard(model, mesh=self._mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule):

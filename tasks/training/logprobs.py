@@ -76,8 +76,14 @@ class LogprobModel:
         ones = np.ones(len(chosen), np.float32)
         with torch.no_grad():
             for batch in self.microbatches(rows, chosen, ones):
-                logprobs = self.batch(batch).cpu().numpy()
-                for k, i in enumerate(batch.rows):
-                    begin = len(rows[i].prompt) - 1 - batch.start
-                    found[i] = logprobs[k, begin : begin + len(rows[i].response)]
+                found |= by_row(batch, rows, self.batch(batch))
         return found
+
+
+def by_row(batch: MicroBatch, rows: Sequence[Row], values: torch.Tensor) -> dict[int, npt.NDArray[np.float32]]:
+    """[T] values of each row's response, by row index, from [N, T] those of a micro-batch."""
+    held, found = values.detach().cpu().numpy(), {}
+    for k, i in enumerate(batch.rows):
+        begin = len(rows[i].prompt) - 1 - batch.start
+        found[i] = held[k, begin : begin + len(rows[i].response)]
+    return found

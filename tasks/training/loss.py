@@ -58,7 +58,8 @@ class Loss(Protocol):
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether it needs the trainer's own logprobs from before the step, at the cost of one more forward pass."""
+        """Whether it needs the trainer's own logprobs from before the step. They take one more forward pass if the step
+        has several updates."""
         ...
 
     def token_loss(self, tokens: Tokens) -> TokenLoss: ...

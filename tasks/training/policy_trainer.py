@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,14 +26,19 @@ from stores.errors import ConfigError
 from stores.weight_hash import OneByOne, Weights
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
+from tasks.training.blocks import recompute
 from tasks.training.figures import TokenSums
 from tasks.training.group import Group
-from tasks.training.logprobs import LogprobModel
+from tasks.training.logprobs import LogprobModel, by_row
 from tasks.training.loss import MOST_LOG_RATIO, Tokens
 from tasks.training.objective import Objective
 from tasks.training.packing import MicroBatch, Row, minibatches, token_weights
 from tasks.training.policy import TrainerSettings
 from tasks.training.rank import ALONE, Rank
+
+T = TypeVar("T")
+ByRow = Mapping[int, npt.NDArray[np.float32]]
+"""[T] logprobs of rows' responses, by row index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +51,20 @@ class Mismatch:
     kl: float
     num_tokens: int
 
-
-T = TypeVar("T")
-ByRow = Sequence[npt.NDArray[np.float32]]
-"""[T] logprobs of each row's response."""
+    @classmethod
+    def of(cls, rows: Sequence[Row], before: ByRow) -> Mismatch:
+        """Of the fresh rows. before: the trainer's logprobs, of these at least."""
+        fresh = [i for i, row in enumerate(rows) if row.staleness == 0 and row.num_sampled]
+        if not fresh:
+            return cls(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
+        difference = np.concatenate([(before[i] - rows[i].behaviour)[rows[i].sampled] for i in fresh])
+        bounded = np.clip(difference, -MOST_LOG_RATIO, MOST_LOG_RATIO)
+        return cls(
+            mean=float(np.abs(difference).mean()),
+            max=float(np.abs(difference).max()),
+            kl=float((np.exp(bounded) - bounded - 1).mean()),
+            num_tokens=len(difference),
+        )
 
 
 class PolicyTrainer:
@@ -66,7 +81,10 @@ class PolicyTrainer:
         self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
         self.group = Group(rank, self.device)
-        self.model: Any = self.group.sharded(load_model(settings.model, "float32", "cpu", attention="sdpa"))
+        model = load_model(settings.model, "float32", "cpu", attention="sdpa")
+        if training.recompute_activations:
+            recompute(model)
+        self.model: Any = self.group.sharded(model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=training.learning_rate,
@@ -105,24 +123,29 @@ class PolicyTrainer:
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        proximal, mismatch = self._before(rows)
+        epochs = [minibatches(len(rows), s.minibatches, self._rng) for _ in range(s.epochs)]
+        updates = list(itertools.chain.from_iterable(epochs))
+        before = self._before(rows, once=len(updates) == 1)
         reference = self._under_reference(rows)
         sums, norms = TokenSums(), list[float]()
         self._measure_others(rows, sums)
-        epochs = (minibatches(len(rows), s.minibatches, self._rng) for _ in range(s.epochs))
-        for chosen in itertools.chain.from_iterable(epochs):
+        first: dict[int, npt.NDArray[np.float32]] = {}
+        for chosen in updates:
             weights = token_weights(s.loss.aggregation, [rows[i].num_sampled for i in chosen], self.settings.max_length)
             self.optimizer.zero_grad(set_to_none=True)
             trained = [k for k, i in enumerate(chosen) if self.objective.trains(rows[i])]
             picked = [int(chosen[k]) for k in trained]
             for batch in self.logprob_model.microbatches(rows, picked, weights[trained]):
-                self._accumulate(batch, rows, proximal, reference, sums)
+                logprobs = self._accumulate(batch, rows, before, reference, sums)
+                if len(updates) == 1:
+                    first |= by_row(batch, rows, logprobs)
             norm = self.group.whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip))
             if torch.isfinite(norm):
                 # A step on a non-finite gradient would destroy the model for good.
                 self.optimizer.step()
             norms.append(float(norm))
         sums = TokenSums(self.group.summed(sums.values))
+        mismatch = Mismatch.of(rows, before | self.group.merged(first))
         return {
             "loss": sums.loss / len(norms),
             "grad_norm": float(np.mean(norms)),
@@ -222,33 +245,26 @@ class PolicyTrainer:
             "random": json.dumps(self._rng.bit_generator.state),
         }
 
-    def _before(self, rows: Sequence[Row]) -> tuple[ByRow, Mismatch]:
-        """Compute each row's response logprobs before the step (the proximal policy), and compare the stored ones. If
-        the loss does not need the proximal policy, only those of fresh rows are computed: only they must agree."""
+    def _before(self, rows: Sequence[Row], *, once: bool) -> dict[int, npt.NDArray[np.float32]]:
+        """Compute logprobs of rows' responses before the step, where they are needed: of fresh rows, since only they
+        must agree with the stored ones, and of all that are trained if the loss needs the proximal policy. once: the
+        step has one update. Its own pass over the rows it trains is one before the step."""
         needs_all = self.objective.loss.needs_proximal
-        chosen = [i for i, r in enumerate(rows) if r.staleness == 0 or (needs_all and self.objective.trains(r))]
-        proximal = [r.behaviour for r in rows]
-        for i, logprobs in self.group.merged(self.logprob_model.rows(rows, chosen)).items():
-            proximal[i] = logprobs
-        fresh = [i for i in chosen if rows[i].staleness == 0 and rows[i].num_sampled]
-        if not fresh:
-            return proximal, Mismatch(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
-        difference = np.concatenate([(proximal[i] - rows[i].behaviour)[rows[i].sampled] for i in fresh])
-        bounded = np.clip(difference, -MOST_LOG_RATIO, MOST_LOG_RATIO)
-        return proximal, Mismatch(
-            mean=float(np.abs(difference).mean()),
-            max=float(np.abs(difference).max()),
-            kl=float((np.exp(bounded) - bounded - 1).mean()),
-            num_tokens=len(difference),
-        )
+        trains = [self.objective.trains(row) for row in rows]
+        chosen = [
+            i
+            for i, row in enumerate(rows)
+            if (row.staleness == 0 or (needs_all and trains[i])) and not (once and trains[i])
+        ]
+        return self.group.merged(self.logprob_model.rows(rows, chosen))
 
     def _under_reference(self, rows: Sequence[Row]) -> ByRow | None:
-        """The logprobs under the reference model of all rows that have a gradient, of others anything."""
+        """The logprobs under the reference model of all rows that have a gradient."""
         if self.reference is None:
             return None
         chosen = [i for i, row in enumerate(rows) if self.objective.trains(row)]
         found = self.group.merged(self.reference.rows(rows, chosen))
-        return [found.get(i, row.behaviour) for i, row in enumerate(rows)]
+        return found
 
     def _measure_others(self, rows: Sequence[Row], sums: TokenSums) -> None:
         """Measure some of the rows without a gradient, evenly spaced, as if they were all of them."""
@@ -264,24 +280,36 @@ class PolicyTrainer:
                 )
 
     def _accumulate(
-        self, batch: MicroBatch, rows: Sequence[Row], proximal: ByRow, reference: ByRow | None, sums: TokenSums
-    ) -> None:
-        """Forward and backward of one micro-batch; gradients add up in the model. What the loss returns at padding and
-        given tokens is cut off: an infinite ratio times a mask of 0 would be no number."""
+        self,
+        batch: MicroBatch,
+        rows: Sequence[Row],
+        before: ByRow,
+        reference: ByRow | None,
+        sums: TokenSums,
+    ) -> torch.Tensor:
+        """Forward and backward of one micro-batch; gradients add up in the model. Returns [N, T] the logprobs. What the
+        loss returns at padding and given tokens is cut off: an infinite ratio times a mask of 0 would be no number.
+        before: logprobs under the proximal policy; of a row that is not there, they are this pass's."""
         entropy = None
         if self.objective.needs_entropy:
             logprobs, entropy = self.logprob_model.batch_and_entropy(batch)
         else:
             logprobs = self.logprob_model.batch(batch)
-        tokens = self._tokens(batch, logprobs, proximal=self._laid_out(batch, rows, proximal))
+        known = torch.zeros((len(logprobs), 1), dtype=torch.bool, device=self.device)
+        known[: len(batch.rows), 0] = torch.tensor([i in before for i in batch.rows], device=self.device)
+        held = self._laid_out(batch, rows, before)
+        tokens = self._tokens(batch, logprobs, proximal=held.where(known, logprobs.detach()))
         others = ~tokens.sampled
-        kept = None if reference is None else self._laid_out(batch, rows, reference).masked_fill(others, 0)
+        kept = None
+        if reference is not None:
+            kept = self._laid_out(batch, rows, reference).masked_fill(others, 0)
         result = self.objective.token_loss(tokens, kept, entropy)
         loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(batch.weight).to(self.device)).sum()
         loss.backward()
         with torch.no_grad():
             sums.add_loss(loss, tokens, kept)
             sums.add(tokens, result, self.objective.old(tokens))
+        return logprobs.detach()
 
     def _tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
         """A micro-batch as losses see it, with zeros at padding and given tokens."""
@@ -297,11 +325,12 @@ class PolicyTrainer:
         )
 
     def _laid_out(self, batch: MicroBatch, rows: Sequence[Row], logprobs: ByRow) -> torch.Tensor:
-        """[N, T] logprobs of the rows' responses, where a micro-batch has their tokens."""
+        """[N, T] logprobs of the rows' responses, where a micro-batch has their tokens; 0 of rows that have none."""
         laid_out = np.zeros_like(batch.behaviour)
         for k, i in enumerate(batch.rows):
-            begin = len(rows[i].prompt) - 1 - batch.start
-            laid_out[k, begin : begin + len(rows[i].response)] = logprobs[i]
+            if i in logprobs:
+                begin = len(rows[i].prompt) - 1 - batch.start
+                laid_out[k, begin : begin + len(rows[i].response)] = logprobs[i]
         return torch.from_numpy(laid_out).to(self.device)
 
     def _load_reference(self) -> LogprobModel:

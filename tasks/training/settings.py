@@ -59,6 +59,11 @@ class TrainingConfig:
     epochs: int = knob(1, "passes over the batch of a training step", low=1)
     minibatches: int = knob(1, "optimizer updates per pass over the batch", low=1)
     microbatch_tokens: int = knob(8192, "most padded tokens in one forward and backward pass", low=1)
+    recompute_activations: bool = knob(
+        False,
+        "keep of each layer only what comes into it, and compute the rest again for the gradient: less memory for the "
+        "tokens of a pass, up to a third more time",
+    )
     grad_clip: float = knob(1.0, "gradient norm above which gradients are clipped", above=0)
     weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
     beta1: float = knob(0.9, "AdamW beta1", low=0, high=1)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tasks.training import head
+from tasks.training.blocks import recompute
 from tasks.training.logprobs import LogprobModel
 from tasks.training.packing import NO_ROWS, MicroBatch, microbatches
 from tests.tasks.test_ranks import ragged
@@ -128,3 +129,25 @@ def test_a_model_may_be_used_by_several(tiny_model: Path) -> None:
     torch.testing.assert_close(first.batch(batch).double(), plainly(model, batch)[0].double(), rtol=1e-5, atol=1e-6)
     assert not torch.equal(first.batch(batch), second.batch(batch))
     assert model(input_ids=torch.arange(3)[None]).logits.shape == (1, 3, model.config.vocab_size)
+
+
+def test_blocks_that_are_computed_again_have_the_same_gradients_and_keep_less(tiny_model: Path) -> None:
+    batch, kept = micro_batch(), dict[bool, int]()
+    found = {}
+    for again in (False, True):
+        model = model_at(tiny_model)
+        if again:
+            recompute(model)
+        sizes: list[int] = []
+
+        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            under = logprob_model(model).batch_and_entropy(batch)
+        kept[again] = sum(sizes)
+        found[again] = outcome(model, *under)
+    for one, other in zip(found[False], found[True], strict=True):
+        assert torch.equal(one, other)
+    assert kept[True] < 0.5 * kept[False]

@@ -235,15 +235,38 @@ def test_another_epoch_goes_over_the_batch_again_with_the_proximal_policy_of_the
         one = trainer(tiny_model, epochs=epochs, loss=LossConfig(name=name))
         for _ in range(steps):
             if proximal is not None:
-                one._before = lambda _: proximal
+                one._before = lambda *_, **__: proximal
             one.step(0, data)
         return torch.cat([p.detach().flatten() for p in one.model.parameters()])
 
     torch.testing.assert_close(weights("ppo_clip", 2, 1), weights("ppo_clip", 1, 2))
-    first = trainer(tiny_model, loss=LossConfig(name="decoupled_ppo"))._before(data)
+    first = trainer(tiny_model, loss=LossConfig(name="decoupled_ppo"))._before(data, once=False)
     twice = weights("decoupled_ppo", 2, 1)
     torch.testing.assert_close(twice, weights("decoupled_ppo", 1, 2, first))
     assert not torch.allclose(twice, weights("decoupled_ppo", 1, 2))
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
+def test_a_step_of_one_update_makes_no_pass_more_than_it_needs(tiny_model: Any, name: str) -> None:
+    """The pass that trains a row is one before the step: it gives the proximal policy, and what the stored logprobs are
+    compared with. The step is the same as with a pass of its own."""
+    data = [replace(row, advantage=0.0) if i in (2, 5) else row for i, row in enumerate(rows(8))]
+    one, other = (trainer(tiny_model, loss=LossConfig(name=name), measured_rows=0) for _ in range(2))
+    computed: list[int] = []
+    batch = one.logprob_model.layer._computed
+
+    def counted(hidden: Any) -> Any:
+        computed.append(len(hidden))
+        return batch(hidden)
+
+    one.logprob_model.layer._layer.forward = counted
+    apart = other._before
+    other._before = lambda data, once: apart(data, once=False)
+    metrics, expected = one.step(0, data), other.step(0, data)
+    assert sum(computed) == 6 + 1, "those with a gradient, and of the two others the fresh one"
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
 
 
 def test_a_non_finite_gradient_changes_no_weights(tiny_model: Any) -> None:
