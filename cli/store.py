@@ -121,6 +121,6 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where:
             for finding in found[:10]:
                 click.echo(f"      {finding.where}: {finding.what}")
         for line in bias.lines if bias is not None else ():
-            click.echo(f"  not trained on: {line}")
+            click.echo(f"  {line}")
     if not result.clean:
         sys.exit(1)

@@ -28,6 +28,8 @@ P_LIMIT = 0.001
 """Probability above which a difference may be chance: at some ten comparisons per run, one run in a hundred errs."""
 RATIO_LIMIT, REWARD_LIMIT = 1.1, 0.02
 """Differences below these do not matter, however certain: a ratio of lengths, a difference of rewards."""
+MANY_TRUNCATED = 0.1
+"""Share of the responses trained on from which on it is said that they were cut off, whether they differ or not."""
 BLOCK = 65_536
 """Rows read at once."""
 DROPPED, TRUNCATED = "dropped", "truncated"
@@ -104,9 +106,14 @@ class Bias:
                 said.append(f"{abs(d.factor):.2g} {more} in reward ({d.sure})")
             if (d := kind.prompt_ratio) is not None:
                 said.append(f"to prompts {d.factor:.2g} times as long ({d.sure})")
-            if said:
-                of = self.consumed.trajectories + (0 if kind.name == TRUNCATED else kind.trajectories)
-                lines.append(f"{kind.name} responses ({kind.trajectories:,} of {of:,}) were {', '.join(said)}")
+            of = self.consumed.trajectories
+            if kind.name == TRUNCATED:
+                if said or kind.trajectories >= MANY_TRUNCATED * of:
+                    cut = f"{kind.trajectories:,} of {of:,} responses ({kind.trajectories / of:.0%})"
+                    lines.append(", ".join([f"trained on though cut off at rollout.max_new_tokens: {cut}", *said]))
+            elif said:
+                count = f"({kind.trajectories:,} of {of + kind.trajectories:,})"
+                lines.append(f"not trained on: {kind.name} responses {count} were {', '.join(said)}")
         return lines
 
 

@@ -52,6 +52,16 @@ class FileTokenizer:
             return str(self._loaded().decode(tokens, skip_special_tokens=skip_special_tokens))
         return str(self._fast.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
+    @property
+    def unknown_id(self) -> int:
+        """The id of the token that stands for what the vocabulary lacks; -1 if it lacks nothing."""
+        if self._fast is None:
+            found = self._loaded().unk_token_id
+        else:
+            name = getattr(self._fast.model, "unk_token", None)
+            found = None if name is None else self._fast.token_to_id(name)
+        return -1 if found is None else int(found)
+
     def __len__(self) -> int:
         """Size of the vocabulary."""
         return len(self._loaded()) if self._fast is None else int(self._fast.get_vocab_size())

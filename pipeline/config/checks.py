@@ -50,7 +50,7 @@ PACKAGES = {"vllm": "pip install 'staleflow[vllm]'"}
 
 
 def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
-    """Check what a job names; returns one line on each thing that could not be checked.
+    """Check what a job names; returns one line on each thing that could not be checked, or that may not be meant.
 
     here: whether it runs on this machine. If not, folders and data that are not here may be on the cluster. Raises
     ConfigError."""
@@ -81,7 +81,7 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     user_files.check(config)
     if not here and _elsewhere(config, unchecked):
         return unchecked
-    task, prompts = _first_prompt(config, folder)
+    task, prompts = _first_prompt(config, folder, unchecked)
     acts = user_files.settled(config).acts
     environments = actor_settings.episode_settings(config) if acts else None
     if environments is None or environments.scoring is not None:
@@ -275,9 +275,9 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
             yield key, kind, path
 
 
-def _first_prompt(config: RunConfig, folder: Path | None) -> tuple[Task, TokenizedPrompts | None]:
+def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> tuple[Task, TokenizedPrompts | None]:
     """Draw the run's first prompt. With the model's folder, encode it, and any of the run's that may be too long, and
-    return the prompts too."""
+    return the prompts too. notes: is told of a prompt that the model cannot read."""
     from tasks.prompts import TokenizedPrompts
     from tasks.texts import TokenizerTexts
 
@@ -286,14 +286,20 @@ def _first_prompt(config: RunConfig, folder: Path | None) -> tuple[Task, Tokeniz
     context = read_context(folder, f"model.path = {config.model.path!r}")
     longest = actor_settings.longest_prompt(config, context)
     settings = actor_settings.prompt_settings(config, context, held_out=config.task.eval_prompts, longest=longest)
-    prompts = TokenizedPrompts(settings, TokenizerTexts(FileTokenizer(folder)))
+    tokenizer = FileTokenizer(folder)
+    prompts = TokenizedPrompts(settings, TokenizerTexts(tokenizer))
     first = prompts.task(0)
     for number, task in itertools.chain([(0, first)], _drawn(config, prompts)):
         if task is first or prompts.may_be_too_long(task):
             try:
-                prompts.encode(task)
+                ids = prompts.encode(task)
             except ConfigError as error:
                 raise ConfigError(f"{_place(config, task, number)}: {error}") from error
+            if task is first and (unknown := ids.count(tokenizer.unknown_id)):
+                notes.append(
+                    f"{_place(config, task, number)}: {unknown} of its {len(ids)} tokens are unknown to the model's "
+                    f"tokenizer, which reads {shown(tokenizer.decode(ids, skip_special_tokens=False))}"
+                )
     return first, prompts
 
 

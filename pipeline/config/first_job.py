@@ -27,6 +27,8 @@ from pipeline.config.model_facts import inspect_model
 from stores.errors import ConfigError
 from tasks import user_code
 from tasks.columns import Columns
+from tasks.episodes.loading import is_environment
+from tasks.file_tokenizer import FileTokenizer
 from tasks.knobs import names_user_code
 from tasks.rows import ROW_KINDS, SAVED, RowSource, open_rows
 from tasks.texts import tokenizer_texts
@@ -47,6 +49,8 @@ GOLD = "####"
 NUMBER = r"-?\d+(?:[.,]\d+)*"
 SAMPLE = 50
 """Rows that are looked at to see what answers are like."""
+RATES, LEAST_RATE = ((50e6, 3e-4), (1.5e9, 1e-5)), 1e-6
+"""Learning rates to begin with, for models whose files have so many bytes at most; and for larger ones."""
 MOST_TOKENS = 512
 """Longest response of a model that the user brings, unless its context is short."""
 
@@ -65,29 +69,35 @@ class Brought:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstJob:
-    """What was written. files: by name, with what each is. first_prompt: as the model receives it."""
+    """What was written. files: by name, with what each is. first_prompt: as the model receives it. num_unknown: how
+    many of its tokens stand for what the tokenizer does not know, which the text leaves out."""
 
     files: Mapping[str, str]
     first_prompt: str
     num_tokens: int
+    num_unknown: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
     """A data set, as the job file describes it. columns: None if it has none. numbers: its answers are numbers. gold:
-    they stand behind GOLD. messages: its prompts are messages."""
+    they stand behind GOLD. messages: its prompts are messages. acts: it is an environment of many turns."""
 
     source: str
     columns: Columns | None = None
     numbers: bool = False
     gold: bool = False
     messages: bool = False
+    acts: bool = False
 
 
 def write_first_job(folder: Path, brought: Brought, say: Callable[[str], None]) -> FirstJob:
     """Write a job into a folder, which is created. say: receives lines on what takes long. Raises ConfigError."""
     if brought.data and not brought.model:
-        raise ConfigError("the tiny model knows nothing but sums; bring a model for your data: --model FOLDER_OR_NAME")
+        raise ConfigError(
+            "the tiny model knows nothing but sums; bring a model for your data: --model FOLDER_OR_NAME, such as "
+            "HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
     data = _facts(folder, brought) if brought.data else DataFacts(source=f"jsonl:{SUMS}", columns=Columns())
     own_reward = not brought.reward and data.columns is not None
     files = {JOB: "the job; its comments say what each line is for"}
@@ -117,7 +127,10 @@ def write_first_job(folder: Path, brought: Brought, say: Callable[[str], None]) 
         config = loading.load(JOB)
         prompts = actor_settings.prompt_settings(config, held_out=config.task.eval_prompts, longest=None).build()
         tokens = prompts.encode(prompts.task(0))
-    return FirstJob(files=files, first_prompt=prompts.text(tokens), num_tokens=len(tokens))
+        unknown = 0
+        if Path(config.model.path).is_dir():
+            unknown = tokens.count(FileTokenizer(Path(config.model.path)).unknown_id)
+    return FirstJob(files=files, first_prompt=prompts.text(tokens), num_tokens=len(tokens), num_unknown=unknown)
 
 
 @contextlib.contextmanager
@@ -193,7 +206,8 @@ def _facts(folder: Path, brought: Brought) -> DataFacts:
     source = _named(brought.data)
     kind, _, name = source.partition(":")
     if kind not in ROW_KINDS:
-        return DataFacts(source=f"{_from(folder, kind)}:{name}" if kind.endswith(".py") else source)
+        acts = is_environment(source, f"--data {brought.data}")
+        return DataFacts(source=f"{_from(folder, kind)}:{name}" if kind.endswith(".py") else source, acts=acts)
     rows = open_rows(source, brought.options, f"--data {brought.data}")
     names = tuple(rows.names)
     prompt = brought.prompt_column or next((column for column in PROMPTS if column in names), "")
@@ -315,7 +329,7 @@ def _job(folder: Path, brought: Brought, data: DataFacts) -> str:
         "engine": "vllm" if brought.model and importlib.util.find_spec("vllm") else "transformers",
         "max_running": 32 if brought.model else 64,
         "kv_tokens": max(16_384, 4 * tokens) if brought.model else 4096,
-        "learning_rate": 1e-6 if brought.model else 3e-4,
+        "learning_rate": _learning_rate(brought.model),
     }
     written = {key: toml_value(value) for key, value in values.items()}
     written["answer_pattern"] = f"'{pattern}'"  # a literal, in which a backslash is one
@@ -325,7 +339,23 @@ def _job(folder: Path, brought: Brought, data: DataFacts) -> str:
     if data.columns is not None:
         columns = {"prompt": data.columns.prompt, "answer": data.columns.answer}
         described += f"columns = {toml_value(columns)}  # of a row: the prompt, a text or messages; the answer\n"
-    return TEMPLATE.format(described=described, **written)
+    function = written.pop("function")
+    scored, turn, turns = SCORED.format(function=function), "", ""
+    if data.acts:
+        scored = f"function = {function}  # the environment gives the reward"
+        turn = (
+            f"turn_tokens = {max(1, tokens // 8)}  # most tokens of a turn; max_new_tokens is for the whole episode\n"
+        )
+        turns = TURNS
+    return TEMPLATE.format(described=described, scored=scored, turn=turn, turns=turns, **written)
+
+
+def _learning_rate(model: str) -> float:
+    """A rate to begin with, by the size of a model's files; the least for one that is not here."""
+    if not model:
+        return RATES[0][1]
+    size = sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors"))
+    return next((rate for most, rate in RATES if 0 < size <= most), LEAST_RATE)
 
 
 TEMPLATE = """\
@@ -339,7 +369,7 @@ seed = 1
 path = {model}  # folder of a Hugging Face causal LM with its tokenizer, or a hub name
 
 [task]
-source = {source}  # or jsonl:FILE, parquet:FILE, datasets:NAME, reasoning_gym:NAME, mine.py:Class
+source = {source}  # jsonl:FILE, parquet:FILE, datasets:NAME, reasoning_gym:NAME or mine.py:Class
 {described}template = {template}  # text around each prompt
 chat = {chat}  # whether the tokenizer's chat template renders prompts; then `system = "..."` is possible, too
 answer_pattern = {answer_pattern}  # its last match in a response is the answer; empty: the whole response
@@ -347,11 +377,8 @@ eval_prompts = {eval_prompts}  # prompts that are kept apart, and answered befor
 # eval_source = "jsonl:test.jsonl"  # where they come from, in place of the last tenth of the rows
 
 [reward]
-function = {function}  # or task (equal to the row's answer), math_verify, mine.py:function
-# Or, in place of function, a weighted sum of several (several lines of this kind):
-# parts.right = {{ function = "math_verify" }}
-# parts.mine = {{ function = "mine.py:function", weight = 0.1 }}
-
+{scored}
+{turns}
 [batch]
 groups_per_step = {groups}  # prompts in a training step ...
 group_size = 8  # ... and responses to each, which are compared with each other
@@ -361,13 +388,23 @@ eta = 1  # most versions that a response may be older than the step that trains 
 
 [rollout]
 instances = 1  # processes that sample
-max_new_tokens = {max_new_tokens}  # most tokens of a response
-
+max_new_tokens = {max_new_tokens}  # most tokens of a response; longer ones are cut off
+{turn}
 [rollout.engine]
 name = {engine}  # vllm is faster on GPUs: pip install 'staleflow[vllm]'
 max_running = {max_running}  # responses sampled at once
 kv_tokens = {kv_tokens}  # tokens of prompts and responses that are kept in memory for it
 
 [training]
-learning_rate = {learning_rate}
+learning_rate = {learning_rate}  # what small models learn at is too high for large ones
+"""
+SCORED = """\
+function = {function}  # task (equal to the row's answer), math_verify or mine.py:function
+# Or, in place of function, a weighted sum of several (several lines of this kind):
+# parts.right = {{ function = "math_verify" }}
+# parts.mine = {{ function = "mine.py:function", weight = 0.1 }}"""
+TURNS = """
+[environment]
+max_turns = 16  # most turns of an episode; the last one ends it
+step_s = 30.0  # seconds for a step or a reset; after that it has failed
 """

@@ -29,6 +29,8 @@ from tasks.task_source import Record
 
 DIFFERS = "it was set back to an earlier turn, and then answered otherwise than before; its class says it is repeatable"
 
+FAILED_BEFORE = "it failed, and the reason was lost with its host or the trajectory server"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActItem:
@@ -210,7 +212,7 @@ class EnvironmentHost:
                 trajectory=trajectory, epoch=epoch, ended=True, reward=state.score.reward, error=state.score.error
             )
         if state.restarted:
-            return Acted(trajectory=trajectory, epoch=epoch, failed="it failed before")
+            return Acted(trajectory=trajectory, epoch=epoch, failed=FAILED_BEFORE)
         if state.answered:
             return Acted(trajectory=trajectory, epoch=epoch, tokens=state.tokens)
         key = EpisodeKey(task=state.task, member=state.member, attempt=state.attempt)

@@ -1,4 +1,8 @@
-"""Games of one player of the `textarena` package, as environments."""
+"""Games of one player of the `textarena` package, as environments.
+
+Games of several are refused: somebody must play the others, and the package says neither which moves are legal nor what
+a fair opponent is. Some would begin all the same, and have the policy play both sides.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from tasks.episodes.episode import told
 
 RAW = "-raw"
 """Ending of the name of a game without wrappers, which gives only what is new, instead of all that was said so far."""
+
+OTHERS = "choose a game of one player, or write an environment that plays the others"
 
 
 def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[], TextArenaGame]:
@@ -33,9 +39,9 @@ def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[],
     try:
         game.reset(0)
     except Exception as error:
-        raise ConfigError(
-            f"{where}: cannot be played by one player: {told(error)}; choose a game of one player"
-        ) from error
+        raise ConfigError(f"{where}: cannot be played by one player: {told(error)}; {OTHERS}") from error
+    if not game.has_one_player:
+        raise ConfigError(f"{where}: is a game of several players; {OTHERS}")
     return make
 
 
@@ -44,6 +50,13 @@ class TextArenaGame:
 
     def __init__(self, game: Any) -> None:
         self._game = game
+
+    @property
+    def has_one_player(self) -> bool:
+        """Whether nobody else plays. Known once it has begun."""
+        from textarena.state import SinglePlayerState
+
+        return isinstance(self._game.state, SinglePlayerState)
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         self._game.reset(num_players=1, seed=seed)
@@ -63,4 +76,5 @@ class TextArenaGame:
         _, said = self._game.get_observation()
         if isinstance(said, str):
             return said
-        return "\n".join(text for _, text, kind in said if kind is not ObservationType.PLAYER_ACTION)
+        # Some games mix up the fields where they repeat an action: the kind is in another place then.
+        return "\n".join(entry[1] for entry in said if ObservationType.PLAYER_ACTION not in entry)

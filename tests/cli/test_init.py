@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cli.init import command
-from pipeline.config import first_job, loading
+from pipeline.config import first_job, loading, user_files
+from pipeline.config.checks import check_job
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 from tasks.environments import make_reward
@@ -73,8 +75,35 @@ def test_ones_own_data_model_and_reward_are_looked_at(
     assert config.task.source == f"jsonl:{here}/rows.jsonl"
     assert (config.task.columns.prompt, config.task.columns.answer) == ("question", "solution")
     assert (config.model.path, config.rollout.max_new_tokens) == (str(tiny_model), 64)
+    assert config.training.learning_rate == 3e-4, "of a small model"
+    assert re.search(r"\d+ of them stand for what the model's tokenizer does not know", shown.output)
+    check_job(config)
     reward = make_reward(config.reward.function, None)  # one of its own needs no source
     assert (reward("6", ROWS[3] | {"answer": ROWS[3]["solution"]}), reward("Twice 3.", {"answer": "#### 6"})) == (1, 0)
+
+
+GAME = """
+class Count:
+    def reset(self, seed):
+        self.said = 0
+        return "1=", {}
+
+    def step(self, action):
+        self.said += 1
+        return "2=", 1.0, self.said == 2, False, {}
+"""
+
+
+def test_an_environment_is_a_job_of_turns(here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "count.py").write_text(GAME)
+    init("mine", "--data", "count.py:Count", "--model", str(tiny_model))
+    config = loaded(here / "mine", monkeypatch)
+    text = (here / "mine" / "job.toml").read_text()
+    assert user_files.settled(config).acts
+    assert 'function = "task"  # the environment gives the reward' in text
+    assert "max_turns = 16" in text
+    assert 0 < config.rollout.turn_tokens < config.rollout.max_new_tokens
+    assert not (here / "mine" / "reward.py").exists()
 
 
 def test_data_in_the_folder_is_named_from_there(here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

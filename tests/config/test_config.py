@@ -221,7 +221,7 @@ def without_meaning(text: str) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_explain_prints_each_key_in_the_order_it_always_had(path: Path) -> None:
     result = CliRunner().invoke(config_command, ["explain", str(path)])
-    assert without_meaning(result.output) == without_meaning((WRITTEN / f"{path.stem}.txt").read_text())
+    assert without_meaning(result.stdout) == without_meaning((WRITTEN / f"{path.stem}.txt").read_text())
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
@@ -233,6 +233,6 @@ def test_the_config_of_an_earlier_run_reads_as_the_same_job(path: Path) -> None:
 
 def test_explain_as_json_has_every_row_and_marks_no_table_that_is_not_set() -> None:
     result = CliRunner().invoke(config_command, ["explain", "examples/dryrun.toml", "--json"])
-    rows = {row["key"]: row for row in json.loads(result.output)}
+    rows = {row["key"]: row for row in json.loads(result.stdout)}
     assert rows["task.options"]["value"] == rows["task.options"]["default"] == {}
     assert rows["staleness.eta"]["value"] == 2

@@ -15,6 +15,7 @@ from pipeline.profiling.latencies import latencies
 from pipeline.runtime.acting import LATEST
 from stores.errors import EnvironmentsFail
 from stores.trajectory import AbortReason, Given
+from tasks.actors.environment_host import FAILED_BEFORE
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault, Moment
 
@@ -147,6 +148,16 @@ def test_a_failed_environment_begins_again_and_is_no_reward_of_zero(body: Body) 
     assert not any(row.trajectory.error for row in run.store.ended())
     reasons = {row.reason for row in run.store.ended()}
     assert max(failed.values()) <= 3 or AbortReason.ENVIRONMENT_FAILED in reasons
+
+
+@pytest.mark.parametrize(("actor", "method"), [("environment-0", "outcomes"), ("server", "restart")])
+def test_a_failure_whose_outcome_is_lost_is_told_and_counted_once(body: Body, actor: str, method: str) -> None:
+    faults = [Fault(actor=actor, method=method, nth=nth, dies="after") for nth in (2, 4)]
+    run = body.run(*AGENTS, "simulation.failed_step_share=0.3", "environment.max_failed_share=1", faults=faults)
+    run.check_kept()
+    failed = [event for _, event in run.events("EnvironmentFailed")]
+    assert any(event.error == FAILED_BEFORE for event in failed)
+    assert len({(event.trajectory, event.epoch) for event in failed}) == len(failed)
 
 
 def test_a_hung_environment_hurts_only_its_own_episode(body: Body) -> None:

@@ -37,8 +37,8 @@ def assert_played(t: Trajectory, seed: int, tokenizer: AutoTokenizer) -> None:
     assert len(given) == len(t.turns) - 1
 
 
-def check_example(player: Path, folder: Path, *overrides: str) -> None:
-    """Run the example with a small batch, and check that its store holds what was played."""
+def check_example(player: Path, folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """Run the example with a small batch, and check that its store holds what was played. Returns metrics by step."""
     small = (
         f"model.path={player}",
         f"runs_dir={folder}",
@@ -78,7 +78,10 @@ def check_example(player: Path, folder: Path, *overrides: str) -> None:
     assert any(len(r.trajectory.turns) > 1 for r in consumed if r.trajectory.versions.max() == 0)
     trained_on = sum(row.trajectory.num_sampled for row in rows if row.loss_mask)
     assert int(store.to_xarray().mask.sum()) == trained_on
+    return [record.metrics for record in store.steps() if record.kind == "step"]
 
 
 def test_a_run_of_the_example_stores_what_was_played(player: Path, tmp_path: Path) -> None:
-    check_example(player, tmp_path)
+    steps = check_example(player, tmp_path)
+    for name in ("prefilled_tokens", "cached_tokens"):  # instances report twice a second: a short step may have none
+        assert sum(step[name] for step in steps) > 0, name

@@ -78,7 +78,7 @@ def test_a_planted_difference_is_said_with_its_size(monkeypatch: pytest.MonkeyPa
     assert own.reward_difference is not None and own.reward_difference.factor == pytest.approx(-0.3, abs=0.05)
     assert own.prompt_ratio is None
     line = report.lines[0]
-    assert line.startswith("dropped responses (480 of 2,080) were ")
+    assert line.startswith("not trained on: dropped responses (480 of 2,080) were ")
     assert line.endswith(" times as long (p < .001), 0.29 lower in reward (p < .001)")
 
 
@@ -110,7 +110,17 @@ def test_truncated_responses_are_compared_with_whole_ones() -> None:
     report = bias_report(Table(CONSUMED, cut))
     assert [kind.name for kind in report.others] == ["truncated"]
     assert report.others[0].length_ratio is None
-    assert report.lines[0].startswith("truncated responses (480 of 2,080) were 0.")
+    assert report.lines[0].startswith(
+        "trained on though cut off at rollout.max_new_tokens: 480 of 2,080 responses (23%), 0."
+    )
+
+
+def test_many_truncated_responses_are_told_of_though_they_are_like_the_others() -> None:
+    like = (Fate.CONSUMED, AbortReason.NONE, 60, 5.0, 0.5, FinishReason.LENGTH)
+    (line,) = bias_report(Table(CONSUMED, like)).lines
+    assert line == "trained on though cut off at rollout.max_new_tokens: 480 of 2,080 responses (23%)"
+    few = (Fate.CONSUMED, AbortReason.NONE, 20, 5.0, 0.5, FinishReason.LENGTH)
+    assert bias_report(Table(CONSUMED, few)).lines == []
 
 
 @pytest.mark.parametrize(("t", "freedom", "p"), [(2.042, 30, 0.05), (3.646, 30, 0.001), (3.390, 100, 0.001)])
@@ -132,7 +142,7 @@ def test_audit_and_page_say_what_was_not_trained_on(tmp_path: Path) -> None:
     (line,) = [one for one in command("store", "audit", run).stdout.splitlines() if "dropped responses" in one]
     assert line.startswith("  not trained on: dropped responses (")
     assert "times as long (p < .001)" in line
-    assert told["lines"][0] == line.removeprefix("  not trained on: ")
+    assert told["lines"][0] == line.strip()
     assert told["others"][0]["name"] == "dropped"
     assert told["never_trained"] > bias.FEWEST
     page = Page(run)

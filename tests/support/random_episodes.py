@@ -46,6 +46,7 @@ from tasks.actors.trajectory_server import ServerSettings, TrajectoryServer
 from tasks.engines.base import Engine, Request
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Message, Task
+from tasks.training.advantage import Overlong
 from tests.support.watched_engine import WatchedEngine, WatchedSettings
 
 MAX_TOKENS, TURN_TOKENS, MOST_PROMPT = 60, 14, 40
@@ -128,6 +129,9 @@ class PlayedPrompts:
     def task(self, number: int) -> Task:
         return Task(prompt=str(number), record={})
 
+    def tasks(self, numbers: Sequence[int]) -> list[Task]:
+        return [self.task(number) for number in numbers]
+
     def encode(self, task: Task) -> tuple[int, ...]:
         return words(int(str(task.prompt)), self.lengths[int(str(task.prompt))])
 
@@ -164,7 +168,8 @@ def server(plan: Plan, folder: Path) -> InMemoryServer:
     prompts: Any = PlayedPrompts(plan.prompts)
     settings = ServerSettings(
         prompts=prompts, reward="none", group_size=1, members_started=1, advantage="group_mean",
-        max_error_share=1.0, store=str(folder / "store"), header=header,
+        overlong=Overlong(tokens=0, penalty=0.0, longest=MAX_TOKENS), max_error_share=1.0,
+        store=str(folder / "store"), header=header,
     )  # fmt: skip
     return InMemoryServer(settings, 0.0)
 

@@ -85,12 +85,29 @@ def test_a_game_of_textarena() -> None:
     assert source.build().task(0).prompt == source.build().task(1).prompt
 
 
+@pytest.mark.parametrize(
+    ("game", "turns"), [("Countdown", ["[zq]", "[0 1 +]"]), ("Slitherlink", ["[zq]"]), ("2048", ["[zq]", "[up]"])]
+)
+def test_games_of_textarena_do_not_repeat_the_action(game: str, turns: list[str]) -> None:
+    """The first two have the fields of what they repeat in another order."""
+    pytest.importorskip("textarena")
+    _, answers = played(settings(f"textarena:{game}-v0"), turns)
+    said = [message.content for answer in answers for message in answer.messages]
+    assert said and all(said) and not any("[zq]" in text and len(text) < 10 for text in said)
+
+
 def test_what_textarena_does_not_have_is_one_line() -> None:
     pytest.importorskip("textarena")
     assert "textarena has no game 'GuesTheNumber-v0'; did you mean GuessTheNumber-v0?" in refusal(
         "textarena:GuesTheNumber-v0"
     )
     assert "cannot be played by one player: " in refusal("textarena:TicTacToe-v0")
+    # These begin with one player too, who would play both sides, or alone for a public good.
+    for game in ("QuantumTicTacToe-v0", "SpiteAndMalice-v0", "PublicGoodsGame-v0"):
+        assert refusal(f"textarena:{game}") == (
+            f"task.source = 'textarena:{game}': is a game of several players; choose a game of one player, or write an "
+            "environment that plays the others"
+        )
     assert "cannot be made with task.options = {'level': 3}: TypeError" in refusal(
         "textarena:GuessTheNumber-v0", level=3
     )

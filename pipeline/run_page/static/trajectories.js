@@ -82,7 +82,7 @@ export async function trajectoriesView(run) {
           ? h(
               "ul",
               { class: "notes" },
-              spread.bias.map((line) => h("li", {}, `In the whole run, ${line}`)),
+              spread.bias.map((line) => h("li", {}, `Of the whole run: ${line}`)),
             )
           : null,
       ),
