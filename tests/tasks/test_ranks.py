@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from stores.errors import StoreError
 from stores.weight_hash import in_order
 from tasks.names import AGGREGATION_NAMES
+from tasks.training import division
 from tasks.training.division import divided
 from tasks.training.loss import LOSSES
 from tasks.training.packing import Row
@@ -57,6 +58,29 @@ def test_what_ranks_compute_at_the_same_time_takes_about_as_long(lengths: list[i
         for one, other in itertools.combinations(rows, 2):
             more = everything[-1] * abs(len(one) - len(other))
             assert abs(sum(one) - sum(other)) <= spread + more
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=7), ranks=st.integers(1, 3), budget=st.integers(1, 60))
+def test_no_other_way_of_cutting_the_sorted_rows_takes_less_time(lengths: list[int], ranks: int, budget: int) -> None:
+    """Compared with all of them."""
+    ordered, overhead = sorted(lengths), 7
+
+    def price(part: list[int]) -> int | None:
+        rows = -(-len(part) // ranks)
+        return rows * part[-1] + overhead if rows == 1 or rows * part[-1] <= budget else None
+
+    prices = []
+    for cuts in itertools.product([False, True], repeat=max(0, len(ordered) - 1)):
+        ends = [i for i, cut in enumerate(cuts, start=1) if cut] + [len(ordered)] * bool(ordered)
+        paid = [price(ordered[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+        if None not in paid:
+            prices.append(sum(p for p in paid if p is not None))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PASS_TOKENS", "GATHER_TOKENS"):
+            patch.setattr(division, name, overhead)
+        batches = divided(lengths, ranks, budget)
+    padded = [max(len(part) for part in batch) * max(lengths[i] for part in batch for i in part) for batch in batches]
+    assert sum(padded) + overhead * len(batches) == min(prices)
 
 
 # -- what they train ----------------------------------------------------------------------------------------------
