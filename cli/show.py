@@ -80,7 +80,9 @@ def command(
             chosen = in_order(store, order, count, selection, at_step)
         show_trajectories(run_dir, store, chosen, model, branch, html, as_json)
     elif selection or model or html:
-        raise ConfigError("no trajectories selected; give --trajectory, --worst, --best or --longest")
+        raise ConfigError(
+            "how many trajectories, and in which order? give --worst N, --best N or --longest N, or --trajectory ID"
+        )
     elif at_step is None:
         show_steps(store, as_json)
     elif not show_batch(store, at_step, as_json):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import traceback
 import zlib
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from stores.errors import ConfigError
+
+MODULES = "staleflow_user_"
+"""How the names of modules begin that are user code."""
 
 
 def load(named: str, key: str, kind: str = "function") -> Any:
@@ -45,6 +49,16 @@ def said(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def line_of(error: BaseException) -> str:
+    """The innermost line of user code that an error went through, as file.py:LINE; empty if it went through none."""
+    lines = [
+        f"{Path(frame.f_code.co_filename).name}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__", "")).startswith(MODULES)
+    ]
+    return lines[-1] if lines else ""
+
+
 def _of_file(path: Path) -> ModuleType:
     """Import a module by path. The current folder is never searched, so its name cannot shadow one of ours. Files of
     one name in several folders become different modules."""
@@ -58,7 +72,7 @@ def _of_file(path: Path) -> ModuleType:
 def _loaded(path: Path, mtime_ns: int) -> ModuleType:
     """Executed once per process until the file changes, so that its classes keep their identity. No bytecode is read or
     written: a run's folder holds sources only, and a file edited twice within a second is not taken for the older."""
-    name = f"staleflow_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    name = f"{MODULES}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     module = ModuleType(name)
     module.__file__ = str(path)
     code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)

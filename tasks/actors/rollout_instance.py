@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stores.errors import ProtocolViolation
+from stores.errors import ActorLost, ProtocolViolation
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import answers_calls, call
 from tasks.engines import holding
@@ -84,6 +84,7 @@ class RolloutInstance:
             holding.hold(run, engine_settings, self._engine, self)
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
+        self._closed = False
         self._undelivered: list[Sampled | Failed] = []
         self._stopped: list[Sampled] = []
         """Interrupted, and not yet with the server."""
@@ -203,6 +204,7 @@ class RolloutInstance:
         return result
 
     async def close(self) -> None:
+        self._closed = True
         self._commands.shutdown(wait=False, cancel_futures=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
         holding.let_go(self._engine)
@@ -249,6 +251,9 @@ class RolloutInstance:
         return totals | await deliver(short) if short else totals  # it has less than it once said: all of it again
 
     async def _command(self, function: Any, *args: Any) -> Any:
+        """What a function returns in the thread of commands. Raises ActorLost if this actor is closed."""
+        if self._closed:
+            raise ActorLost(f"{self._instance} is closed")
         return await asyncio.get_running_loop().run_in_executor(self._commands, function, *args)
 
 

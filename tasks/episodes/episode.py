@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tasks import user_code
 from tasks.rewards import NoNumber, numbers_of
 from tasks.task_source import Message, Prompt, prompt_of
 
@@ -108,10 +109,12 @@ def ended(reward: object, parts: object = None, *, what: str = "the reward") -> 
     return Said(ended=True, reward=number, parts=named)
 
 
-def told(error: BaseException) -> str:
-    """An error of an environment, on one line."""
+def told(error: BaseException, *, line: bool = False) -> str:
+    """An error of an environment, on one line. line: with the line of the user's code that it comes from."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}..."
+    text = text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}..."
+    where = user_code.line_of(error) if line else ""
+    return f"{text} ({where})" if where else text
 
 
 def record_of(start: EpisodeStart, prompt: Prompt) -> dict[str, Any]:

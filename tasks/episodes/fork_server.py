@@ -234,7 +234,7 @@ async def _serve(connection: socket.socket, environment: Environment) -> None:
         except EpisodeFailed as failed:
             problem = str(failed)
         except MemoryError as error:
-            problem = told(error)
+            problem = told(error, line=True)
         await loop.sock_sendall(connection, packed((result, problem)))
 
 

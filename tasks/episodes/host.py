@@ -299,7 +299,7 @@ class Episodes:
         except EpisodeFailed:
             raise
         except Exception as error:
-            raise EpisodeFailed(f"{what} raised: {told(error)}") from error
+            raise EpisodeFailed(f"{what} raised: {told(error, line=True)}") from error
 
     def _end(self, key: EpisodeKey, held: _Held, turns: tuple[str, ...], answer: Answer) -> None:
         """Keep an episode's last answer, and release its environment in the background."""

@@ -134,7 +134,7 @@ class PlayedEpisode:
         if isinstance(error, EpisodeFailed):
             raise error
         if error is not None:
-            raise EpisodeFailed(f"play raised: {told(error)}") from error
+            raise EpisodeFailed(f"play raised: {told(error, line=True)}") from error
         result = self._playing.result()
         return ended(result, what="what play returned")
 
@@ -144,4 +144,4 @@ async def _guarded(play: Play, session: Session, task: PlayedTask) -> Any:
     try:
         return await play(session, task)
     except SystemExit as error:
-        raise EpisodeFailed(f"play raised: {told(error)}") from error
+        raise EpisodeFailed(f"play raised: {told(error, line=True)}") from error

@@ -83,7 +83,7 @@ class SteppedEpisode:
             result = without_loop(lambda: function(*args, **kwargs))
             return await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
-            raise EpisodeFailed(f"{failed}: {told(error)}") from error
+            raise EpisodeFailed(f"{failed}: {told(error, line=True)}") from error
 
 
 def without_loop(function: Callable[[], Any]) -> Any:
