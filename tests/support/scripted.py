@@ -272,6 +272,9 @@ class VirtualEngine:
             cached_tokens=self._cached,
         )
 
+    def begin_again(self, instance: InstanceId) -> None:
+        vars(self).update(vars(VirtualEngine(self._world, instance)))
+
     def close(self) -> None:
         self.closed = True
 
