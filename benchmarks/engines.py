@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from tasks.actors.calls import answers_calls
 from tasks.actors.server_answers import Payload
 from tasks.engines.base import Engine, Request, Sampled
 from tasks.engines.settings import EngineSettings
@@ -93,6 +94,7 @@ def offline(model: str, count: int, running: int) -> float:
     return time.perf_counter() - begin
 
 
+@answers_calls
 class Prompts:
     """The trajectory server, as far as a rollout instance knows it."""
 

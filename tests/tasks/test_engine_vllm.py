@@ -40,6 +40,20 @@ def settings(model: Path, **changes: Any) -> VllmSettings:
     return VllmSettings(**(model_settings(model) | changes))
 
 
+@contextmanager
+def slowed(engine: VllmEngine) -> Iterator[None]:
+    """Have each step take 20 ms at least, so that what runs does not end while weights load on a busy machine."""
+    step = engine._engine.engine_core.get_output
+
+    def slow() -> Any:
+        time.sleep(0.02)
+        return step()
+
+    engine._engine.engine_core.get_output = slow
+    yield
+    engine._engine.engine_core.get_output = step
+
+
 class TestVllmEngine(ReusingEngineTests):
     page_tokens = 32
 
@@ -115,7 +129,8 @@ class TestVllmEngine(ReusingEngineTests):
         path, _ = other_weights
         engine.submit([request(0, prompt=PROMPT, max_new_tokens=40, greedy=True)])
         wait_until_sampling(engine, 3)
-        engine.load(PolicyVersion(5), path)
+        with slowed(engine):
+            engine.load(PolicyVersion(5), path)
         first = collect(engine, 1)[0]
         assert [s.version for s in first.segments] == [0, 5]
         before = engine.load_statistics().cached_tokens
@@ -181,8 +196,9 @@ def test_a_request_that_waits_while_weights_load_uses_no_older_pages(
         # Two run at once, the place for a probe taken too; the third waits for one of them to end.
         one.submit([request(i, prompt=prompt, max_new_tokens=50) for i in range(3)])
         wait_until_sampling(one, 5)
-        one.load(PolicyVersion(5), path)
         before = one.load_statistics().cached_tokens
+        with slowed(one):
+            one.load(PolicyVersion(5), path)
         done = collect(one, 3)
         cached = one.load_statistics().cached_tokens - before
     finally:
