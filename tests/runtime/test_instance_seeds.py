@@ -19,6 +19,13 @@ from stores.trajectory import PolicyVersion
 from tasks.engines.transformers import TransformersSettings
 
 
+class FreshInstance:
+    """An instance that has built its engine itself."""
+
+    async def took_over(self) -> bool:
+        return False
+
+
 class NotedPlaces:
     """Notes what it is to place, and places nothing. Refuses the server, so that `place_all` ends there."""
 
@@ -31,10 +38,15 @@ class NotedPlaces:
             raise ActorLost("no server here")
         if role == "rollout":
             self.engines[name] = args[0]
-        return Placed(name=name, role=role, worker=name, address="tcp://w", host="", actor=None, future=None)
+        placed = Placed(
+            name=name, role=role, worker=name, address="tcp://w", host="", actor=FreshInstance(), future=None
+        )
+        if role == "rollout":
+            self.placed[name] = placed
+        return placed
 
     def lose(self, name: str) -> None:
-        pass
+        del self.placed[name]
 
 
 def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> dict[str, int]:
