@@ -77,6 +77,10 @@ def write_job(config: RunConfig) -> None:
     replace_text(config.run_dir / "config.toml", fields.to_toml(config), ELSEWHERE)
 
 
+RENAMED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""An estimator of advantages as it was called in runs that know no training.epochs, and as it is called now."""
+
+
 def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:
     """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides. file:
     another for the job of an earlier start. Raises ConfigError."""
@@ -91,6 +95,9 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
         at = int(key) if isinstance(section, list) else key
         if isinstance(value := _below(section, key), str):
             section[at] = _moved(value, str(Path(*place)), str(here))
+    training = _below(tree, "training")
+    if isinstance(training, dict) and training.get("advantage") == RENAMED[0] and "epochs" not in training:
+        training["advantage"] = RENAMED[1]
     config = loading.from_overridden(tree, overrides, str(run_dir / file))
     return user_files.placed(config, here)
 

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -393,3 +394,14 @@ def test_store_ls_names_a_run_without_a_store(light: Path) -> None:
     folder = prepare_run_dir(loading.load(light))
     (row,) = json.loads(command("store", "ls", folder.parent, "--json").stdout)
     assert (row["run"], row["state"]) == (str(folder), "no store")
+
+
+def test_an_earlier_runs_estimator_stays_what_it_was(tmp_path: Path) -> None:
+    """reinforce_plus_plus once stood for the form with a baseline, in runs whose job files have no training.epochs."""
+    (tmp_path / "job.toml").write_text(JOB.format(runs=tmp_path) + '[training]\nadvantage = "reinforce_plus_plus"\n')
+    config = loading.load(tmp_path / "job.toml")
+    prepare_run_dir(config, {})
+    file = config.run_dir / "config.toml"
+    assert load_job(config.run_dir).training.advantage == "reinforce_plus_plus"
+    file.write_text(re.sub(r"(?m)^epochs = .*\n", "", file.read_text()))
+    assert load_job(config.run_dir).training.advantage == "reinforce_plus_plus_baseline"
