@@ -80,6 +80,9 @@ class Forking:
     settings: ForkSettings
     numbers: dict[int, int] = field(default_factory=dict)
     """Episodes' numbers by process."""
+    reports: bytes = b""
+    """Of ended processes, not sent yet. The caller reads them when it likes: sending must never wait for that, or
+    nothing would be forked any more."""
 
     def run(self) -> None:
         wake, woken = socket.socketpair()
@@ -89,7 +92,9 @@ class Forking:
         signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
         try:
             while True:
-                ready = select.select([self.control, wake], [], [])[0]
+                ready, room, _ = select.select([self.control, wake], [self.control] if self.reports else [], [])
+                if room:
+                    self._report()
                 if wake in ready:
                     with contextlib.suppress(BlockingIOError):
                         wake.recv(4096)
@@ -139,8 +144,16 @@ class Forking:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process, signal.SIGKILL)
                 _kill_children(set(self.numbers))
-                with contextlib.suppress(OSError):
-                    self.control.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
+                self.reports += ENDED.pack(number, os.waitstatus_to_exitcode(status))
+
+    def _report(self) -> None:
+        """Send as much of the reports as there is room for."""
+        try:
+            self.reports = self.reports[self.control.send(self.reports, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # the caller is gone, as it will be seen
+            self.reports = b""
 
 
 def _kill_group(process: int) -> None:

@@ -64,6 +64,7 @@ class ForkServer:
     def fork(self) -> tuple[int, socket.socket]:
         """A new process: its number, and the connection to it. Raises ConfigError."""
         with self._lock:
+            self._hear()
             ours, theirs = socket.socketpair()
             try:
                 self._num_started += 1
@@ -96,19 +97,23 @@ class ForkServer:
     def how_ended(self, number: int) -> int | None:
         """The exit code of a process, negative if a signal ended it; None if that is not known yet."""
         with self._lock:
-            control = self._control
-            with contextlib.suppress(OSError):
-                while control is not None and select.select([control], [], [], 0)[0]:
-                    data = control.recv(4096)
-                    if not data:
-                        break
-                    self._part += data
-            whole = len(self._part) // ENDED.size * ENDED.size
-            reports, self._part = self._part[:whole], self._part[whole:]
-            self._ended |= {n: status for n, status in ENDED.iter_unpack(reports) if n in self._wanted}
+            self._hear()
             if number in self._ended:
                 self._wanted.discard(number)
             return self._ended.pop(number, None)
+
+    def _hear(self) -> None:
+        """Take the reports of ended processes that have come."""
+        control = self._control
+        with contextlib.suppress(OSError):
+            while control is not None and select.select([control], [], [], 0)[0]:
+                data = control.recv(4096)
+                if not data:
+                    break
+                self._part += data
+        whole = len(self._part) // ENDED.size * ENDED.size
+        reports, self._part = self._part[:whole], self._part[whole:]
+        self._ended |= {n: status for n, status in ENDED.iter_unpack(reports) if n in self._wanted}
 
     def close(self) -> None:
         with self._lock:

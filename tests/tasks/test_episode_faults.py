@@ -15,7 +15,10 @@ import pytest
 
 from stores.errors import ConfigError
 from tasks.episodes.answers import EpisodeKey
+from tasks.episodes.episode import EpisodeStart
+from tasks.episodes.fork_server import BEGIN, ForkSettings, packed, read_value
 from tasks.episodes.host import Episodes
+from tasks.episodes.processes import ForkServer
 from tasks.task_source import Message, TaskSource, distinct_held_out, drawn
 from tests.support.games import GAMES, acted, is_gone, played, running, settings, until_gone
 
@@ -361,3 +364,29 @@ def test_environments_end_with_a_host_that_is_killed(games: Path) -> None:
         await asyncio.gather(*map(until_gone, pids))
 
     running(all_gone())
+
+
+def test_processes_that_end_unheard_keep_nobody_waiting(games: Path) -> None:
+    """How a process ended is told through a socket that holds a few hundred reports, and is read by who wants to
+    know: more of them than that end here before anybody looks."""
+    server = ForkServer(ForkSettings(source=f"{games}:Moody", options={}, key="task.source", memory_mib=0))
+    begin = packed((BEGIN, EpisodeStart(index=0, held_out=False, seed=1)))
+    try:
+        for connections in ([server.fork()[1] for _ in range(40)] for _ in range(10)):
+            for connection in connections:
+                connection.sendall(begin)
+            for connection in connections:
+                connection.settimeout(20)
+                read_value(connection)
+                connection.close()
+        number, last = server.fork()
+        last.settimeout(20)
+        last.sendall(begin)
+        assert read_value(last)[1] == ""
+        last.close()
+        deadline = time.monotonic() + 60
+        while server.how_ended(number) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        server.close()
