@@ -7,6 +7,7 @@ the same prompt, a run draws from `source.apart(n)`, where they also differ as p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,12 +105,22 @@ class TaskSource(Protocol):
         ...
 
 
+SLOW_S = 0.05
+"""Seconds from which on drawing a prompt takes long."""
+
+
 def drawn(source: TaskSource, indices: Sequence[int], *, held_out: bool = False, at_once: int = 1) -> list[Task]:
-    """The prompts with these indices. at_once: how many are drawn side by side."""
-    if at_once == 1 or len(indices) <= 1:
-        return [source.task(index, held_out=held_out) for index in indices]
-    with ThreadPoolExecutor(min(at_once, len(indices)), thread_name_prefix="draw") as threads:
-        return list(threads.map(lambda index: source.task(index, held_out=held_out), indices))
+    """The prompts with these indices. at_once: how many are drawn side by side, once one of them has taken long: those
+    of environments need a process each then, which costs more than a quick reset."""
+    found: list[Task] = []
+    begin = time.monotonic()
+    while len(found) < len(indices) and (at_once == 1 or time.monotonic() - begin < SLOW_S):
+        begin = time.monotonic()
+        found.append(source.task(indices[len(found)], held_out=held_out))
+    if rest := indices[len(found) :]:
+        with ThreadPoolExecutor(min(at_once, len(rest)), thread_name_prefix="draw") as threads:
+            found += threads.map(lambda index: source.task(index, held_out=held_out), rest)
+    return found
 
 
 def distinct_held_out(source: TaskSource, count: int, at_once: int = 1) -> list[Task]:

@@ -230,12 +230,14 @@ def test_as_many_steps_as_allowed_are_taken_at_once(games: Path) -> None:
 
 
 def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp_path: Path) -> None:
-    """Each reset waits until four have begun: one after another, none would end in time."""
+    """The first reset takes long, and each other waits until four have begun: one after another, none would end in
+    time."""
     (tmp_path / "slow.py").write_text(
         "import os, time\nfrom pathlib import Path\n\n\nclass Slow:\n    def __init__(self, folder):\n"
         "        self.folder = Path(folder)\n\n    def reset(self, seed):\n"
-        "        (self.folder / f'{seed}-{os.getpid()}').touch()\n"
-        "        while len(list(self.folder.iterdir())) < 4:\n            time.sleep(0.01)\n"
+        "        first = not list(self.folder.iterdir())\n"
+        "        (self.folder / f'{seed}-{os.getpid()}').touch()\n        time.sleep(0.1)\n"
+        "        while not first and len(list(self.folder.iterdir())) < 4:\n            time.sleep(0.01)\n"
         "        return f'seed {seed}', {}\n\n    def step(self, action):\n"
         "        return '', 1.0, True, False, {}\n"
     )
