@@ -26,7 +26,7 @@ from distributed import SchedulerPlugin
 
 from pipeline.scheduler.gang import ROLLOUT, Gang, Needs
 from pipeline.scheduler.job_queue import RETURN_S, JobQueue, place_of
-from tasks.engines.holding import require_any
+from tasks.engines.holding import require_unused
 
 KEY = "staleflow-job-"
 """Prefix of the keys of the tasks that drive jobs."""
@@ -196,7 +196,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
     async def _has_engine(self, address: str) -> bool:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(END_S):
-                answer = await self._scheduler.rpc(address).run(function=pickle.dumps(require_any))
+                answer = await self._scheduler.rpc(address).run(function=pickle.dumps(require_unused))
                 return bool(answer["status"] == "OK")
         return False
 
@@ -306,8 +306,6 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def _serve(self) -> None:
         """Start the jobs whose turn it is, and tell of the others what they wait for."""
         admitted, expired = self.job_queue.serve(time.monotonic())
-        if unwanted := self.job_queue.take_unwanted():
-            self._begin(self._restart(unwanted))
         for id, gang in admitted.items():
             job = self.jobs[id]
             job.place, job.why = place_of(gang), "its driver starts"
@@ -322,6 +320,8 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             job.state, job.why, job.reported_at = "waiting", entry.why, time.time()
             if entry.id in expired:
                 self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.why}")
+        if unwanted := self.job_queue.take_unwanted():
+            self._begin(self._restart(unwanted))
         waiting = [e.id for e in self.job_queue.entries.values() if not e.num_workers]
         self._keep_waiting(waiting)
         if self._timer is None and waiting:
@@ -386,6 +386,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 job.reported_at = time.time()
                 if not job.client:
                     self.job_queue.leave(job.id)
+                    asyncio.get_running_loop().call_soon(self._serve)
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 

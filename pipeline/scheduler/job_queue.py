@@ -77,6 +77,8 @@ class JobQueue:
         """Workers that may still hold the actors of a job whose driver is gone."""
         self._kept: dict[str, tuple[Claim, float]] = {}
         """Workers with an engine that a waiting job is to take over, and since when."""
+        self._engines: set[str] = set()
+        """Workers that were kept and given to their job again: it may not have taken the engine over yet."""
         self._unwanted: list[str] = []
         """Dirty workers that nobody was told of yet."""
         self._gone: dict[str, tuple[Mapping[str, float], float]] = {}
@@ -100,6 +102,7 @@ class JobQueue:
         self.claims.pop(address, None)
         self.dirty.pop(address, None)
         self._kept.pop(address, None)
+        self._engines.discard(address)
         self._kinds = None
 
     @property
@@ -145,8 +148,11 @@ class JobQueue:
         self._release(id)
 
     def requeue(self, id: str, now: float) -> None:
-        """Let a job wait again, at its place, with nothing held. It must have left no actors on its workers."""
+        """Let a job wait again, at its place, with nothing held. It must have left no actors on its workers; those that
+        may have engines that were kept for it are restarted."""
         entry = self.entries[id]
+        for address in self._engines & set(self.held(id)):
+            self._dirty(address)
         entry.num_workers, entry.short_since_s, entry.since_s = 0, None, now
         self._release(id)
 
@@ -210,7 +216,13 @@ class JobQueue:
             return True
         if not entry.num_workers:
             return False
-        gang = choose(entry.needs, self._known_kinds(), [*held, *self.free], driver_at)
+        engines = [address for address in held if address in self._engines]
+        others = [address for address in held if address not in self._engines]
+        gang = choose(entry.needs, self._known_kinds(), [*others, *self.free], driver_at, engines)
+        if gang is not None and (misused := [a for a in engines if gang.get(a) != (ROLLOUT,)]):
+            for address in misused:
+                self._dirty(address)
+            gang = None
         if gang is not None:
             self._release(id)
             self._give(entry, gang)
@@ -240,6 +252,7 @@ class JobQueue:
         for address in self._kept_for(entry.id):
             if address in gang:
                 del self._kept[address]
+                self._engines.add(address)
             else:
                 self._drop_kept(address)
         self.claims |= {address: Claim(entry.id, entry.run, roles) for address, roles in gang.items()}
@@ -252,6 +265,11 @@ class JobQueue:
 
     def _kept_for(self, id: str) -> list[str]:
         return [address for address, (claim, _) in self._kept.items() if claim.job == id]
+
+    def _dirty(self, address: str) -> None:
+        """Have a claimed worker restarted before anyone gets it."""
+        self.dirty[address] = self.claims.pop(address)
+        self._unwanted.append(address)
 
     def _drop_kept(self, address: str) -> None:
         self.dirty[address], _ = self._kept.pop(address)

@@ -204,17 +204,9 @@ class EnvironmentHost:
     async def _outcome(self, ask: _Asked, item: ActItem) -> Acted | None:
         """Do an act as far as it is not done yet; None if nobody waits for it any more."""
         trajectory, epoch = item.trajectory, item.epoch
-        state: EpisodeState | None = await ask("episodes", (trajectory, epoch))
-        if state is None:
-            return None
-        if state.score is not None:
-            return Acted(
-                trajectory=trajectory, epoch=epoch, ended=True, reward=state.score.reward, error=state.score.error
-            )
-        if state.restarted:
-            return Acted(trajectory=trajectory, epoch=epoch, failed=FAILED_BEFORE)
-        if state.answered:
-            return Acted(trajectory=trajectory, epoch=epoch, tokens=state.tokens)
+        state, done = await self._looked(ask, item)
+        if state is None or done is not None:
+            return done
         key = EpisodeKey(task=state.task, member=state.member, attempt=state.attempt)
         self._keys[trajectory] = key
         answer = await self._environments.act(key, state.record, state.turns, cut=item.cut or state.full)
@@ -231,6 +223,8 @@ class EnvironmentHost:
             taken: Bridged = await ask("give", said)
             if not taken.problem:
                 return Acted(trajectory=trajectory, epoch=epoch, tokens=taken.tokens, seconds=took_s)
+            if taken.problem == "late":
+                return (await self._looked(ask, item))[1]
             if taken.problem == "full":
                 answer = await self._environments.end(key, state.record)
                 took_s += answer.seconds + answer.waited_s
@@ -239,12 +233,28 @@ class EnvironmentHost:
                 answer = Answer(ended=True, error=DIFFERS)
         self._keys.pop(trajectory, None)
         if answer.error:
-            await ask("restart", (trajectory, state.tokens, epoch))
+            if not await ask("restart", (trajectory, state.tokens, epoch)):
+                return (await self._looked(ask, item))[1]
             return Acted(trajectory=trajectory, epoch=epoch, failed=answer.error)
         score = ScoredResponse(reward=answer.reward, parts=dict(answer.parts))
         held: ScoredResponse | None = await ask("rewarded", RewardItem(trajectory, state.tokens, epoch, score))
         if held is None:
-            return None
+            return (await self._looked(ask, item))[1]
         return Acted(
             trajectory=trajectory, epoch=epoch, ended=True, reward=held.reward, error=held.error, seconds=took_s
         )
+
+    async def _looked(self, ask: _Asked, item: ActItem) -> tuple[EpisodeState | None, Acted | None]:
+        """The state of an act's trajectory, None if it is no longer live; and the act's outcome, if it has one: this
+        host's of an earlier request, or that of another, which was taken for lost and was heard first."""
+        trajectory, epoch = item.trajectory, item.epoch
+        state: EpisodeState | None = await ask("episodes", (trajectory, epoch))
+        if state is None:
+            return None, None
+        if (score := state.score) is not None:
+            return state, Acted(trajectory=trajectory, epoch=epoch, ended=True, reward=score.reward, error=score.error)
+        if state.restarted:
+            return state, Acted(trajectory=trajectory, epoch=epoch, failed=FAILED_BEFORE)
+        if state.answered:
+            return state, Acted(trajectory=trajectory, epoch=epoch, tokens=state.tokens)
+        return state, None

@@ -77,7 +77,7 @@ class RolloutInstance:
         self._turn_tokens = turn_tokens
         self._call_s = call_s
         self._acts = acts
-        held = holding.take_over(run, engine_settings, instance) if run and resumed else None
+        held = holding.take_over(run if resumed else "", engine_settings, instance)
         self._took_over = held is not None
         self._engine: Engine = held or engine_settings.build(instance, threads)
         if run:

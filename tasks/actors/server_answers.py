@@ -88,7 +88,8 @@ class Bridged(NamedTuple):
     """What has become of an environment's answer. tokens: of the response with it. problem: why it was not taken."""
 
     tokens: int
-    problem: Literal["", "full", "differs"] = ""
+    problem: Literal["", "full", "differs", "late"] = ""
+    """late: the turn is not waiting for it any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from stores.trajectory import PolicyVersion, TrajectoryId
 from stores.weight_hash import matches
 from tasks.actors.calls import answers_calls, call
 from tasks.actors.trainer_rank import GroupPolicy
+from tasks.engines import holding
 from tasks.training.packing import BatchPart, Row
 from tasks.training.policy import Policy, PolicySettings
 
@@ -57,6 +58,7 @@ class Trainer:
     ) -> None:
         """points: folder of the run's resume points, one every `point_every` steps, 0 for none. ranks: processes of the
         group; with more than one, `lead` has to be called first."""
+        holding.close_unused()
         self._call_s = call_s
         self._settings, self._threads, self._ranks = settings, threads, ranks
         self._joined: Policy | None = settings.build(threads) if ranks == 1 else None

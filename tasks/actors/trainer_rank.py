@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stores.errors import ActorLost
 from tasks.actors.calls import LOOK_S, answers_calls, call
+from tasks.engines import holding
 from tasks.training.packing import Row
 from tasks.training.policy import Policy, PolicySettings
 from tasks.training.rank import Rank, listening, rank_name
@@ -50,6 +51,7 @@ class TrainerRank:
     """The Dask actor of a trainer's process that does not lead: does what the leading one does."""
 
     def __init__(self, settings: PolicySettings, threads: int) -> None:
+        holding.close_unused()
         self._settings, self._threads = settings, threads
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._policy: Policy | None = None

@@ -341,9 +341,8 @@ class TrajectoryServer:
         taken: list[Entry] = []
         bridged: list[Bridged] = []
         for item, tokens in zip(said, given, strict=True):
-            t = self._flight.live.get(item.trajectory)
-            if tokens is None or t is None or not self._flight.awaits(t.id, item.tokens, item.epoch):
-                bridged.append(Bridged(item.tokens if t is None else t.num_tokens))
+            if tokens is None or not self._flight.awaits(item.trajectory, item.tokens, item.epoch):
+                bridged.append(Bridged(item.tokens, "late"))
             elif isinstance(tokens, str):
                 bridged.append(Bridged(item.tokens, tokens))
             else:
@@ -354,7 +353,7 @@ class TrajectoryServer:
                     tokens=np.asarray(tokens, np.int32),
                     seconds=item.seconds,
                     at_s=self._now(),
-                    attempt=self._flight.attempt(t.id),
+                    attempt=self._flight.attempt(item.trajectory),
                 )
                 if self._flight.apply(entry):
                     taken.append(entry)
@@ -362,17 +361,20 @@ class TrajectoryServer:
         await self._write(taken)
         return bridged
 
-    async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> None:
+    async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
         """Drop all but the prompts of trajectories whose environments have failed. failed: (trajectory, tokens of its
-        response, epoch of its last routing). One that has gone on since then is not touched."""
-        taken = []
+        response, epoch of its last routing). One that has gone on since then is not touched; returns which were."""
+        taken: list[Entry] = []
+        told: list[bool] = []
         for trajectory, tokens, epoch in failed:
             entry = EpisodeRestarted(
                 trajectory=trajectory, tokens=tokens, epoch=epoch, attempt=self._flight.attempt(trajectory)
             )
-            if self._flight.awaits(trajectory, tokens, epoch) and self._flight.apply(entry):
+            told.append(self._flight.awaits(trajectory, tokens, epoch) and self._flight.apply(entry))
+            if told[-1]:
                 taken.append(entry)
         await self._write(taken)
+        return told
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
         """What is to be scored of each trajectory that is still live."""

@@ -9,6 +9,7 @@ use it any more, since the actor that had it does not exist. One that the same r
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import hashlib
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 GONE_S = 10.0
 """Seconds that an actor of the driver before may still exist: its last call has to end, which nobody waits for."""
+SETTLE_S = 1.5
+"""The same before the scheduler decides whether it keeps a worker."""
 LOOK_S = 0.2
 """Seconds between two looks whether it does."""
 
@@ -60,16 +63,28 @@ def let_go(engine: Engine) -> None:
         _held[:] = [one for one in _held if one.engine is not engine]
 
 
-def require_any() -> None:
-    """Raise LookupError if no engine is held in this process; called by the scheduler, which reads no answer but
-    that."""
-    if not _held:
-        raise LookupError("no engine is held here")
+async def require_unused() -> None:
+    """Raise LookupError unless an engine is held in this process that nobody uses, or will use in a moment: its actor's
+    last call may still have to end. Called by the scheduler, which reads no answer but that."""
+    until = time.monotonic() + SETTLE_S
+    while any(one.user() is not None for one in _held) and time.monotonic() < until:
+        gc.collect()
+        await asyncio.sleep(LOOK_S)
+    if not _held or any(one.user() is not None for one in _held):
+        raise LookupError("no engine is held here that nobody uses")
+
+
+def close_unused() -> None:
+    """Close the engines whose actors are gone: another role needs their memory."""
+    with _lock:
+        for one in [one for one in _held if one.user() is None]:
+            _held.remove(one)
+            one.engine.close()
 
 
 def take_over(run: str, settings: EngineSettings, instance: InstanceId) -> Engine | None:
     """The engine of an actor of this run that is gone, begun again for `instance`; None if there is none. Closes all
-    others whose actors are gone. Waits for an actor that is about to go."""
+    others whose actors are gone. Waits for an actor that is about to go. run: empty if none is to be taken over."""
     until = time.monotonic() + GONE_S
     while _in_use(run) and time.monotonic() < until:
         gc.collect()  # what a failed call has raised may refer to the actor in circles

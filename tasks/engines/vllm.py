@@ -251,6 +251,11 @@ class VllmEngine:
 
     def _begin_again(self, instance: InstanceId) -> None:
         self._stop([running.request.trajectory for running in self._requests])
+        if self._probes:
+            self._engine.engine_core.abort_requests(list(self._probes))
+            for answer in self._probes.values():
+                answer.cancel()
+            self._probes.clear()
         self._scheduler.begin_again()
         with self._changed:
             self._instance, self._ended = instance, []

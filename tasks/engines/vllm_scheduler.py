@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from stores.errors import ActorLost
 from stores.trajectory import PolicyVersion
 
 
@@ -55,8 +56,9 @@ class VllmScheduler:
 
     def begin_again(self) -> None:
         """Forget all cached pages, which a later version of the same number must not find, and all counts. No request
-        is left."""
-        self._engine.reset_prefix_cache()
+        is left. Raises ActorLost if pages are in use all the same."""
+        if not self._engine.reset_prefix_cache():
+            raise ActorLost("vLLM keeps pages of its cache, though nothing runs")
         self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
 
     def change_version(self, version: PolicyVersion, *, keep: bool) -> None:

@@ -91,6 +91,8 @@ def _schema(hint: Any) -> dict[str, Any] | None:
     if hint is type(None):
         return {"type": "null"}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in KINDS and not inner:  # typing.List and the like, of anything
+        return {"type": KINDS[origin]}
     if origin is typing.Literal:
         return {"enum": list(inner)}
     of = [_schema(one) for one in inner]

@@ -168,6 +168,38 @@ def test_only_an_engine_alone_is_kept_and_only_for_a_job_that_waits() -> None:
     assert one.free == []
 
 
+def test_a_worker_whose_kept_engine_was_not_taken_over_is_free_to_nobody() -> None:
+    one = on("abc", ("first", 3), ("second", 3))
+    assert admitted(one) == ["first"]
+    engine = abandoned(one)
+    one.keep(engine, 1.0)
+    restart(one, "abc".replace(engine, ""))
+    assert admitted(one, 3.0) == ["first"]
+    one.requeue("first", 4.0)  # the driver's worker has left before it began
+    assert one.take_unwanted() == [engine]
+    assert engine not in one.free
+    one.left(engine, 5.0)
+    one.joined("z", {})
+    assert admitted(one, 5.0) == ["first"]
+    one.left(next(a for a, roles in one.held("first").items() if "trainer" in roles), 6.0)
+    one.joined("y", {})
+    assert one.whole("first", 6.0), "one that was restarted is like any other"
+
+
+def test_a_trainers_replacement_is_not_placed_on_a_kept_engine() -> None:
+    one = on("abc", ("first", 3))
+    assert admitted(one) == ["first"]
+    engine = abandoned(one)
+    one.keep(engine, 1.0)
+    restart(one, "abc".replace(engine, ""))
+    assert admitted(one, 3.0) == ["first"]
+    one.left(next(a for a, roles in one.held("first").items() if "trainer" in roles), 4.0)
+    one.joined("new", {})
+    assert one.whole("first", 4.0, place_of(one.held("first")))
+    assert one.held("first")[engine] == ("rollout",)
+    assert "trainer" in one.held("first")["new"]
+
+
 def test_a_worker_with_an_engine_that_another_role_needs_is_restarted() -> None:
     one = JobQueue()
     both, only = {"rollout": 1.0, "trainer": 1.0}, {"rollout": 1.0}

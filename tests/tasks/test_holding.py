@@ -89,12 +89,29 @@ def test_an_engine_in_use_is_left_alone(settings: Any, monkeypatch: pytest.Monke
 
 def test_a_closed_one_is_held_no_longer(settings: Any) -> None:
     with pytest.raises(LookupError):
-        holding.require_any()
+        asyncio.run(holding.require_unused())
     instance = placed(settings)
-    holding.require_any()
     asyncio.run(instance.close())
-    with pytest.raises(LookupError):
-        holding.require_any()
+    assert holding._held == []
+
+
+def test_a_worker_is_kept_for_an_engine_that_nobody_uses(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "SETTLE_S", 0.3)
+    instances = [placed(settings)]
+    with pytest.raises(LookupError, match="that nobody uses"):
+        asyncio.run(holding.require_unused())
+    dropped(instances)
+    asyncio.run(holding.require_unused())
+
+
+@pytest.mark.parametrize("by", ["an instance of a run that begins", "a trainer"])
+def test_another_role_closes_what_nobody_uses(settings: Any, by: str) -> None:
+    (engine,) = dropped([placed(settings)])
+    if by == "a trainer":
+        holding.close_unused()
+    else:
+        assert engine_of(placed(settings, resumed=False)) is not engine
+    assert not engine._thread.is_alive()
 
 
 def test_two_dropped_ones_are_one_taken_over_and_one_closed(settings: Any) -> None:
