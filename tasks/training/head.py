@@ -104,5 +104,7 @@ def of_targets(scaled: torch.Tensor, tokens: torch.Tensor, *, entropy: bool) -> 
     losses = torch.nn.functional.cross_entropy(scaled.flatten(0, -2), tokens.flatten(), reduction="none")
     found = [-losses.view(tokens.shape)]
     if entropy:
-        found.append(scaled.logsumexp(-1) - (scaled.softmax(-1) * scaled).sum(-1))
+        likely = scaled.softmax(-1)
+        # Tokens that a model rules out have a logit of -inf, and 0 times that is no number.
+        found.append(scaled.logsumexp(-1) - (likely * scaled.masked_fill(likely == 0, 0.0)).sum(-1))
     return torch.stack(found, -1)

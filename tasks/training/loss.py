@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MOST_LOG_RATIO = 20.0
 """Nats at which log ratios are cut. A ratio of e^20 is far beyond every clip and cap; e^89 overflows float32, and
 infinity times a gradient of 0 is no number."""
+MOST_DISTANCE = 1e4
+"""Nats beyond which the distance of two logprobs is that of a token which one of them rules out."""
 LARGEST_RATIO = math.exp(MOST_LOG_RATIO) * (1 - 1e-6)
 """The ratio from which on it is cut, but for rounding."""
 
@@ -104,6 +106,12 @@ class OwnLoss:
 LOSSES: Registry[Loss] = Registry(
     "loss", "training.loss.name", contract=Loss, own=True, options="options", guarded=OwnLoss
 )
+
+
+def log_distance(new: Tensor, old: Tensor) -> Tensor:
+    """[N, T] log pi_new - log pi_old for penalties, which must pull back from wherever a policy is: cut only where a
+    square would be no number."""
+    return (new - old).clamp(-MOST_DISTANCE, MOST_DISTANCE)
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
@@ -286,7 +294,7 @@ class Kimi:
     every_row = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
-        distance = log_ratio(tokens.logprobs, tokens.behaviour)
+        distance = log_distance(tokens.logprobs, tokens.behaviour)
         loss = -tokens.advantage * tokens.logprobs + 0.5 * self.tau * distance**2
         return TokenLoss(loss=loss, clipped=tokens.sampled.new_zeros(loss.shape))
 

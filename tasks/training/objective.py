@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tasks.training.loss import LOSSES, Loss, TokenLoss, Tokens, log_ratio
+from tasks.training.loss import LOSSES, MOST_LOG_RATIO, Loss, TokenLoss, Tokens, log_distance
 from tasks.training.packing import Row
 from tasks.training.settings import KlConfig, TrainingConfig
 
@@ -66,9 +66,11 @@ class Objective:
 
 def penalty(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     """[N, T] estimates of KL(pi || reference) at tokens sampled from pi (http://joschu.net/blog/kl-approx.html)."""
-    distance = log_ratio(logprobs, reference)
+    distance = log_distance(logprobs, reference)
     if estimator == "k1":
         return distance
     if estimator == "k2":
         return 0.5 * distance**2
+    # Far below the reference, where a token is hardly ever sampled, the term is cut: it grows without limit there.
+    distance = distance.clamp(min=-MOST_LOG_RATIO)
     return (-distance).exp() + distance - 1

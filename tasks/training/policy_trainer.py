@@ -275,9 +275,10 @@ class PolicyTrainer:
             for batch in self.logprob_model.microbatches(rows, chosen, np.ones(count, np.float32)):
                 tokens = self._tokens(batch, self.logprob_model.batch(batch))
                 tokens = replace(tokens, proximal=tokens.logprobs)
-                sums.add(
-                    tokens, self.objective.loss.token_loss(tokens), self.objective.old(tokens), len(others) / count
-                )
+                result = self.objective.loss.token_loss(tokens)
+                # Those with a gradient are measured in each epoch.
+                times = self.settings.training.epochs * len(others) / count
+                sums.add(tokens, result, self.objective.old(tokens), times)
 
     def _accumulate(
         self,
@@ -295,6 +296,9 @@ class PolicyTrainer:
             logprobs, entropy = self.logprob_model.batch_and_entropy(batch)
         else:
             logprobs = self.logprob_model.batch(batch)
+        if not batch.rows:  # of a rank that has none left: it takes part in what all ranks do, and adds nothing
+            logprobs.masked_fill(torch.ones_like(logprobs, dtype=torch.bool), 0).sum().backward()
+            return logprobs.detach()
         known = torch.zeros((len(logprobs), 1), dtype=torch.bool, device=self.device)
         known[: len(batch.rows), 0] = torch.tensor([i in before for i in batch.rows], device=self.device)
         held = self._laid_out(batch, rows, before)

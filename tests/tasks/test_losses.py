@@ -273,7 +273,8 @@ def test_a_stored_logprob_far_off_overflows_no_gradient(name: str, advantage: fl
     assert bool(new.grad.isfinite().all())
     # These two bring a ratio nearer to 1 and then cut it: it is large by their formulas, and bounded.
     if name not in ("gspo", "decoupled_ppo_loglinear"):
-        assert float(new.grad.abs().max()) < 10
+        # A square penalty pulls back in proportion to the distance.
+        assert float(new.grad.abs().max()) < (1 + 0.1 * 95 if name == "kimi" else 10)
 
 
 def test_a_ratio_beyond_the_cut_counts_as_clipped() -> None:

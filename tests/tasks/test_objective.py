@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from stores.errors import ConfigError
-from tasks.training.loss import TokenLoss, Tokens
+from tasks.training.head import of_targets
+from tasks.training.loss import Kimi, TokenLoss, Tokens
 from tasks.training.objective import Objective, penalty
 from tasks.training.packing import microbatches
 from tasks.training.settings import KlConfig, LossConfig, TrainingConfig
@@ -76,10 +77,39 @@ def test_a_penalty_in_the_reward_is_paid_by_what_led_to_it(estimator: str, name:
     assert torch.equal(whole.clipped[kept], alone.clipped[kept])
 
 
-def test_estimates_far_off_are_cut() -> None:
-    for estimator in ESTIMATORS:
-        found = penalty(estimator, torch.tensor([[-1.0, -200.0]]), torch.tensor([[-200.0, -1.0]]))
-        assert bool(found.isfinite().all())
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimates_far_off_pull_back(estimator: str) -> None:
+    """Towards the reference from wherever the policy is above it; far below it, where a token is hardly ever sampled,
+    k3 is cut, since it grows without limit."""
+    logprobs = torch.tensor([[-1.0, -200.0, -1.0]], requires_grad=True)
+    found = penalty(estimator, logprobs, torch.tensor([[-200.0, -1.0, -1e9]]))
+    assert found.isfinite().all()
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert gradient[0, 0] > 0
+    if estimator != "k3":
+        assert gradient[0, 1] != 0
+    assert gradient.isfinite().all()
+
+
+def test_a_square_penalty_holds_a_policy_however_far_it_is() -> None:
+    """With tau = .1 and an advantage of -3.75 it comes to rest at 37 nats."""
+    logprobs = torch.tensor([[-30.0, -36.0, -40.0]], requires_grad=True)
+    zeros = torch.zeros(1, 3)
+    tokens = Tokens(
+        logprobs=logprobs, proximal=zeros, behaviour=zeros, advantage=torch.full((1, 1), -3.75),
+        sampled=torch.ones(1, 3, dtype=torch.bool), lags=torch.zeros(1, 3, dtype=torch.int64),
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(Kimi(tau=0.1).token_loss(tokens).loss.sum(), logprobs)
+    assert (gradient < 0).tolist() == [[False, False, True]]
+
+
+def test_the_entropy_of_a_model_that_rules_tokens_out_is_a_number() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
+    found = of_targets(logits, torch.tensor([1]), entropy=True)
+    expected = torch.distributions.Categorical(logits=logits.detach()[:, :2]).entropy()
+    torch.testing.assert_close(found[:, 1], expected)
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    assert gradient.isfinite().all()
 
 
 def test_entropy_is_subtracted_with_its_gradient() -> None:
