@@ -35,8 +35,8 @@ def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, check: 
     print_values(explained(config), as_json=as_json)
     if check:
         checks.check_names(config)
-        check_inputs(user_files.located(config))
-        click.echo("checked: the files, model, data and reward that it names can be used", err=True)
+        if check_inputs(user_files.located(config)) and config.has_texts:
+            click.echo("checked: the files, model, data and reward that it names can be used", err=True)
 
 
 def print_values(rows: Sequence[Explained], *, as_json: bool) -> None:

@@ -36,13 +36,15 @@ def load_new(config_path: str, overrides: tuple[str, ...]) -> RunConfig:
     return config
 
 
-def check(config: RunConfig, *, here: bool = True) -> None:
-    """Check what a job names, and print what could not be checked. here: whether it runs on this machine. Raises
-    ConfigError."""
+def check(config: RunConfig, *, here: bool = True) -> bool:
+    """Check what a job names, and print what could not be checked. here: whether it runs on this machine. Returns
+    whether there was nothing to print. Raises ConfigError."""
     from pipeline.config import checks
 
-    for line in checks.check_job(config, here=here):
+    lines = checks.check_job(config, here=here)
+    for line in lines:
         click.echo(line, err=True)
+    return not lines
 
 
 def warm_up(config: RunConfig, verbose: int) -> None:

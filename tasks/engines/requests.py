@@ -75,9 +75,12 @@ class RunningRequests:
     def begin_again(self, instance: InstanceId) -> None:
         """Forget all requests and counts: the engine is `instance`'s from now on, at version 0. Keys go on: no earlier
         one is used again."""
-        entered = self._num_entered
-        self.__init__(instance)  # type: ignore[misc]  # there is nothing else to keep
-        self._num_entered = entered
+        self.instance = instance
+        self.version = PolicyVersion(0)
+        self._running.clear()
+        self._by_trajectory.clear()
+        self._tokens_sampled = 0
+        self._busy_s, self._busy_since = 0.0, None
 
     def __len__(self) -> int:
         return len(self._running)

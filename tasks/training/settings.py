@@ -55,6 +55,7 @@ class TrainingConfig:
         "processes that train the model together, each with its share of the rows and of the parameters; each needs a "
         "worker of its own",
         low=1,
+        high=1024,
     )
     epochs: int = knob(1, "passes over the batch of a training step", low=1)
     minibatches: int = knob(1, "optimizer updates per pass over the batch", low=1)

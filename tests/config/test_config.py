@@ -104,6 +104,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "rollout={instances=2, max_instances=1}",
             "max_instances = 1 is less than rollout.instances = 2, with which the run begins",
         ),
+        ("training.ranks=99999", "training.ranks = 99999 is out of range; it must be >= 1, <= 1024"),
         ("training.minibatches=1000", "is more than the 128 trajectories of a step"),
         ("training.overlong_tokens=100000", "= 100000 is more than rollout.max_new_tokens = "),
         ("rollout.max_new_tokens=100000", "cannot hold one response"),
@@ -236,3 +237,9 @@ def test_explain_as_json_has_every_row_and_marks_no_table_that_is_not_set() -> N
     rows = {row["key"]: row for row in json.loads(result.stdout)}
     assert rows["task.options"]["value"] == rows["task.options"]["default"] == {}
     assert rows["staleness.eta"]["value"] == 2
+
+
+def test_explain_says_only_what_was_checked() -> None:
+    """An emulated job names no model, and no data or reward that is used."""
+    result = CliRunner().invoke(config_command, ["explain", "examples/dryrun.toml"])
+    assert (result.exit_code, result.stderr) == (0, "")
