@@ -26,6 +26,7 @@ import numpy as np
 
 from stores.base import LedgerState, RunHeader, StepRecord, id_ranges
 from stores.in_flight import InFlight
+from stores.ledger_entries import Ending
 from stores.resume_points import ResumePoints
 from stores.spool import Spool
 from stores.spool_entries import (
@@ -40,7 +41,6 @@ from stores.spool_entries import (
     TrajectoriesRetired,
     TrajectoriesRouted,
 )
-from stores.staleness import Ending
 from stores.trajectory import (
     AbortReason,
     Ended,

@@ -27,8 +27,8 @@ import hypothesis.strategies as st
 import numpy as np
 
 from stores.base import RunHeader
+from stores.ledger_entries import Ending
 from stores.memory import MemoryStore
-from stores.staleness import Ending
 from stores.trajectory import (
     AbortReason,
     Fate,
