@@ -241,6 +241,12 @@ class DeadlineConfig:
         120.0, "seconds an instance with work may sample nothing; after that it is replaced", above=0
     )
     train_s: float = knob(3600.0, "seconds for one training step", above=0)
+    silent_s: float = knob(
+        180.0,
+        "seconds in which the process of the trainer or the trajectory server answers nothing, at work or not; after "
+        "that it counts as lost",
+        above=0,
+    )
     commit_s: float = knob(
         3600.0, "seconds for the commit of one step; training goes on meanwhile, at most two steps ahead", above=0
     )
