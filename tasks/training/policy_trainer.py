@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._pytree import tree_map_only
 
 from stores import parameters, resume_points
 from stores.errors import ConfigError
@@ -80,7 +81,8 @@ class PolicyTrainer:
         training = settings.training
         self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
-        self.group = Group(rank, self.device)
+        half = settings.dtype == "bfloat16"
+        self.group = Group(rank, self.device, half=half, offload=training.offload)
         model = load_model(settings.model, "float32", "cpu", attention="sdpa")
         if training.recompute_activations:
             recompute(model)
@@ -94,7 +96,7 @@ class PolicyTrainer:
         self.logprob_model = LogprobModel(
             model=self.model,
             device=self.device,
-            half=settings.dtype == "bfloat16",
+            half=half,
             temperature=settings.temperature,
             token_budget=training.microbatch_tokens,
             rank=rank.number,
@@ -196,7 +198,7 @@ class PolicyTrainer:
             "optimizer": self.optimizer.state_dict(),
             "random": self._rng.bit_generator.state,
         }
-        torch.save(state, path)
+        torch.save(tree_map_only(torch.Tensor, self.group.whole, state), path)
 
     def load_state(self, path: Path) -> None:
         """Restore what `save_state` wrote, in a group of this or any other size. Raises StoreError."""
