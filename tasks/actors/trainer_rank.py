@@ -118,11 +118,18 @@ class GroupPolicy:
         logprobs: tuple[float, ...] = self._together("probe", tokens)
         return logprobs
 
-    def save(self, folder: Path) -> None:
-        self._together("save", folder)
+    def save(self, folder: Path, published: Path) -> None:
+        self._policy.save(folder, published)
 
-    def save_state(self, path: Path) -> None:
-        self._together("save_state", path)
+    def begin_save(self, path: Path) -> None:
+        self._together("begin_save", path)
+
+    def end_save(self) -> None:
+        """The leading rank's part ends once all have written theirs, or one of them has failed."""
+        try:
+            self._policy.end_save()
+        except Exception as error:
+            raise _cause(error, [self._asked(name, "present") for name in self._others]) from error
 
     def load_state(self, path: Path) -> None:
         self._together("load_state", path)

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from tasks.training.objective import Objective
 from tasks.training.packing import MicroBatch, Row, minibatches, token_weights
 from tasks.training.policy import TrainerSettings
 from tasks.training.rank import ALONE, Rank
+from tasks.training.saving import copied, in_background
 
 T = TypeVar("T")
 ByRow = Mapping[int, npt.NDArray[np.float32]]
@@ -102,6 +104,7 @@ class PolicyTrainer:
         )
         self.reference = self._load_reference() if self.objective.needs_reference else None
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
+        self._saving: Future[None] | None = None
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then constant, or a cosine or a line down to schedule_floor."""
@@ -175,28 +178,45 @@ class PolicyTrainer:
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=half):
             return forward_logprobs(self.model, tokens)
 
-    def save(self, folder: Path) -> None:
-        """Save the present weights and the tokenizer where `from_pretrained` finds them."""
+    def save(self, folder: Path, published: Path) -> None:
+        """Save weights that were published, and the tokenizer, where `from_pretrained` finds them. published: their
+        file, from which they are read as they are written. Done by the leading rank alone."""
         from transformers import AutoTokenizer
 
-        held = self.model.state_dict()
+        weights = parameters.read(published)
+        held = {*self.model.state_dict()}
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in held}
-        weights = self._gathered() | buffers
-        if self.group.rank.leads:
-            parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder, weights)
+        parameters.checkpoint(
+            self.model, AutoTokenizer.from_pretrained(self.settings.model), folder, {**buffers, **weights}
+        )
 
     def save_state(self, path: Path) -> None:
-        """Write all that the next step depends on: weights, optimizer, random state. A group writes a folder, which is
-        there already, each rank its shards."""
+        """Write all that the next step depends on: weights, optimizer, random state."""
+        self.begin_save(path)
+        self.end_save()
+
+    def begin_save(self, path: Path) -> None:
+        """Copy all that the next step depends on into the processor's memory, 12 bytes for each parameter of this rank,
+        and begin to write that. A group writes a folder, which is there already, each rank its shards."""
+        if self._saving is not None:  # on a rank that does not lead: the leading one knows how it went
+            wait({self._saving})
         if self.group.rank.count > 1:
-            self.group.save(self._state(), path)
+            self._saving = self.group.begin_save(self._state(), path)
             return
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": self._rng.bit_generator.state,
-        }
-        torch.save(state, path)
+        state = copied(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "random": self._rng.bit_generator.state,
+            }
+        )
+        self._saving = in_background(lambda: torch.save(state, path))
+
+    def end_save(self) -> None:
+        """Wait until what was begun is written; raises what keeps it from being. Nothing if none was."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def load_state(self, path: Path) -> None:
         """Restore what `save_state` wrote, in a group of this or any other size. Raises StoreError."""
@@ -219,18 +239,6 @@ class PolicyTrainer:
     def close(self) -> None:
         """Leave the group. Nothing else is done afterwards."""
         self.group.leave()
-
-    def _gathered(self) -> dict[str, torch.Tensor]:
-        """The parameters. Of a group, on its leading rank and there in the processor's memory, a parameter after the
-        other: no more than one is whole on the device."""
-        found: dict[str, torch.Tensor] = {}
-        for name, parameter in self.group.parameters(self.model).items():
-            whole = self.group.whole(parameter.detach())
-            if self.group.rank.count == 1:
-                found[name] = whole
-            elif self.group.rank.leads:
-                found[name] = whole.cpu()
-        return found
 
     def _state(self) -> dict[str, Any]:
         """All that the next step depends on, by the parameters' names; the tensors are those in use, not copies."""

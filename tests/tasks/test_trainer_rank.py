@@ -67,13 +67,16 @@ class OneOf:
         self.meet("probe")
         return (0.5,)
 
-    def save(self, folder: Path) -> None:
-        self.meet("save")
+    def save(self, folder: Path, published: Path) -> None:
+        assert self.rank.leads and published.exists()
 
-    def save_state(self, path: Path) -> None:
+    def begin_save(self, path: Path) -> None:
         assert path.is_dir()
         (path / f"rank-{self.rank.number}").touch()
-        self.meet("save_state")
+        self.meet("begin_save")
+
+    def end_save(self) -> None:
+        assert self.rank.leads
 
     def load_state(self, path: Path) -> None:
         assert sorted(p.name for p in path.iterdir()) == [f"rank-{n}" for n in self.group.done]
@@ -105,7 +108,7 @@ def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
             await actor.close()
 
     asyncio.run(whole())
-    expected = ["build", "published", "probe", "step", "published", "probe", "save_state", "save", "load_state"]
+    expected = ["build", "published", "probe", "step", "published", "probe", "begin_save", "load_state"]
     assert list(group.done.values()) == [[*expected, "published", "probe", "close"]] * 3
     assert sorted((place.number, place.count, place.host) for place in group.places) == [
         (number, 3, "localhost") for number in range(3)
@@ -177,6 +180,50 @@ def test_what_fails_on_one_rank_is_told_though_the_others_wait_for_it(
         with pytest.raises(ActorLost if error is CLOSED else ActorFailed, match=told):
             await call(lead, "train", Server(), 0, (), (), within_s=60.0, who="trainer")
         group.barrier.abort()
+        for actor in (lead, *others):
+            await actor.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """The disk is not to blame. gone: whether anybody has noticed which."""
+    monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
+    group = Together(2)
+
+    class Broken(OneOf):
+        def end_save(self) -> None:
+            raise CLOSED
+
+    def build(threads: int, rank: Rank = ALONE) -> OneOf:
+        one = Broken(group, rank)
+        one.meet("build")
+        return one
+
+    monkeypatch.setattr(group, "build", build)
+
+    class Gone:
+        def __init__(self, actor: TrainerRank) -> None:
+            self.actor = actor
+
+        def __getattr__(self, method: str) -> Callable[..., Any]:
+            async def asked(*args: Any) -> Any:
+                if gone and method == "present":
+                    raise OSError("connection closed")
+                return await getattr(self.actor, method)(*args)
+
+            return asked
+
+    async def whole() -> None:
+        lead, others = actors(tmp_path, group, 2)
+        await lead.lead("localhost", Gone(others[0]))
+        await lead.train(Server(), 0, (), ())
+        said = "trainer-1 is gone: connection closed" if gone else "the trainer's ranks have lost each other"
+        with pytest.raises(ActorLost, match=said):
+            await call(lead, "train", Server(), 1, (), (), within_s=60.0, who="trainer")
         for actor in (lead, *others):
             await actor.close()
 
