@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "reprocess": ((),),
     "run_page": ((),),
     "long_store": ((),),
+    "training": ((),),
     "learning": (("--set", "runs_dir={folder}"),),
     "soak": ((),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
