@@ -146,8 +146,12 @@ class Group:
             dcp.load(state, checkpoint_id=folder, no_dist=self._mesh is None)
 
     def leave(self) -> None:
-        """End this process's part in the group."""
-        if self._mesh is not None and dist.is_initialized():
+        """End this process's part in the group. On GPUs that also ends what its threads wait for from other ranks."""
+        if self._mesh is None or not dist.is_initialized():
+            return
+        if self.device == "cuda":  # a hung kernel would keep the GPU and its memory until COLLECTIVE_S
+            dist.distributed_c10d._abort_process_group()
+        else:
             dist.destroy_process_group()
 
 

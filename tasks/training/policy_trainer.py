@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -37,6 +38,8 @@ from tasks.training.packing import MicroBatch, Row, minibatches, token_weights
 from tasks.training.policy import TrainerSettings
 from tasks.training.rank import ALONE, Rank
 from tasks.training.saving import copied, in_background
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ByRow = Mapping[int, npt.NDArray[np.float32]]
@@ -105,6 +108,7 @@ class PolicyTrainer:
         self.reference = self._load_reference() if self.objective.needs_reference else None
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
         self._saving: Future[None] | None = None
+        self._unmeasured_told = False
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then constant, or a cosine or a line down to schedule_floor."""
@@ -153,7 +157,7 @@ class PolicyTrainer:
             "loss": sums.loss / len(norms),
             "grad_norm": float(np.mean(norms)),
             "updates_dropped": float(np.count_nonzero(~np.isfinite(norms))),
-            **sums.metrics(),
+            **sums.metrics(s.epochs),
             "learning_rate": rate,
             "mismatch_mean": mismatch.mean,
             "mismatch_max": mismatch.max,
@@ -283,10 +287,25 @@ class PolicyTrainer:
             for batch in self.logprob_model.microbatches(rows, chosen, np.ones(count, np.float32)):
                 tokens = self._tokens(batch, self.logprob_model.batch(batch))
                 tokens = replace(tokens, proximal=tokens.logprobs)
-                result = self.objective.loss.token_loss(tokens)
                 # Those with a gradient are measured in each epoch.
                 times = self.settings.training.epochs * len(others) / count
-                sums.add(tokens, result, self.objective.old(tokens), times)
+                try:
+                    sums.add(tokens, self.objective.loss.token_loss(tokens), self.objective.old(tokens), times)
+                except Exception as error:  # noqa: BLE001  a user's; where it matters it is raised
+                    self._tell_unmeasured(error)
+
+    def _tell_unmeasured(self, error: Exception) -> None:
+        """Log, once, that a loss cannot measure rows that it does not train."""
+        if not self._unmeasured_told:
+            self._unmeasured_told = True
+            name, kind = type(self.objective.loss).__name__, type(error).__name__
+            logger.warning(
+                "%s fails on rows without a gradient, which are left out of the figures: %s: %s; "
+                "training.measured_rows = 0 asks it for none",
+                name,
+                kind,
+                error,
+            )
 
     def _accumulate(
         self,

@@ -157,6 +157,44 @@ def test_a_lost_rank_is_told_as_lost_though_the_others_fail_first(tmp_path: Path
     asyncio.run(whole())
 
 
+NCCL = (
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:93, {}, NCCL version 2.27.5\n{}: {}\nLast error:\n{}"
+)
+LOST = (
+    "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+    "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error",
+    "trainer-1 failed: DistNetworkError: failed to recv, got 0 bytes",
+    NCCL.format("remote process exited or there was a network error", "ncclRemoteError", "A call failed possibly due "
+                "to a network error or a remote process exiting prematurely.", "socketProgress: Connection closed"),
+    NCCL.format("unhandled system error", "ncclSystemError", "System call (e.g. socket, malloc) or external library "
+                "call failed or device error.", "socketPollConnect: Connection refused"),
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 600029 ms",
+)  # fmt: skip
+OWN = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB",
+    NCCL.format("invalid usage", "ncclInvalidUsage", "This usually reflects invalid usage of NCCL library.",
+                "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
+    NCCL.format("unhandled cuda error", "ncclUnhandledCudaError", "Call to CUDA function failed.",
+                "Cuda failure 2 'out of memory'"),
+    NCCL.format("unhandled system error", "ncclSystemError", "System call (e.g. socket, malloc) or external library "
+                "call failed or device error.", "Error while creating shared memory segment /dev/shm/nccl-2gYQ8q (size "
+                "9637888), error: No space left on device (28)"),
+    "ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
+    "[gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find interface for: eth9",
+)  # fmt: skip
+
+
+def test_errors_that_would_come_again_are_not_taken_for_a_lost_rank() -> None:
+    """What NCCL says of ranks that share a GPU, or have no memory, it says each time."""
+    for message in LOST:
+        assert isinstance(trainer_rank._cause(RuntimeError(message), []), ActorLost), message
+    for message in OWN:
+        error = RuntimeError(message)
+        assert trainer_rank._cause(error, []) is error, message
+        passed_on = ActorFailed(f"trainer-1 failed: RuntimeError: {message}", "trainer-1")
+        assert trainer_rank._cause(passed_on, []) is passed_on, message
+
+
 @pytest.mark.parametrize(
     ("number", "error", "told"),
     [
