@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +38,9 @@ from tasks.training.objective import Objective
 from tasks.training.packing import MicroBatch, Row, minibatches, token_weights
 from tasks.training.policy import TrainerSettings
 from tasks.training.rank import ALONE, Rank
+from tasks.training.saving import copied, in_background
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ByRow = Mapping[int, npt.NDArray[np.float32]]
@@ -104,6 +109,8 @@ class PolicyTrainer:
         )
         self.reference = self._load_reference() if self.objective.needs_reference else None
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
+        self._saving: Future[None] | None = None
+        self._unmeasured_told = False
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then constant, or a cosine or a line down to schedule_floor."""
@@ -152,7 +159,7 @@ class PolicyTrainer:
             "loss": sums.loss / len(norms),
             "grad_norm": float(np.mean(norms)),
             "updates_dropped": float(np.count_nonzero(~np.isfinite(norms))),
-            **sums.metrics(),
+            **sums.metrics(s.epochs),
             "learning_rate": rate,
             "mismatch_mean": mismatch.mean,
             "mismatch_max": mismatch.max,
@@ -177,28 +184,44 @@ class PolicyTrainer:
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=half):
             return forward_logprobs(self.model, tokens)
 
-    def save(self, folder: Path) -> None:
-        """Save the present weights and the tokenizer where `from_pretrained` finds them."""
+    def save(self, folder: Path, published: Path) -> None:
+        """Save weights that were published, and the tokenizer, where `from_pretrained` finds them. published: their
+        file, from which they are read as they are written. Done by the leading rank alone."""
         from transformers import AutoTokenizer
 
-        held = self.model.state_dict()
+        weights = parameters.read(published)
+        held = {*self.model.state_dict()}
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in held}
-        weights = self._gathered() | buffers
-        if self.group.rank.leads:
-            parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder, weights)
+        parameters.checkpoint(
+            self.model, AutoTokenizer.from_pretrained(self.settings.model), folder, {**buffers, **weights}
+        )
 
     def save_state(self, path: Path) -> None:
-        """Write all that the next step depends on: weights, optimizer, random state. A group writes a folder, which is
-        there already, each rank its shards."""
+        """Write all that the next step depends on: weights, optimizer, random state."""
+        self.begin_save(path)
+        self.end_save()
+
+    def begin_save(self, path: Path) -> None:
+        """Copy all that the next step depends on into the processor's memory, 12 bytes for each parameter of this rank,
+        and begin to write that. A group writes a folder, which is there already, each rank its shards."""
+        if self._saving is not None:  # on a rank that does not lead: the leading one knows how it went
+            wait({self._saving})
         if self.group.rank.count > 1:
-            self.group.save(self._state(), path)
+            self._saving = self.group.begin_save(self._state(), path)
             return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "random": self._rng.bit_generator.state,
         }
-        torch.save(tree_map_only(torch.Tensor, self.group.whole, state), path)
+        state = copied(tree_map_only(torch.Tensor, self.group.whole, state))
+        self._saving = in_background(lambda: torch.save(state, path))
+
+    def end_save(self) -> None:
+        """Wait until what was begun is written; raises what keeps it from being. Nothing if none was."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def load_state(self, path: Path) -> None:
         """Restore what `save_state` wrote, in a group of this or any other size. Raises StoreError."""
@@ -221,18 +244,6 @@ class PolicyTrainer:
     def close(self) -> None:
         """Leave the group. Nothing else is done afterwards."""
         self.group.leave()
-
-    def _gathered(self) -> dict[str, torch.Tensor]:
-        """The parameters. Of a group, on its leading rank and there in the processor's memory, a parameter after the
-        other: no more than one is whole on the device."""
-        found: dict[str, torch.Tensor] = {}
-        for name, parameter in self.group.parameters(self.model).items():
-            whole = self.group.whole(parameter.detach())
-            if self.group.rank.count == 1:
-                found[name] = whole
-            elif self.group.rank.leads:
-                found[name] = whole.cpu()
-        return found
 
     def _state(self) -> dict[str, Any]:
         """All that the next step depends on, by the parameters' names; the tensors are those in use, not copies."""
@@ -277,10 +288,25 @@ class PolicyTrainer:
             for batch in self.logprob_model.microbatches(rows, chosen, np.ones(count, np.float32)):
                 tokens = self._tokens(batch, self.logprob_model.batch(batch))
                 tokens = replace(tokens, proximal=tokens.logprobs)
-                result = self.objective.loss.token_loss(tokens)
                 # Those with a gradient are measured in each epoch.
                 times = self.settings.training.epochs * len(others) / count
-                sums.add(tokens, result, self.objective.old(tokens), times)
+                try:
+                    sums.add(tokens, self.objective.loss.token_loss(tokens), self.objective.old(tokens), times)
+                except Exception as error:  # noqa: BLE001  a user's; where it matters it is raised
+                    self._tell_unmeasured(error)
+
+    def _tell_unmeasured(self, error: Exception) -> None:
+        """Log, once, that a loss cannot measure rows that it does not train."""
+        if not self._unmeasured_told:
+            self._unmeasured_told = True
+            name, kind = type(self.objective.loss).__name__, type(error).__name__
+            logger.warning(
+                "%s fails on rows without a gradient, which are left out of the figures: %s: %s; "
+                "training.measured_rows = 0 asks it for none",
+                name,
+                kind,
+                error,
+            )
 
     def _accumulate(
         self,
