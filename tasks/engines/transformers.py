@@ -8,9 +8,10 @@ The manager's scheduler is our own (keeping_scheduler.py): it keeps the pages of
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,9 @@ class TransformersEngine:
         self._instance = instance
         device = resolve_device(settings.device)
         self._model: Any = load_model(settings.model, settings.dtype, device, attention="sdpa")
+        # transformers notes in the model's configuration, for the time of a pass, whether its attention is causal. Of
+        # two passes that overlap, the second would restore what the first has noted: every later pass is wrong.
+        self._model.forward = one_at_a_time(self._model.forward)
         self._managers: dict[bool, Any] = {}
         self._schedulers: dict[bool, KeepingScheduler] = {}
         self._requests = RunningRequests(instance)
@@ -298,6 +302,18 @@ class _Paused:
     def __exit__(self, *exc: object) -> None:
         for pause in self._pauses:
             pause.__exit__(None, None, None)
+
+
+def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but a call waits for those in other threads."""
+    lock = threading.Lock()
+
+    @functools.wraps(function)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return function(*args, **kwargs)
+
+    return locked
 
 
 def resolve_device(name: str) -> str:
