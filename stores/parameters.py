@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,13 +175,21 @@ class ParameterFolder:
         return replacing(self.path(version), remedy, failures=(SafetensorError,), flush=False)
 
 
-def checkpoint(model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+def checkpoint(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    also: Callable[[Path], None] | None = None,
+) -> None:
     """Save a model and tokenizer for `from_pretrained`, atomically. Replaces a checkpoint of the same step, which
-    exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards. Raises
-    StoreError."""
+    exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards. also: writes
+    what else belongs into the folder. Raises StoreError."""
 
     def write(part: Path) -> None:
         model.save_pretrained(part, state_dict=dict(weights))
         tokenizer.save_pretrained(part)
+        if also is not None:
+            also(part)
 
     replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,8 +25,10 @@ import torch
 from stores import parameters, resume_points
 from stores.errors import ConfigError
 from stores.weight_hash import OneByOne, Weights
+from tasks import adapters
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
+from tasks.training import lora
 from tasks.training.blocks import recompute
 from tasks.training.figures import TokenSums
 from tasks.training.group import Group
@@ -82,11 +85,13 @@ class PolicyTrainer:
         self.device = resolve_device(settings.device)
         self.group = Group(rank, self.device)
         model = load_model(settings.model, "float32", "cpu", attention="sdpa")
+        if training.lora.rank:
+            model = lora.adapted(model, training.lora, settings.seed)
         if training.recompute_activations:
             recompute(model)
         self.model: Any = self.group.sharded(model)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self._trained().values(),
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
@@ -158,10 +163,13 @@ class PolicyTrainer:
         }
 
     def published(self, use: Callable[[Weights], T]) -> T:
-        """What `use` makes of the weights as engines load them. They come one by one, gathered from all ranks, so that
-        there is no copy of the model beside it."""
+        """What `use` makes of the weights as engines load them, of those that are trained. They come one by one,
+        gathered from all ranks, so that there is no copy of the model beside it."""
         dtype = getattr(torch, self.settings.dtype)
-        named = dict(sorted(self.group.parameters(self.model).items()))
+        named = self._trained()
+        if self.settings.training.lora.rank:
+            named = {adapters.name_in_file(name): parameter for name, parameter in named.items()}
+        named = dict(sorted(named.items()))
         come = ((name, self.group.whole(p.detach().to(dtype))) for name, p in named.items())
         described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in named.items()}
         made = use(OneByOne(described, come))
@@ -176,23 +184,30 @@ class PolicyTrainer:
             return forward_logprobs(self.model, tokens)
 
     def save(self, folder: Path) -> None:
-        """Save the present weights and the tokenizer where `from_pretrained` finds them."""
+        """Save the present weights and the tokenizer where `from_pretrained` finds them. An adapter is merged into
+        them, and saved in a folder of theirs besides."""
         from transformers import AutoTokenizer
 
-        held = self.model.state_dict()
+        held, config, base = self.model.state_dict(), self.settings.training.lora, self.settings.model
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in held}
         weights = self._gathered() | buffers
         if self.group.rank.leads:
-            parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder, weights)
+            whole = lora.merged(weights, config) if config.rank else weights
+
+            def save_adapter(part: Path) -> None:
+                lora.save(weights, config, base, part / lora.FOLDER)
+
+            also = save_adapter if config.rank else None
+            parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(base), folder, whole, also)
 
     def save_state(self, path: Path) -> None:
-        """Write all that the next step depends on: weights, optimizer, random state. A group writes a folder, which is
-        there already, each rank its shards."""
+        """Write all that the next step depends on: the weights that are trained, optimizer, random state. A group
+        writes a folder, which is there already, each rank its shards."""
         if self.group.rank.count > 1:
             self.group.save(self._state(), path)
             return
         state = {
-            "model": self.model.state_dict(),
+            "model": self._kept(),
             "optimizer": self.optimizer.state_dict(),
             "random": self._rng.bit_generator.state,
         }
@@ -207,7 +222,7 @@ class PolicyTrainer:
                 self._rng.bit_generator.state = json.loads(held["random"])
                 return
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if differing := sorted(state["model"].keys() ^ self.model.state_dict().keys()):
+            if differing := sorted(state["model"].keys() ^ self._kept().keys()):
                 raise KeyError(f"{len(differing)} tensors differ from the model's, the first is {differing[0]}")
             moments = state["optimizer"]["state"]
             for number, name in enumerate(held["model"]):
@@ -219,6 +234,18 @@ class PolicyTrainer:
     def close(self) -> None:
         """Leave the group. Nothing else is done afterwards."""
         self.group.leave()
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        """The parameters that are trained, by name: all, or an adapter's. Of each, this rank's shard."""
+        return {name: p for name, p in self.group.parameters(self.model).items() if p.requires_grad}
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """What of the model's state a resume point has: all, or an adapter's."""
+        state: dict[str, torch.Tensor] = self.model.state_dict()
+        if self.settings.training.lora.rank:
+            trained = self._trained()
+            return {name: tensor for name, tensor in state.items() if name in trained}
+        return state
 
     def _gathered(self) -> dict[str, torch.Tensor]:
         """The parameters. Of a group, on its leading rank and there in the processor's memory, a parameter after the
@@ -234,7 +261,7 @@ class PolicyTrainer:
 
     def _state(self) -> dict[str, Any]:
         """All that the next step depends on, by the parameters' names; the tensors are those in use, not copies."""
-        named = self.group.parameters(self.model)
+        named = self._trained()
         for parameter in named.values():
             if not self.optimizer.state[parameter]:  # as AdamW begins, which only does so when there is a gradient
                 zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
@@ -263,8 +290,9 @@ class PolicyTrainer:
         if self.reference is None:
             return None
         chosen = [i for i, row in enumerate(rows) if self.objective.trains(row)]
-        found = self.group.merged(self.reference.rows(rows, chosen))
-        return found
+        own = self.reference is self.logprob_model
+        with lora.without_adapter(self.model) if own else nullcontext():
+            return self.group.merged(self.reference.rows(rows, chosen))
 
     def _measure_others(self, rows: Sequence[Row], sums: TokenSums) -> None:
         """Measure some of the rows without a gradient, evenly spaced, as if they were all of them."""
@@ -338,7 +366,10 @@ class PolicyTrainer:
         return torch.from_numpy(laid_out).to(self.device)
 
     def _load_reference(self) -> LogprobModel:
-        """The reference model, in the type that weights are published in. Raises ConfigError."""
+        """The reference model, in the type that weights are published in; the trained one itself, if that is to be used
+        without its adapter. Raises ConfigError."""
+        if self.settings.training.lora.rank and not self.settings.training.kl.reference:
+            return self.logprob_model
         path = self.settings.training.kl.reference or self.settings.model
         model = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
         own, other = self.model.config.vocab_size, model.config.vocab_size

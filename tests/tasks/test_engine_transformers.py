@@ -17,6 +17,7 @@ from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine
 from tasks.engines.settings import TransformersSettings
 from tasks.engines.transformers import TransformersEngine, load_model
+from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
 from tests.tasks.engine_conformance import (
     GIVEN,
     PROMPT,
@@ -231,3 +232,12 @@ def test_greedy_and_sampled_passes_do_not_overlap(tiny_model: Path, monkeypatch:
         assert engine.logprobs(tokens) == pytest.approx(plain_logprobs(tiny_model, tokens, 1, None), abs=1e-5)
     finally:
         engine.close()
+
+
+class TestServedAdapters(AdapterEngineTests):
+    @pytest.fixture
+    def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
+        torch.set_num_threads(1)
+        one = TransformersEngine(settings(tiny_model, lora=LORA, adapters=SERVED), InstanceId("rollout-0"))
+        yield one
+        one.close()
