@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stores.staleness import Ending
+from stores.ledger_entries import Ending
 from stores.trajectory import (
     AbortReason,
     Fate,

@@ -23,7 +23,7 @@ from tasks.workload import DrawnWorkload, RecordedWorkload, Turn, Workload, Work
 
 if TYPE_CHECKING:
     from stores.versioned import VersionedStore
-    from tasks.actors.trajectory_server import ServerSettings
+    from tasks.actors.server_settings import ServerSettings
     from tasks.environments import SourceSettings
     from tasks.episodes.emulated_host import EmulatedHostSettings
     from tasks.episodes.host import EpisodeSettings
@@ -164,7 +164,7 @@ def longest_prompt(config: RunConfig, context: int) -> int | None:
 
 def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bool = False) -> ServerSettings:
     """Settings of the trajectory server. context: tokens the model can attend to. resumed: append to the store."""
-    from tasks.actors.trajectory_server import ServerSettings
+    from tasks.actors.server_settings import ServerSettings
 
     longest = longest_prompt(config, context)
     return ServerSettings(

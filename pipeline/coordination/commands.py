@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stores.staleness import Ending
+from stores.ledger_entries import Ending
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
+from pipeline.coordination import invariants
 from pipeline.coordination.commands import (
     Abort,
     Act,
@@ -345,7 +346,7 @@ class Coordinator:
 
     def _draw(self) -> None:
         room = self._strategies.admission.room(self.ledger)
-        wanted = room - self._state.num_fresh_groups - self._state.groups_drawn
+        wanted = room - len(self._state.fresh_groups) - self._state.groups_drawn
         if wanted > 0 and len(self._state.fleet):
             self._state.draw(wanted)
             self._commands.append(Draw(num_groups=wanted, cause=self._history.cause))
@@ -492,4 +493,4 @@ class Coordinator:
 
     def validate(self) -> None:
         """Check every invariant of state and ledger. Raises `ProtocolViolation` on the first that is broken."""
-        self._state.validate()
+        invariants.validate(self._state)

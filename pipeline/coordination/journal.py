@@ -25,7 +25,7 @@ from pipeline.coordination.events import Event, NewGroup, RunResumed
 from stores.codec import Codec
 from stores.errors import ConfigError, ProtocolViolation, StoreError
 from stores.in_flight import GroupInFlight, MemberInFlight
-from stores.staleness import Ending
+from stores.ledger_entries import Ending
 from stores.trajectory import AbortReason, Fate
 
 CODEC = Codec(tagged=(*get_args(Event), *get_args(Command), NewGroup, Ending, GroupInFlight, MemberInFlight))

@@ -15,7 +15,7 @@ from pipeline.strategies.admission import Admission
 from pipeline.strategies.affinity import Affinity
 from pipeline.strategies.migration import Load
 from pipeline.strategies.routing import Candidate, Routing
-from stores.staleness import EntryState
+from stores.ledger_entries import EntryState
 from stores.trajectory import GroupId, PolicyVersion
 
 

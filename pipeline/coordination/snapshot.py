@@ -9,7 +9,7 @@ from pipeline.coordination.forecast import ForecastError
 from pipeline.coordination.phases import Phase
 from pipeline.coordination.state import CoordinatorState
 from pipeline.coordination.work_queue import FRESH
-from stores.staleness import BufferView, EntryState
+from stores.ledger_entries import BufferView, EntryState
 from stores.trajectory import AbortReason, InstanceId, ended_as
 
 
@@ -105,7 +105,7 @@ def waiting_for(state: CoordinatorState, limit: int) -> str:
     head = (
         f"step {ledger.next_step} waits for {ledger.groups_per_step - ledger.num_occupied} more of its "
         f"{ledger.groups_per_step} groups; {ledger.num_reserved} are being sampled, "
-        f"{state.num_fresh_groups} queued, {len(state.fleet)} instances"
+        f"{len(state.fresh_groups)} queued, {len(state.fleet)} instances"
     )
     oldest = sorted(
         (t for t in state.live.values() if t.phase is not Phase.DONE),

@@ -1,17 +1,16 @@
 """All that the coordinator knows, and the only module that changes it. Pure.
 
 Everyone may read; the verbs of `CoordinatorState` are the only writers of trajectories, fleet, queue and ledger. Each
-verb is one thing that was decided or has happened. It keeps the invariants that `validate` states, and notes by itself
-which decisions may now come out differently: the coordinator asks with `take_..._change` before it decides anew, and
-asking clears the note. A verb that the phases or the ledger refuse raises `ProtocolViolation` and changes nothing.
+verb is one thing that was decided or has happened. It keeps the invariants that invariants.py states, and notes by
+itself which decisions may now come out differently: the coordinator asks with `take_..._change` before it decides anew,
+and asking clears the note. A verb that the phases or the ledger refuse raises `ProtocolViolation` and changes nothing.
 
 The state is speculative: a command is taken to have landed the moment it is given.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -23,7 +22,8 @@ from pipeline.coordination.trajectories import LiveTrajectory
 from pipeline.coordination.work_queue import FRESH, MutableWorkQueue, WorkQueue
 from stores.errors import ProtocolViolation
 from stores.in_flight import GroupInFlight
-from stores.staleness import Ending, EntryState, StalenessLedger
+from stores.ledger_entries import Ending, EntryState
+from stores.staleness import StalenessLedger
 from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 
@@ -94,14 +94,19 @@ class CoordinatorState:
         return 0.0 if self._idle_since is None else self._now - self._idle_since
 
     @property
-    def num_fresh_groups(self) -> int:
-        """Groups that have arrived and hold no promise yet."""
-        return len(self._fresh_groups)
+    def fresh_groups(self) -> Set[GroupId]:
+        """The groups that have arrived and hold no promise yet."""
+        return self._fresh_groups
 
     @property
     def groups_drawn(self) -> int:
         """Groups that were asked for and have not arrived."""
         return self._groups_drawn
+
+    def level(self, group: GroupId) -> int:
+        """The level of the queue that a group's members wait in."""
+        version = self.ledger.entries[group].version
+        return FRESH if version < 0 else version
 
     def running(self, trajectory: TrajectoryId, epoch: int) -> LiveTrajectory | None:
         """The trajectory that an instance's answer is about, or None if the answer is late."""
@@ -423,74 +428,10 @@ class CoordinatorState:
         self.measured.pull_s.add(self._now - self._pull_started_s.pop(instance.instance, self._now))
         self._loads_changed[instance.instance] = instance
 
-    # -- proof ---------------------------------------------------------------------------------------------------
-
-    def validate(self) -> None:
-        """State every invariant across collections. O(live); raises `ProtocolViolation` on the first broken."""
-        self.ledger.validate()
-        self._fleet.validate()
-        held = {member for entry in self.ledger.entries.values() for member in entry.members}
-        if held != self._live.keys():
-            raise ProtocolViolation(f"ledger and coordinator differ about {sorted(held ^ self._live.keys())[:10]}")
-        for live in self._live.values():
-            self._validate_trajectory(live)
-        self._validate_instances()
-        fresh = {g for g, entry in self.ledger.entries.items() if entry.state is EntryState.QUEUED}
-        if fresh != self._fresh_groups:
-            raise ProtocolViolation(f"groups without a promise differ: {sorted(fresh ^ self._fresh_groups)[:10]}")
-        due = {t.id: (level := self._level(t.group), level) for t in self._live.values() if t.phase is Phase.QUEUED}
-        queued = {live.id: (level, live.level) for level, live in self._queue}
-        if due != queued or len(self._queue) != len(queued):
-            raise ProtocolViolation(f"queued and waiting differ: {sorted(due.items() ^ queued.items())[:10]}")
-        if self._training != (self.ledger.next_step > self.ledger.version):
-            raise ProtocolViolation(
-                f"next step {self.ledger.next_step}, published {self.ledger.version}, but training is {self._training}"
-            )
-
-    def _validate_trajectory(self, live: LiveTrajectory) -> None:
-        """A trajectory agrees with its instance and with its group's entry in the ledger."""
-        instance, entry = self._fleet.get(live.instance), self.ledger.entries[live.group]
-        if (live.phase is Phase.RUNNING) != (instance is not None and live.id in instance.trajectories):
-            raise ProtocolViolation(f"{live.id} is {live.phase.value} but not listed so on {live.instance}")
-        if (live.phase is Phase.RUNNING) != (live.instance is not None):
-            raise ProtocolViolation(f"{live.id} is {live.phase.value} on {live.instance}")
-        if (live.phase is Phase.DONE) != (live.id in entry.completed):
-            raise ProtocolViolation(f"{live.id} is {live.phase.value}, its group has {entry.completed} completed")
-        if (live.v_traj >= 0) != (live.id in entry.routed) or (live.v_traj >= 0) != (live.epoch > 0):
-            raise ProtocolViolation(f"{live.id} was routed {live.epoch} times, with version {live.v_traj}")
-        if not 0 <= live.safe_tokens <= live.tokens:
-            raise ProtocolViolation(f"{live.id} has {live.tokens} tokens, {live.safe_tokens} of them safe")
-        if live.cut and live.phase is not Phase.RUNNING:
-            raise ProtocolViolation(f"{live.id} is to be cut off but {live.phase.value}")
-        if live.target is not None and live.phase not in {Phase.RUNNING, Phase.QUEUED}:
-            raise ProtocolViolation(f"{live.id} is to continue at {live.target} but {live.phase.value}")
-
-    def _validate_instances(self) -> None:
-        """The numbers of an instance are those of the trajectories it runs, or that are on their way."""
-        moving: Counter[InstanceId] = Counter()
-        for live in self._live.values():
-            if live.target is not None:
-                moving.update([live.target] if live.instance is None else [live.target, live.instance])
-        for instance in self._fleet:
-            listed = [self._live.get(member) for member in instance.trajectories]
-            if any(live is None or live.instance != instance.instance for live in listed):
-                raise ProtocolViolation(f"{instance.instance} lists trajectories that run elsewhere or have ended")
-            if instance.kv_tokens != sum(live.kv_tokens for live in listed if live is not None):
-                raise ProtocolViolation(f"{instance.instance} is taken to hold {instance.kv_tokens} KV tokens")
-            if instance.in_transit != moving[instance.instance]:
-                raise ProtocolViolation(
-                    f"{instance.instance}: {instance.in_transit} in transit, {moving[instance.instance]} move"
-                )
-
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _level(self, group: GroupId) -> int:
-        """The level of the queue that a group's members wait in."""
-        version = self.ledger.entries[group].version
-        return FRESH if version < 0 else version
-
     def _enqueue(self, live: LiveTrajectory) -> None:
-        live.level = self._level(live.group)
+        live.level = self.level(live.group)
         self._queue.append(live, live.level)
 
     def _change_level(self, group: GroupId) -> None:

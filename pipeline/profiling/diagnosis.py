@@ -21,7 +21,7 @@ from typing import Any
 from pipeline.config.deciding import cost_model
 from pipeline.config.schema import RunConfig
 from pipeline.profiling.fit import Fit
-from pipeline.profiling.loads import Seconds, StepLoad, slow_instances, total
+from pipeline.profiling.step_loads import Seconds, StepLoad, slow_instances, total
 from tasks.engines.cost_model import CostModel
 
 LITTLE = 0.1

@@ -19,18 +19,17 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config import actor_settings
 from pipeline.config.model_facts import ModelFacts
 from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import Command
 from pipeline.runtime import trainer_group
 from pipeline.runtime.background import side_by_side
 from pipeline.runtime.base import NamedActor, Placed, Workers
 from pipeline.runtime.clock import now_s
+from pipeline.runtime.instance_handle import InstanceHandle
 from pipeline.runtime.restoring import Restoring
 from pipeline.runtime.resumption import Resumption
 from pipeline.runtime.transfers import Transfers
@@ -44,7 +43,7 @@ from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import RolloutInstance
 from tasks.actors.trainer import StepResult
 from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.engines.base import EngineLoad, Loaded
+from tasks.engines.base import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -71,52 +70,6 @@ Deadline = Literal["start_s", "call_s", "train_s", "commit_s"]
 SERVER = NamedActor("server")
 
 
-@dataclass(slots=True)
-class InstanceHandle:
-    """A rollout instance as the driver sees it. tasks: what its InstanceLink runs."""
-
-    placed: Placed
-    index: int
-    outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    has_weights: bool = False
-    """Whether its engine was loaded by an earlier start of the run: it holds weights, which need not be the model's."""
-    version: PolicyVersion = PolicyVersion(0)
-    fetching: PolicyVersion | None = None
-    """The version it is about to serve, while it pulls."""
-    loading: bool = False
-    """Whether its engine loads weights, which has a deadline of its own: it need not sample meanwhile."""
-    fingerprint: str = ""
-    """Fingerprint of the weights it holds; empty until its first pull."""
-    drift: float = 0.0
-    """Largest difference of its probe's logprobs from the trainer's after the latest pull, nats."""
-    # Its idle share comes from these: seconds the coordinator had work on it, seconds its engine worked.
-    assigned_s: float = 0.0
-    busy_s: float = 0.0
-    tokens_sampled: int = 0
-    before: EngineLoad | None = None
-    """Its load when the driver first asked: what it did until then, such as an evaluation, does not count."""
-    load: EngineLoad | None = None
-    """Its load as last reported."""
-
-    @property
-    def context_tokens(self) -> tuple[int, int]:
-        """Tokens of contexts that its engine computed, and that it found cached, as last reported."""
-        if self.before is None or self.load is None:
-            return 0, 0
-        computed = self.load.prefilled_tokens - self.before.prefilled_tokens
-        return computed, self.load.cached_tokens - self.before.cached_tokens
-
-    @property
-    def kept_tokens(self) -> int:
-        """KV tokens that its engine keeps for turns to come, as last reported."""
-        return self.load.kept_tokens if self.load else 0
-
-    @property
-    def id(self) -> InstanceId:
-        return InstanceId(self.placed.name)
-
-
 class Actors:
     """The actors of one run, on any kind of workers."""
 
@@ -136,7 +89,7 @@ class Actors:
         self._unanswering: set[str] = set()
         """Addresses of processes whose parameter server did not answer: no further one is placed there."""
         self._published: dict[PolicyVersion, StepResult] = {}
-        self._transfers = Transfers(self, config.deadlines.call_s)
+        self._transfers = Transfers(self, config.deadlines.call_s, config.cluster.delta_versions)
         self._trained: dict[PolicyVersion, str] = {}
         self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every, trainer_group.others(config))
         self.instances: dict[InstanceId, InstanceHandle] = {}
@@ -313,7 +266,9 @@ class Actors:
     def publish(self, result: StepResult) -> None:
         """Note a published version; instances can pull it from now on."""
         self._published[result.version] = result
-        self._transfers.publish(result.version, self._trainer_host, result.num_bytes)
+        self._transfers.publish(
+            result.version, self._trainer_host, result.num_bytes, result.delta_bytes, result.fingerprint
+        )
 
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]

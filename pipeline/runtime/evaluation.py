@@ -24,7 +24,8 @@ from tasks.scoring import ScoredResponse
 
 if TYPE_CHECKING:  # else whoever only reads evaluations would load torch
     from pipeline.runtime.acting import Acting
-    from pipeline.runtime.actors import Actors, InstanceHandle
+    from pipeline.runtime.actors import Actors
+    from pipeline.runtime.instance_handle import InstanceHandle
     from pipeline.runtime.membership import Membership
     from pipeline.runtime.scoring import Scoring
     from tasks.actors.rollout_instance import Evaluated

@@ -26,8 +26,9 @@ from pipeline.coordination.events import (
     TrajectorySampled,
 )
 from pipeline.profiling.fit import CostWatch, StepPoint
-from pipeline.runtime.actors import SERVER, Actors, InstanceHandle
+from pipeline.runtime.actors import SERVER, Actors
 from pipeline.runtime.clock import now_s
+from pipeline.runtime.instance_handle import InstanceHandle
 from stores.errors import ActorLost
 from tasks.actors.rollout_instance import Outcome, RouteItem
 from tasks.engines.base import EngineLoad

@@ -14,10 +14,11 @@ from pipeline.coordination.commands import Command
 from pipeline.coordination.events import Event
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.profiling.diagnosis import Diagnosis, diagnose, recent, sizes_of
-from pipeline.profiling.loads import LoadWatch, steady
+from pipeline.profiling.loads import LoadWatch
 from pipeline.profiling.measure import Profile, measured_latencies
-from pipeline.runtime.actors import InstanceHandle
+from pipeline.profiling.step_loads import steady
 from pipeline.runtime.clock import now_s
+from pipeline.runtime.instance_handle import InstanceHandle
 from stores.trajectory import InstanceId
 
 

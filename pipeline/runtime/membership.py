@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.events import Event, InstanceJoined, InstanceLeaving, InstanceLost
 from pipeline.profiling.fit import CostWatch
-from pipeline.runtime.actors import SERVER, Actors, InstanceHandle
+from pipeline.runtime.actors import SERVER, Actors
 from pipeline.runtime.background import Background, side_by_side
 from pipeline.runtime.base import NoFreeWorker
+from pipeline.runtime.instance_handle import InstanceHandle
 from pipeline.runtime.instance_link import InstanceLink
 from stores import errors
 from stores.trajectory import InstanceId, PolicyVersion

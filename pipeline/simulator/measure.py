@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pipeline.config import deciding
 from pipeline.config.schema import RunConfig
 from pipeline.profiling.diagnosis import Diagnosis, diagnose, sizes_of
-from pipeline.profiling.loads import steady, steady_part
+from pipeline.profiling.step_loads import steady, steady_part
 from pipeline.simulator.trace import Trace, TrainedStep
 from stores.metrics import tokens_per_s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.profiling.loads import StepLoad
+from pipeline.profiling.step_loads import StepLoad
 from tasks.engines.decoding import Work
 
 

@@ -18,14 +18,15 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from stores.base import LedgerState, RunHeader, StepRecord, id_ranges
+from stores.base import LedgerState, StepRecord, id_ranges
 from stores.in_flight import InFlight
+from stores.ledger_entries import Ending
 from stores.resume_points import ResumePoints
 from stores.spool import Spool
 from stores.spool_entries import (
@@ -40,7 +41,6 @@ from stores.spool_entries import (
     TrajectoriesRetired,
     TrajectoriesRouted,
 )
-from stores.staleness import Ending
 from stores.trajectory import (
     AbortReason,
     Ended,
@@ -54,6 +54,7 @@ from stores.trajectory import (
 )
 from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
+from tasks.actors.drawn_tasks import DrawnTasks
 from tasks.actors.given_answers import GivenAnswers, newest_turn
 from tasks.actors.server_answers import (
     Bridged,
@@ -66,33 +67,16 @@ from tasks.actors.server_answers import (
     ScoringItem,
     TakenUp,
 )
+from tasks.actors.server_settings import ServerSettings
 from tasks.actors.step_batches import StepBatches, part_of
 from tasks.directions import directions_of, role_of, split
 from tasks.endpoint.turns import SampledTurn
 from tasks.engines.base import Sampled
-from tasks.prompts import HeldOut, Prompts, PromptSettings
+from tasks.prompts import HeldOut, Prompts
 from tasks.scoring import ScoredResponse
-from tasks.task_source import Message, Record, Task
-from tasks.training.advantage import Overlong
+from tasks.task_source import Message, Record
 from tasks.training.batches import check_batch
 from tasks.training.packing import BatchPart
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder. reward: the
-    reward functions as the job names them, for messages. resumed: whether to continue an existing store."""
-
-    prompts: PromptSettings
-    reward: str
-    group_size: int
-    members_started: int
-    advantage: str
-    overlong: Overlong
-    max_error_share: float
-    store: str
-    header: RunHeader
-    resumed: bool = False
 
 
 @answers_calls
@@ -116,13 +100,12 @@ class TrajectoryServer:
         self._flight = InFlight(members=settings.members_started)
         self._spool = Spool(path.with_name("spool"), settings.members_started)
         self._points = ResumePoints(path.with_name("resume"))
-        self._records: dict[GroupId, Record] = {}
+        self._tasks = DrawnTasks(self._prompts)
         self._last_record: StepRecord | None = None
         self._again: list[Ended] = []
         """The rows of a stored step that is trained again, number `_again_step`."""
         self._again_step = -1
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._prompt_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._spool_thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
         self._answers = GivenAnswers(self._prompts, prompts.max_new_tokens)
         self._batches = StepBatches(
@@ -150,7 +133,7 @@ class TrajectoryServer:
             self._flight.apply(entry)
         self._flight.forget_stored(ledger)
         for group, members in self._flight.missing(ledger).items():
-            self._flight.begin(members, self._prompt(group), self._now())
+            self._flight.begin(members, self._tasks.prompt(group), self._now())
         in_flight = {group.group for group in self._flight.in_numbers()}
         in_flight |= {t.group for t in self._flight.set_aside()}
         self._spool.stored(ledger.next_step, self._spool.groups - in_flight)
@@ -212,45 +195,29 @@ class TrajectoryServer:
         key = ended_as(Fate.ABORTED, AbortReason.RUN_ENDED)
         num_ended = {**state.num_ended, key: state.num_ended.get(key, 0) + len(lost)}
         record = StepRecord(kind="resume", step=state.next_step, ledger=replace(state, live=(), num_ended=num_ended))
-
-        def aborted() -> list[Ended]:
-            prompts = {g: self._prompt(g) for g in {GroupId(i // members) for i in lost}}
-            unsampled = [
-                Trajectory(id=i, group=GroupId(i // members), prompt_tokens=prompts[GroupId(i // members)])
-                for i in lost
-            ]
-            return [
-                Ended(
-                    trajectory=t, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=state.next_step, loss_mask=False
-                )
-                for t in unsampled
-            ]
-
-        await self._commit(record, await self._in(self._prompt_thread, aborted))
+        aborted = [
+            Ended(trajectory=t, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=state.next_step, loss_mask=False)
+            for t in await self._tasks.unsampled(lost, members)
+        ]
+        await self._commit(record, aborted)
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
     async def draw(self, first: int, num_groups: int) -> list[DrawnGroup]:
         """Draw groups `first`, first + 1, ... from the task source; returns their ids and lengths."""
-        tasks = await self._in(self._prompt_thread, self._encode, first, num_groups)
+        prompts = await self._tasks.draw(first, num_groups)
         now = self._now()
         drawn = [
             GroupDrawn(group=GroupId(group), prompt_tokens=np.asarray(tokens, np.int32), at_s=now)
-            for group, (_, tokens) in enumerate(tasks, first)
+            for group, tokens in enumerate(prompts, first)
         ]
         fresh = [entry for entry in drawn if self._flight.apply(entry)]
-        self._records |= {GroupId(group): task.record for group, (task, _) in enumerate(tasks, first)}
         await self._write(fresh)
         return [DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens)) for entry in drawn]
 
     async def held_out(self, count: int) -> list[HeldOut]:
         """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
-
-        def encode() -> list[HeldOut]:
-            return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in self._prompts.held_out(count)]
-
-        found: list[HeldOut] = await self._in(self._prompt_thread, encode)
-        return found
+        return await self._tasks.held_out(count)
 
     async def held_out_notice(self) -> str:
         """One line on training prompts found to be held out so far; empty if there were none."""
@@ -272,9 +239,10 @@ class TrajectoryServer:
     async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
         """The payloads of trajectories that are still live. routed: (trajectory, epoch) of each routing; what instances
         of earlier epochs deliver is ignored from now on."""
-        first_turns = (self._flight.live[m].group for m, _ in routed if m in self._flight.live)
+        records: dict[GroupId, Record] = {}
         if self._settings.prompts.source.asks_by_directions:
-            await self._recall(first_turns)
+            live = [self._flight.live[member] for member, _ in routed if member in self._flight.live]
+            records = await self._tasks.records(t.group for t in live if not t.has_answers)
         alive = tuple((member, epoch) for member, epoch in routed if member in self._flight.live)
         entry = TrajectoriesRouted(routed=alive, at_s=self._now())
         changed = self._flight.apply(entry)
@@ -283,8 +251,8 @@ class TrajectoryServer:
             t = self._flight.live[member]
             response, in_turn = tuple(t.response_tokens.tolist()), t.num_in_turn
             most = self._flight.turn_tokens.get(member, 0)
-            if not t.has_answers and t.group in self._records:
-                most = directions_of(self._records[t.group]).max_tokens
+            if not t.has_answers and t.group in records:
+                most = directions_of(records[t.group]).max_tokens
             found[member] = Payload(tuple(t.prompt_tokens.tolist()), response, t.finish, in_turn, most)
         await self._write([entry] if changed else [])
         return found
@@ -317,7 +285,7 @@ class TrajectoryServer:
         """The states of trajectories whose turns have ended. asked: each with the epoch of that routing. None of those
         that are no longer live."""
         found = [self._flight.live.get(trajectory) for trajectory, _ in asked]
-        records = await self._recall(t.group for t in found if t is not None)
+        records = await self._tasks.records(t.group for t in found if t is not None)
         texts = await asyncio.to_thread(lambda: [self._texts(u.tolist() for u in t.turns) if t else [] for t in found])
         return [
             None if t is None else self._episode(t, epoch, tuple(said), records[t.group])
@@ -394,7 +362,7 @@ class TrajectoryServer:
         """What is to be scored of each trajectory that is still live."""
         alive = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
         places = [(t.num_tokens, self._flight.epoch(t.id)) for t in alive]
-        known = await self._recall(t.group for t in alive)
+        known = await self._tasks.records(t.group for t in alive)
         records = [known[t.group] for t in alive]
         texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in alive))
         return [
@@ -492,7 +460,7 @@ class TrajectoryServer:
         return metrics | {"commit_s": time.monotonic() - begin}
 
     async def close(self) -> None:
-        self._prompt_thread.shutdown(wait=False, cancel_futures=True)
+        self._tasks.close()
         self._spool_thread.shutdown(wait=True)
         self._store_thread.shutdown(wait=True)
 
@@ -520,8 +488,7 @@ class TrajectoryServer:
         done = self._flight.stored((e.trajectory.id for e in rows), step)
         if step is not None:
             self._batches.forget(step)
-        for group in done:
-            self._records.pop(group, None)
+        self._tasks.forget(done)
 
         def prune() -> None:
             self._spool.stored(record.step, done)
@@ -543,24 +510,6 @@ class TrajectoryServer:
             return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
         return self._last_record.ledger
 
-    def _encode(self, first: int, count: int) -> list[tuple[Task, tuple[int, ...]]]:
-        tasks = self._prompts.tasks(range(first, first + count))
-        return [(task, self._prompts.encode(task)) for task in tasks]
-
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
         """Decode responses; takes up to a microsecond a token, so not on the event loop."""
         return [self._prompts.text(r) for r in responses]
-
-    def _prompt(self, group: GroupId) -> np.ndarray[Any, np.dtype[np.int32]]:
-        return np.asarray(self._prompts.encode(self._prompts.task(group)), np.int32)
-
-    async def _recall(self, groups: Iterable[GroupId]) -> dict[GroupId, Record]:
-        """The records of groups, for the verifier: of those drawn before this server began, from the source again."""
-        asked = set(groups)
-        found = {group: self._records[group] for group in asked if group in self._records}
-        if unknown := sorted(asked - set(found)):
-            tasks = await self._in(self._prompt_thread, self._prompts.tasks, unknown)
-            drawn = {group: task.record for group, task in zip(unknown, tasks, strict=True)}
-            self._records |= drawn
-            found |= drawn
-        return found

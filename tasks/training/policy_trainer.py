@@ -291,29 +291,25 @@ class PolicyTrainer:
         """Forward and backward of one micro-batch; gradients add up in the model. Returns [N, T] the logprobs. What the
         loss returns at padding and given tokens is cut off: an infinite ratio times a mask of 0 would be no number.
         before: logprobs under the proximal policy; of a row that is not there, they are this pass's."""
-        entropy = None
-        if self.objective.needs_entropy:
-            logprobs, entropy = self.logprob_model.batch_and_entropy(batch)
-        else:
-            logprobs = self.logprob_model.batch(batch)
-        if not batch.rows:  # of a rank that has none left: it takes part in what all ranks do, and adds nothing
-            logprobs.masked_fill(torch.ones_like(logprobs, dtype=torch.bool), 0).sum().backward()
-            return logprobs.detach()
-        known = torch.zeros((len(logprobs), 1), dtype=torch.bool, device=self.device)
-        known[: len(batch.rows), 0] = torch.tensor([i in before for i in batch.rows], device=self.device)
-        held = self._laid_out(batch, rows, before)
-        tokens = self._tokens(batch, logprobs, proximal=held.where(known, logprobs.detach()))
-        others = ~tokens.sampled
-        kept = None
-        if reference is not None:
-            kept = self._laid_out(batch, rows, reference).masked_fill(others, 0)
-        result = self.objective.token_loss(tokens, kept, entropy)
-        loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(batch.weight).to(self.device)).sum()
-        loss.backward()
-        with torch.no_grad():
-            sums.add_loss(loss, tokens, kept)
-            sums.add(tokens, result, self.objective.old(tokens))
-        return logprobs.detach()
+
+        def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+            known = torch.tensor([[i in before] for i in part.rows], device=self.device)
+            held = torch.from_numpy(part.laid_out(rows, before)).to(self.device)
+            tokens = self._tokens(part, logprobs, proximal=held.where(known, logprobs.detach()))
+            others = ~tokens.sampled
+            kept = None
+            if reference is not None:
+                kept = torch.from_numpy(part.laid_out(rows, reference)).to(self.device).masked_fill(others, 0)
+            result = self.objective.token_loss(tokens, kept, entropy)
+            loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(part.weight).to(self.device)).sum()
+            with torch.no_grad():
+                sums.add_loss(loss, tokens, kept)
+                sums.add(tokens, result, self.objective.old(tokens))
+            return loss
+
+        return self.logprob_model.backward(
+            batch, loss_of, entropy=self.objective.needs_entropy, by_token=self.objective.by_token
+        )
 
     def _tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
         """A micro-batch as losses see it, with zeros at padding and given tokens."""
@@ -327,15 +323,6 @@ class PolicyTrainer:
             sampled=~others,
             lags=torch.from_numpy(np.ascontiguousarray(batch.lags)).to(self.device),
         )
-
-    def _laid_out(self, batch: MicroBatch, rows: Sequence[Row], logprobs: ByRow) -> torch.Tensor:
-        """[N, T] logprobs of the rows' responses, where a micro-batch has their tokens; 0 of rows that have none."""
-        laid_out = np.zeros_like(batch.behaviour)
-        for k, i in enumerate(batch.rows):
-            if i in logprobs:
-                begin = len(rows[i].prompt) - 1 - batch.start
-                laid_out[k, begin : begin + len(rows[i].response)] = logprobs[i]
-        return torch.from_numpy(laid_out).to(self.device)
 
     def _load_reference(self) -> LogprobModel:
         """The reference model, in the type that weights are published in. Raises ConfigError."""

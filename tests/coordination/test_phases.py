@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.coordination.events import NewGroup
+from pipeline.coordination.invariants import validate
 from pipeline.coordination.phases import NEXT_PHASE, Phase, Transition, next_phase
 from pipeline.coordination.state import CoordinatorState
 from pipeline.coordination.trajectories import LiveTrajectory
@@ -59,7 +60,7 @@ def state_with(phase: Phase) -> tuple[CoordinatorState, LiveTrajectory]:
     if phase is Phase.ENDED:
         state.abort(live.group, AbortReason.ENGINE_FAILED, live.id)
     assert live.phase is phase
-    state.validate()
+    validate(state)
     return state, live
 
 
@@ -92,7 +93,7 @@ def test_a_refused_verb_raises_and_nothing_happens(phase: Phase, transition: Tra
         with pytest.raises(ProtocolViolation):
             VERBS[transition](state, live)
         assert picture(state, live) == before
-    state.validate()
+    validate(state)
 
 
 @pytest.mark.parametrize("phase", [p for p in Phase if p is not Phase.RUNNING])
@@ -112,4 +113,4 @@ def test_a_stop_ends_every_phase(phase: Phase) -> None:
     assert len(ended) == 4
     assert {one.ending.trajectory: one.running_on for one in ended}[live.id] == (A if phase is Phase.RUNNING else None)
     assert (live.phase, live.instance, len(state.live)) == (Phase.ENDED, None, 0)
-    state.validate()
+    validate(state)

@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.coordination.events import NewGroup
 from pipeline.coordination.fleet import Fleet, Instance, MutableFleet
+from pipeline.coordination.invariants import validate
 from pipeline.coordination.phases import Phase, Transition
 from pipeline.coordination.state import CoordinatorState
 from pipeline.coordination.trajectories import LiveTrajectory
@@ -42,7 +43,7 @@ def busy_state() -> CoordinatorState:
     for t in (2, 3):
         state.finish_sampling(live(state, t), 20)
     state.score(live(state, 3), 1.0)
-    state.validate()
+    validate(state)
     return state
 
 
@@ -149,7 +150,7 @@ def test_validate_catches_each_broken_invariant(name: str) -> None:
     state.fleet.versions()
     breaks(state)
     with pytest.raises(ProtocolViolation, match=message):
-        state.validate()
+        validate(state)
 
 
 def test_verbs_of_the_fleet_that_would_break_it_are_refused_and_nothing_happens() -> None:
@@ -213,7 +214,7 @@ def test_a_verb_keeps_the_invariants_and_notes_what_is_to_be_decided_anew(verb: 
     changes(state)
     act, expected = NOTED[verb]
     act(state)
-    state.validate()
+    validate(state)
     assert changes(state) == expected
     assert changes(state) == (False, [], False, False)
 
@@ -242,18 +243,18 @@ def test_a_batch_is_noted_scored_consumed_published_and_pulled() -> None:
     assert (batch.step, batch.members, batch.versions, batch.surplus) == (0, (0, 1), (0, 0), ())
     assert (state.training, state.waited_s, len(state.live)) == (True, 0.0, 0)
     assert changes(state) == (False, [], True, True)
-    state.validate()
+    validate(state)
     state.publish(PolicyVersion(1))
     assert changes(state) == (True, [A], True, True)
     state.start_pull(state.fleet[0])
     assert (state.fleet[0].version, state.fleet[0].pulling) == (1, True)
     assert changes(state) == (False, [], False, True)
-    state.validate()
+    validate(state)
 
 
 def test_fresh_groups_siblings_take_its_level_and_a_move_is_counted_at_both_ends() -> None:
     state = busy_state()
-    assert state.num_fresh_groups == 1
+    assert len(state.fresh_groups) == 1
     send(state, 6, row=1)
     assert {t.id: level for level, t in state.queue} == {4: 0, 5: 0, 7: 0, 8: 0}
     assert [one.in_transit for one in state.fleet] == [1, 1]
@@ -261,8 +262,8 @@ def test_fresh_groups_siblings_take_its_level_and_a_move_is_counted_at_both_ends
     assert [one.in_transit for one in state.fleet] == [0, 1]
     send(state, 1, row=1)
     assert [one.in_transit for one in state.fleet] == [0, 0]
-    assert state.num_fresh_groups == 0
-    state.validate()
+    assert len(state.fresh_groups) == 0
+    validate(state)
 
 
 def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no_hurry() -> None:
@@ -274,14 +275,14 @@ def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no
     assert state.fail(live(state, 0), Transition.INSTANCE_LOST) == 1
     assert (live(state, 0).tokens, live(state, 0).safe_tokens) == (9, 9)
     assert (state.fleet[1].kv_tokens, state.fleet[1].pace_s) == (0, math.inf)
-    state.validate()
+    validate(state)
 
 
 def test_what_everybody_may_read_cannot_be_written() -> None:
     state = busy_state()
     with pytest.raises(TypeError):
         state.live[TrajectoryId(0)] = live(state, 1)
-    for name in ("now", "training", "num_fresh_groups", "groups_drawn", "waited_s"):
+    for name in ("now", "training", "fresh_groups", "groups_drawn", "waited_s"):
         with pytest.raises(AttributeError):
             setattr(state, name, 1)
 
@@ -298,7 +299,7 @@ def methods(of: type, but: type = object) -> set[str]:
 TRAJECTORY_FIELDS = {f.name for f in dataclasses.fields(LiveTrajectory)}
 INSTANCE_FIELDS = {f.name for f in dataclasses.fields(Instance)}
 LEDGER_VERBS = {"resume", "start", "reserve", "complete", "occupy", "consume", "abort", "filter", "publish"}
-STATE_VERBS = methods(CoordinatorState) - {"running", "validate"}
+STATE_VERBS = methods(CoordinatorState) - {"running", "level"}
 OWNED = {
     "ledger": LEDGER_VERBS,
     "fleet": methods(MutableFleet, but=Fleet),

@@ -14,7 +14,8 @@ from pipeline.strategies.filtering import KeepAll, NoSignal
 from stores.base import LedgerState
 from stores.errors import ProtocolViolation
 from stores.in_flight import GroupInFlight, MemberInFlight
-from stores.staleness import EntryState, StalenessLedger
+from stores.ledger_entries import EntryState
+from stores.staleness import StalenessLedger
 from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId, ended_as
 
 

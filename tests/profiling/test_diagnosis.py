@@ -11,8 +11,8 @@ from pipeline.config import actor_settings, loading
 from pipeline.jobs.expectation import WORSE, confirmed, expect
 from pipeline.jobs.summary import diagnosed
 from pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
-from pipeline.profiling.loads import StepLoad
 from pipeline.profiling.measure import profile_run
+from pipeline.profiling.step_loads import StepLoad
 from pipeline.runtime.run_folder import load_job
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import measure

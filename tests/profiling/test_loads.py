@@ -19,8 +19,9 @@ from pipeline.coordination.events import (
     VersionPublished,
 )
 from pipeline.jobs.expectation import as_recorded
-from pipeline.profiling.loads import LoadWatch, steady, total
+from pipeline.profiling.loads import LoadWatch
 from pipeline.profiling.measure import profile_run
+from pipeline.profiling.step_loads import steady, total
 from pipeline.runtime.run_folder import load_job
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import measure

@@ -9,6 +9,7 @@ import pytest
 
 from stores.base import LedgerState
 from stores.in_flight import InFlight
+from stores.ledger_entries import Ending
 from stores.spool_entries import (
     BatchTaken,
     Entry,
@@ -21,7 +22,6 @@ from stores.spool_entries import (
     decode,
     encode,
 )
-from stores.staleness import Ending
 from stores.trajectory import (
     AbortReason,
     Fate,

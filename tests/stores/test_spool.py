@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stores.ledger_entries import Ending
 from stores.spool import FRAME, HEADER, Spool
 from stores.spool_entries import (
     AnswerGiven,
@@ -28,7 +29,6 @@ from stores.spool_entries import (
     decode,
     encode,
 )
-from stores.staleness import Ending
 from stores.trajectory import AbortReason, Fate, FinishReason, GroupId, InstanceId, PolicyVersion, Segment, TrajectoryId
 
 SMALL = st.integers(0, 50)

@@ -8,7 +8,8 @@ import pytest
 
 import stores.staleness
 from stores.errors import ProtocolViolation
-from stores.staleness import Ending, StalenessLedger
+from stores.ledger_entries import Ending
+from stores.staleness import StalenessLedger
 from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tests.stores.ledger_machine import LedgerMachine
 

@@ -26,7 +26,8 @@ from pipeline.strategies.routing import (
 )
 from pipeline.strategies.synchronization import SYNCHRONIZATION, Greedy, Hypothesis, LaggingInstance, Status
 from stores.errors import ConfigError
-from stores.staleness import EntryState, StalenessLedger
+from stores.ledger_entries import EntryState
+from stores.staleness import StalenessLedger
 from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tasks.engines.cost_model import CostModel
 

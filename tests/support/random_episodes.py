@@ -27,8 +27,8 @@ import hypothesis.strategies as st
 import numpy as np
 
 from stores.base import RunHeader
+from stores.ledger_entries import Ending
 from stores.memory import MemoryStore
-from stores.staleness import Ending
 from stores.trajectory import (
     AbortReason,
     Fate,
@@ -42,7 +42,8 @@ from stores.trajectory import (
 )
 from tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
 from tasks.actors.server_answers import RewardItem, SaidItem
-from tasks.actors.trajectory_server import ServerSettings, TrajectoryServer
+from tasks.actors.server_settings import ServerSettings
+from tasks.actors.trajectory_server import TrajectoryServer
 from tasks.engines.base import Engine, Request
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Message, Task

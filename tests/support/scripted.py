@@ -31,9 +31,10 @@ from tasks.actors.environment_host import EnvironmentHost
 from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_instance import Evaluated, RolloutInstance
+from tasks.actors.server_settings import ServerSettings
 from tasks.actors.trainer import StepResult, Trainer
 from tasks.actors.trainer_rank import LONGEST_S, TrainerRank
-from tasks.actors.trajectory_server import ServerSettings, TrajectoryServer
+from tasks.actors.trajectory_server import TrajectoryServer
 from tasks.engines.base import EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.emulated import word_logprobs, words
 from tasks.scoring import ScoredResponse
@@ -379,7 +380,7 @@ class PlayedTrainer:
 
     def __init__(
         self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
-        point_every: int, ranks: int = 1,
+        point_every: int, ranks: int = 1, deltas: bool = False,
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
         self._probe: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ import pytest
 from pipeline.config import actor_settings, loading
 from stores.base import LedgerState, StepRecord
 from stores.errors import ActorLost, ProtocolViolation
-from stores.staleness import Ending
+from stores.ledger_entries import Ending
 from stores.trajectory import (
     AbortReason,
     Ended,

@@ -1,0 +1,57 @@
+"""A rollout instance as the driver sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pipeline.coordination.commands import Command
+from pipeline.runtime.base import Placed
+from stores.trajectory import InstanceId, PolicyVersion
+from tasks.engines.base import EngineLoad
+
+
+@dataclass(slots=True)
+class InstanceHandle:
+    """A rollout instance as the driver sees it. tasks: what its InstanceLink runs."""
+
+    placed: Placed
+    index: int
+    outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    has_weights: bool = False
+    """Whether its engine was loaded by an earlier start of the run: it holds weights, which need not be the model's."""
+    version: PolicyVersion = PolicyVersion(0)
+    fetching: PolicyVersion | None = None
+    """The version it is about to serve, while it pulls."""
+    loading: bool = False
+    """Whether its engine loads weights, which has a deadline of its own: it need not sample meanwhile."""
+    fingerprint: str = ""
+    """Fingerprint of the weights it holds; empty until its first pull."""
+    drift: float = 0.0
+    """Largest difference of its probe's logprobs from the trainer's after the latest pull, nats."""
+    # Its idle share comes from these: seconds the coordinator had work on it, seconds its engine worked.
+    assigned_s: float = 0.0
+    busy_s: float = 0.0
+    tokens_sampled: int = 0
+    before: EngineLoad | None = None
+    """Its load when the driver first asked: what it did until then, such as an evaluation, does not count."""
+    load: EngineLoad | None = None
+    """Its load as last reported."""
+
+    @property
+    def context_tokens(self) -> tuple[int, int]:
+        """Tokens of contexts that its engine computed, and that it found cached, as last reported."""
+        if self.before is None or self.load is None:
+            return 0, 0
+        computed = self.load.prefilled_tokens - self.before.prefilled_tokens
+        return computed, self.load.cached_tokens - self.before.cached_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        """KV tokens that its engine keeps for turns to come, as last reported."""
+        return self.load.kept_tokens if self.load else 0
+
+    @property
+    def id(self) -> InstanceId:
+        return InstanceId(self.placed.name)

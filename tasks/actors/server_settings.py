@@ -1,0 +1,26 @@
+"""Settings of the trajectory server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stores.base import RunHeader
+from tasks.prompts import PromptSettings
+from tasks.training.advantage import Overlong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder. reward: the
+    reward functions as the job names them, for messages. resumed: whether to continue an existing store."""
+
+    prompts: PromptSettings
+    reward: str
+    group_size: int
+    members_started: int
+    advantage: str
+    overlong: Overlong
+    max_error_share: float
+    store: str
+    header: RunHeader
+    resumed: bool = False
