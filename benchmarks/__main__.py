@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "training": ((),),
     "learning": (("--set", "runs_dir={folder}"),),
     "soak": ((),),
+    "endpoint": (("load",),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""

@@ -18,6 +18,7 @@ from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from tasks.columns import Columns
+from tasks.endpoint.settings import EndpointConfig
 from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.knobs import knob
@@ -43,7 +44,8 @@ class TaskConfig:
     source: str = knob(
         "reasoning_gym:chain_sum",
         "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, an environment of many turns "
-        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), or your own class or coroutine, path/to/file.py:NAME",
+        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), an agent that asks over HTTP (agent:path/to/file.py:NAME), or "
+        "your own class or coroutine, path/to/file.py:NAME",
     )
     options: dict[str, Any] = knob(
         {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"
@@ -361,6 +363,7 @@ class RunConfig:
     task: TaskConfig = TaskConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    endpoint: EndpointConfig = EndpointConfig()
     batch: BatchConfig = BatchConfig()
     staleness: StalenessConfig = StalenessConfig()
     rollout: RolloutConfig = RolloutConfig()
