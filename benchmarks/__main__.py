@@ -30,8 +30,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "reprocess": ((),),
     "run_page": ((),),
     "long_store": ((),),
+    "training": ((),),
     "learning": (("--set", "runs_dir={folder}"),),
     "soak": ((),),
+    "endpoint": (("load",),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""
