@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "agentic": (("--out", "{folder}"),),
     "prefix": (("--engine", "transformers"),),
     "ablation": (("--out", "{folder}/ablation.md"),),
-    "reality": (("emulated",), ("overhead",), ("transformers",)),
+    "reality": (("emulated",), ("overhead",), ("short",), ("transformers",)),
     "reprocess": ((),),
     "run_page": ((),),
     "long_store": ((),),

@@ -38,6 +38,8 @@ class StepResult:
     """Logprobs of the probe's tokens under these weights; see Engine.logprobs."""
     num_bytes: int = 0
     """Size of the published file."""
+    delta_bytes: int = 0
+    """Size of the file beside it with what has changed since the version before; 0 if there is none."""
     as_recorded: bool = True
     """Whether these are the weights whose fingerprint was recorded for this version."""
 
@@ -55,12 +57,14 @@ class Trainer:
         points: str,
         point_every: int,
         ranks: int = 1,
+        deltas: bool = False,
     ) -> None:
         """points: folder of the run's resume points, one every `point_every` steps, 0 for none. ranks: processes of the
-        group; with more than one, `lead` has to be called first."""
+        group; with more than one, `lead` has to be called first. deltas: whether what has changed since the version
+        before is published with each."""
         holding.close_unused()
         self._call_s = call_s
-        self._settings, self._threads, self._ranks = settings, threads, ranks
+        self._settings, self._threads, self._ranks, self._deltas = settings, threads, ranks, deltas
         self._joined: Policy | None = settings.build(threads) if ranks == 1 else None
         parameters.sweep(Path(folder).parent)
         self._folder = ParameterFolder(Path(folder))
@@ -147,7 +151,7 @@ class Trainer:
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
-        held = self._policy.published(lambda weights: self._folder.publish(version, weights))
+        held = self._policy.published(lambda weights: self._folder.publish(version, weights, delta=self._deltas))
         path = self._folder.path(version)
         self._version = version
         return StepResult(
@@ -156,6 +160,7 @@ class Trainer:
             fingerprint=held,
             path=str(path),
             num_bytes=path.stat().st_size,
+            delta_bytes=self._folder.size(self._folder.delta_path(version)),
             probe=self._policy.probe(self._probe) if self._probe else (),
         )
 
