@@ -97,8 +97,8 @@ def make_rows(groups: int, vocabulary: int) -> list[Row]:
     return rows
 
 
-def our_step(model: Path, rows: Sequence[Row], loss: str, **changes: Any) -> Callable[[], float]:
-    """A step of this project's trainer."""
+def our_step(model: Path, loss: str, **changes: Any) -> Callable[[Sequence[Row]], float]:
+    """A step of this project's trainer on rows; gives the gradient's norm."""
     from tasks.training.policy_trainer import PolicyTrainer
 
     training = TrainingConfig(
@@ -109,7 +109,7 @@ def our_step(model: Path, rows: Sequence[Row], loss: str, **changes: Any) -> Cal
         max_length=LONGEST, seed=0,
     )  # fmt: skip
     trainer = PolicyTrainer(settings)
-    return lambda: trainer.step(0, rows)["grad_norm"]
+    return lambda rows: trainer.step(0, rows)["grad_norm"]
 
 
 def alone(path: Path, rows: Sequence[Row]) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -224,9 +224,11 @@ def contest(folder: Path, vocabulary: int, groups: int) -> Contest:
     steps: dict[str, Callable[[], float | None]] = {
         f"{LIMIT}, rows alone": one_by_one,
         f"{LIMIT}, padded": batched,
-        OURS + PPO: our_step(folder / "model", rows, PPO),
-        OURS + DECOUPLED: our_step(folder / "model", rows, DECOUPLED),
-        OURS + "decoupled_ppo, 4 minibatches": our_step(folder / "model", rows, DECOUPLED, minibatches=4),
+        OURS + PPO: functools.partial(our_step(folder / "model", PPO), rows),
+        OURS + DECOUPLED: functools.partial(our_step(folder / "model", DECOUPLED), rows),
+        OURS + "decoupled_ppo, 4 minibatches": functools.partial(
+            our_step(folder / "model", DECOUPLED, minibatches=4), rows
+        ),
     }
     if importlib.util.find_spec("trl") is not None:
         steps[TRL + PPO] = trl_step(folder / "model", rows, folder, old=False)
@@ -279,7 +281,7 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def memory(model: Path, rows: Sequence[Row], *, chunks: bool, again: bool) -> tuple[float, float]:
-    """Bytes of weights, gradients and optimizer, and those that two steps take at most besides. For a fresh process."""
+    """Bytes of weights, gradients and optimizer, and those that a step takes at most besides. For a fresh process."""
     import torch
 
     from stores import parameters
@@ -290,9 +292,9 @@ def memory(model: Path, rows: Sequence[Row], *, chunks: bool, again: bool) -> tu
     if not chunks:
         head.CHUNK_BYTES = 2**40
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    step = our_step(model, rows, PPO, recompute_activations=again)
-    for _ in range(2):
-        step()
+    step = our_step(model, PPO, recompute_activations=again)
+    step(rows[:1])  # after which the optimizer has its moments
+    step(rows)
     held = 16 * sum(tensor.numel() for tensor in parameters.read(model / "model.safetensors").values())
     return held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before - held
 
