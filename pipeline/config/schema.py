@@ -192,8 +192,9 @@ class RolloutConfig:
     )
     on_pull: str = knob(
         "interrupt",
-        "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one",
-        choices=("interrupt", "keep"),
+        "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one, "
+        "adapter (with training.lora) ends them under the version they began with",
+        choices=("interrupt", "keep", "adapter"),
     )
     pace_slack: float = knob(1.0, "deadline: factor on the planned seconds per decode step", above=0)
     migration: str = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
@@ -431,6 +432,12 @@ class RunConfig:
     def kept_bound(self) -> int | None:
         """eta; None with admission backlog, which keeps no bound."""
         return None if self.staleness.admission == "backlog" else self.staleness.eta
+
+    @property
+    def served_versions(self) -> int:
+        """Versions that an instance serves side by side: eta + 1 adapters, all that the bound allows to be sampled; 0
+        if it holds one set of weights."""
+        return self.staleness.eta + 1 if self.rollout.on_pull == "adapter" else 0
 
     @property
     def drift_limit(self) -> float:

@@ -300,8 +300,8 @@ class Actors:
         if result.fingerprint != self._trained[result.version]:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({result.fingerprint}) than "
-                f"were published ({self._trained[result.version]}): its kernels are not deterministic; resume the run, "
-                "which repeats the step"
+                f"were published ({self._trained[result.version]}): its kernels, or the order in which its ranks add "
+                "up, are not the same each time; resume the run, which repeats the step"
             )
         self.publish(result)
 

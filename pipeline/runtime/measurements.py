@@ -30,9 +30,7 @@ class Measurements:
         self._config = config
         self._scale = config.time_scale
         self._sizes = sizes_of(config)
-        self._watch = LoadWatch(
-            self._sizes.cost, config.members_started, recomputes=config.rollout.on_pull == "interrupt"
-        )
+        self._watch = LoadWatch(self._sizes.cost, config.members_started, on_pull=config.rollout.on_pull)
         self._begin_s = 0.0
         self._training_since = self._idle_since = 0.0
         self._passed_s = 0.0

@@ -133,6 +133,7 @@ class RolloutInstance:
                         max_new_tokens=min(self._max_new_tokens - len(sampled), self._turn_tokens - in_turn),
                         num_prior=len(sampled),
                         may_return=self._acts,
+                        version=item.version,
                     )
                 )
             self._engine.submit(requests)

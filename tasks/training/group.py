@@ -17,8 +17,10 @@ import contextlib
 import datetime
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,9 +33,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasks.training.blocks import blocks
 from tasks.training.rank import ALONE, Rank
+from tasks.training.saving import in_background
 
 T = TypeVar("T")
 
+SEEN_S = 10.0
+"""Seconds until a file that one host has written to a shared folder is seen by another."""
 COLLECTIVE_S = 1800.0
 """Seconds that a rank waits in one operation for the others. Whoever hangs is found sooner, by the driver's deadlines;
 this ends threads whose run has ended."""
@@ -48,6 +53,8 @@ class Group:
         self.rank = rank
         self.device = device
         self._mesh: Any = None
+        self._saving: Any = None
+        """A process group for what is written in the background: its calls have another order than the trainer's."""
         if rank.count == 1 and not offload:
             return
         self._half, self._offload = half, offload
@@ -62,6 +69,7 @@ class Group:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=limit)
         self._mesh = init_device_mesh(device, (rank.count,))
+        self._saving = dist.new_group(backend="gloo", timeout=limit)
 
     @property
     def shards(self) -> bool:
@@ -133,11 +141,19 @@ class Group:
         dist.all_reduce(sums)
         return [float(number) for number in sums]
 
-    def save(self, state: dict[str, Any], folder: Path) -> None:
-        """Write a state whose tensors are shards, each rank its own. folder: there, and all ranks see it. Raises
-        RuntimeError."""
+    def begin_save(self, state: dict[str, Any], folder: Path) -> Future[None]:
+        """Copy a state whose tensors are shards, and begin to write the copy, each rank its own; done on the leading
+        rank once all have. folder: there, and all ranks see it. What is raised is a RuntimeError."""
         with _failures_as_errors():
-            dcp.save(state, checkpoint_id=folder)
+            writing = dcp.async_save(state, checkpoint_id=folder, process_group=self._saving)
+
+        def finish() -> None:
+            with _failures_as_errors():
+                writing.result()
+            if self.rank.leads:
+                _require_all_here(folder)
+
+        return in_background(finish)
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
         """Overwrite a state by one that a group of any size has saved, each rank its own shards. Raises
@@ -147,8 +163,12 @@ class Group:
             dcp.load(state, checkpoint_id=folder, no_dist=self._mesh is None)
 
     def leave(self) -> None:
-        """End this process's part in the group."""
-        if self._mesh is not None and dist.is_initialized():
+        """End this process's part in the group. On GPUs that also ends what its threads wait for from other ranks."""
+        if self._mesh is None or not dist.is_initialized():
+            return
+        if self.device == "cuda":  # a hung kernel would keep the GPU and its memory until COLLECTIVE_S
+            dist.distributed_c10d._abort_process_group()
+        else:
             dist.destroy_process_group()
 
 
@@ -157,6 +177,20 @@ def _convert(module: Any, dtype: torch.dtype | None) -> None:
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(dtype)
+
+
+def _require_all_here(folder: Path) -> None:
+    """Raise RuntimeError unless the files of all ranks are in a folder that they have written to."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    files = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    until = time.monotonic() + SEEN_S
+    while missing := sorted(name for name in files if not (folder / name).is_file()):
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"{len(missing)} of {len(files)} files that the trainer's ranks have written are not there, the first "
+                f"is {missing[0]}: runs_dir has to be a folder that the hosts of all ranks share"
+            )
+        time.sleep(0.1)
 
 
 def _store(rank: Rank, limit: datetime.timedelta) -> Any:

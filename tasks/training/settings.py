@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.adapters import LoraConfig
 from tasks.knobs import knob
 from tasks.names import AGGREGATION_NAMES, SCHEDULE_NAMES
 from tasks.registry import choice, composed
@@ -81,6 +82,7 @@ class TrainingConfig:
     overlong_penalty: float = knob(1.0, "reward that a response of max_new_tokens loses", low=0)
     loss: LossConfig = LossConfig()
     kl: KlConfig = KlConfig()
+    lora: LoraConfig = LoraConfig()
     measured_rows: int = knob(
         8, "trajectories without a gradient that are computed each step, for its figures only; 0: none", low=0
     )

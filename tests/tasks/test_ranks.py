@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from stores import parameters, weight_file
 from stores.errors import StoreError
 from stores.weight_hash import in_order
 from tasks.names import AGGREGATION_NAMES
@@ -138,7 +140,8 @@ def training(model: Path, sizes: Sequence[int], loss: str, aggregation: str, **c
 
 
 def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Trained:
-    """Train a job's steps. begin, point: resume points to read before and to write after; empty for none."""
+    """Train a job's steps. begin, point: resume points to read before and to write after; empty for none. Training goes
+    on while the point is written."""
     torch.set_num_threads(1)
     trainer = PolicyTrainer(job.settings, rank)
     if begin:
@@ -152,7 +155,9 @@ def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Traine
         lambda found: {name: t.float().numpy().copy() for name, t in in_order(found) if rank.leads}
     )
     if point:
-        trainer.save_state(Path(point))
+        trainer.begin_save(Path(point))
+        trainer.step(len(job.batches), job.batches[0] if rank.leads else ())
+        trainer.end_save()
     trainer.close()
     return Trained(metrics, weights, probe)
 
@@ -293,6 +298,56 @@ def test_a_rank_has_no_more_than_its_file_and_its_part(tmp_path: Path) -> None:
     assert taken < 2 + 4 / 2 + 1.3, "a block of eight, and what was loaded besides"
     for name, wanted in model.named_parameters():
         assert torch.equal(weights[name], wanted.float())
+
+
+def saved(rank: Rank, job: Training, folder: Path) -> None:
+    """Publish weights of a group, and save them on the leading rank alone."""
+    torch.set_num_threads(1)
+    trainer = PolicyTrainer(job.settings, rank)
+    trainer.step(0, job.batches[0] if rank.leads else ())
+    trainer.published(lambda weights: weight_file.write(folder / "weights", weights) if rank.leads else None)
+    if rank.leads:
+        trainer.save(folder / "checkpoint", folder / "weights")
+    trainer.close()
+
+
+def test_a_checkpoint_is_what_was_published_in_the_type_that_engines_load(tiny_model: Path, tmp_path: Path) -> None:
+    """And nothing is gathered for it."""
+    job = training(tiny_model, (5,), "ppo_clip", "token_mean")
+    in_group(2, saved, replace(job, settings=replace(job.settings, dtype="bfloat16")), tmp_path)
+    published = parameters.read(tmp_path / "weights")
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    assert model.dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, published[name]), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint") is not None
+
+
+def apart(rank: Rank, job: Training, folder: Path) -> str:
+    """What the leading rank says of a resume point that each rank has written to a folder of its own."""
+    torch.set_num_threads(1)
+    trainer = PolicyTrainer(job.settings, rank)
+    own = folder / f"host-{rank.number}"
+    own.mkdir()
+    try:
+        trainer.begin_save(own)
+        trainer.end_save()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return ""
+
+
+def test_ranks_whose_folder_is_not_shared_are_told_when_they_save(tiny_model: Path, tmp_path: Path) -> None:
+    """Not only when somebody wants to go on from there."""
+    said, _ = in_group(2, apart, training(tiny_model, (2,), "ppo_clip", "token_mean"), tmp_path)
+    assert said == (
+        "1 of 2 files that the trainer's ranks have written are not there, the first is __1_0.distcp: runs_dir has to "
+        "be a folder that the hosts of all ranks share"
+    )
 
 
 def test_a_resume_point_that_is_none_of_this_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
