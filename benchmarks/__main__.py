@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "reprocess": ((),),
     "run_page": ((),),
     "long_store": ((),),
-    "training": ((),),
+    "training": ((), ("--memory",)),
     "learning": (("--set", "runs_dir={folder}"),),
     "soak": ((),),
     "endpoint": (("load",),),

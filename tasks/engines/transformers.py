@@ -353,7 +353,9 @@ def forward_logprobs(model: Any, tokens: Sequence[int]) -> tuple[float, ...]:
 
 
 def load_model(path: str, dtype: str, device: str, attention: str) -> Any:
-    """A causal LM from a folder or the hub, in eval mode. Threads load one after another."""
+    """A causal LM from a folder or the hub, in eval mode. dtype: auto for that of its file, whose pages are then all
+    that it takes of this process's memory. Threads load one after another."""
+    of_type = dtype if dtype == "auto" else getattr(torch, dtype)
     with _loading:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=of_type, attn_implementation=attention)
     return model.to(device).eval()

@@ -71,9 +71,15 @@ class Group:
         self._mesh = init_device_mesh(device, (rank.count,))
         self._saving = dist.new_group(backend="gloo", timeout=limit)
 
-    def sharded(self, model: Any) -> Any:
+    @property
+    def shards(self) -> bool:
+        """Whether the model is divided."""
+        return self._mesh is not None
+
+    def sharded(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """The model with its parameters in shards, each block's gathered by itself when it computes. They move to the
-        device a block at a time: the model need not fit there whole."""
+        device a block at a time: the model need not fit there whole; nor in memory in another type than it was loaded
+        in, for they become `dtype`, if that is given, a block at a time, too."""
         if self._mesh is None:
             return model.to(self.device)
         kept = CPUOffloadPolicy(pin_memory=self.device == "cuda") if self._offload else OffloadPolicy()
@@ -83,7 +89,9 @@ class Group:
             param_dtype=torch.bfloat16 if self._half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         for block in blocks(model):
+            _convert(block, dtype)
             fully_shard(block, mesh=self._mesh, mp_policy=gathered, offload_policy=kept)
+        _convert(model, dtype)
         fully_shard(model, mesh=self._mesh, offload_policy=kept)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -162,6 +170,13 @@ class Group:
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
+
+
+def _convert(module: Any, dtype: torch.dtype | None) -> None:
+    """Change the type of the parameters that are not in shards yet."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(dtype)
 
 
 def _require_all_here(folder: Path) -> None:

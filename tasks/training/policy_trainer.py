@@ -91,12 +91,12 @@ class PolicyTrainer:
         self.device = resolve_device(settings.device)
         half = settings.dtype == "bfloat16"
         self.group = Group(rank, self.device, half=half, offload=training.offload)
-        model = load_model(settings.model, "float32", "cpu", attention="sdpa")
+        model = self._load_model()
         if training.lora.rank:
             model = lora.adapted(model, training.lora, settings.seed)
         if training.recompute_activations:
             recompute(model)
-        self.model: Any = self.group.sharded(model)
+        self.model: Any = self.group.sharded(model, torch.float32)
         self.optimizer = torch.optim.AdamW(
             self._trained().values(),
             lr=training.learning_rate,
@@ -382,6 +382,15 @@ class PolicyTrainer:
             sampled=~others,
             lags=torch.from_numpy(np.ascontiguousarray(batch.lags)).to(self.device),
         )
+
+    def _load_model(self) -> Any:
+        """The model to train. One that is divided is left in its file's type: each rank makes float32 of its part. Not
+        with an adapter, which begins in the model's type."""
+        if self.group.shards and not self.settings.training.lora.rank:
+            model = load_model(self.settings.model, "auto", "cpu", attention="sdpa")
+            if all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point()):
+                return model
+        return load_model(self.settings.model, "float32", "cpu", attention="sdpa")
 
     def _load_reference(self) -> LogprobModel:
         """The reference model, in the type that weights are published in; the trained one itself, if that is to be used

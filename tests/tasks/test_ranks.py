@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from stores import parameters, weight_file
 from stores.errors import StoreError
@@ -271,6 +272,32 @@ def test_ranks_train_in_bfloat16_as_one_process_does(tiny_model: Path) -> None:
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
         assert a["mismatch_mean"] == pytest.approx(b["mismatch_mean"], rel=1e-2)
     np.testing.assert_allclose(several.probe, one.probe, atol=2e-2)
+
+
+def begun(rank: Rank, job: Training) -> tuple[float, dict[str, Any]]:
+    """Bytes of memory a parameter that a trainer takes at most until it has its weights; and what it has published."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trainer = PolicyTrainer(job.settings, rank)
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    named = trainer.group.parameters(trainer.model)
+    weights = trainer.published(lambda found: {name: t.clone() for name, t in in_order(found) if rank.leads})
+    trainer.close()
+    return 1024 * taken / sum(p.numel() for p in named.values()), weights
+
+
+def test_a_rank_has_no_more_than_its_file_and_its_part(tmp_path: Path) -> None:
+    """Of a parameter of two bytes in the file, four in each of two ranks: never the whole model in float32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    job = training(tmp_path, (), "ppo_clip", "token_mean")
+    (taken, weights), _ = in_group(2, begun, job)
+    assert taken < 2 + 4 / 2 + 1.3, "a block of eight, and what was loaded besides"
+    for name, wanted in model.named_parameters():
+        assert torch.equal(weights[name], wanted.float())
 
 
 def saved(rank: Rank, job: Training, folder: Path) -> None:
