@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "coordinator": ((),),
     "board": ((),),
     "transfer": ((),),
+    "deltas": ((MODEL,),),
     "simulated": (("--out", "{folder}"),),
     "agentic": (("--out", "{folder}"),),
     "prefix": (("--engine", "transformers"),),
