@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pipeline.config.fields import Explained, explained
-from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.admission import ADMISSION, BOUNDLESS
 from pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
@@ -110,7 +110,7 @@ class BatchConfig:
     stragglers: str = choice(
         STRAGGLERS,
         "wait",
-        "what to do with the last unfinished groups of a stuck step: wait, retry on the fastest instance, truncate",
+        "what to do with the last unfinished responses of a stuck step: wait for them, or truncate them",
     )
 
 
@@ -128,7 +128,8 @@ class StalenessConfig:
     admission: str = choice(
         ADMISSION,
         "staleflow",
-        "which groups may start: staleflow reserves, the others imitate other systems; backlog keeps no bound",
+        "which groups may start: staleflow reserves, the others imitate other systems; backlog and over_provision "
+        "keep no bound",
     )
 
 
@@ -185,7 +186,7 @@ class RolloutConfig:
     temperature: float = knob(
         1.0, "sampling temperature; the trainer computes logprobs at the same one", above=0, high=10
     )
-    routing: str = choice(ROUTING, "least_requests", "which instance samples a trajectory")
+    routing: str = choice(ROUTING, "deadline", "which instance samples a trajectory")
     routing_options: dict[str, Any] = knob({}, "knobs of a routing rule defined in a user file", shown=False)
     synchronization: str = choice(
         SYNCHRONIZATION, "greedy", "when an instance pulls new weights", knobs_after="on_pull"
@@ -195,7 +196,6 @@ class RolloutConfig:
         "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one",
         choices=("interrupt", "keep"),
     )
-    pace_slack: float = knob(1.0, "deadline: factor on the planned seconds per decode step", above=0)
     migration: str = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
     drift_limit: float = knob(
         0.0,
@@ -417,13 +417,13 @@ class RunConfig:
 
     @property
     def bound(self) -> int:
-        """eta; with admission backlog, which keeps no bound, the number of steps."""
-        return self.steps if self.staleness.admission == "backlog" else self.staleness.eta
+        """eta; with an admission rule that keeps no bound, the number of steps."""
+        return self.steps if self.staleness.admission in BOUNDLESS else self.staleness.eta
 
     @property
     def kept_bound(self) -> int | None:
-        """eta; None with admission backlog, which keeps no bound."""
-        return None if self.staleness.admission == "backlog" else self.staleness.eta
+        """eta; None with an admission rule that keeps no bound."""
+        return None if self.staleness.admission in BOUNDLESS else self.staleness.eta
 
     @property
     def drift_limit(self) -> float:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from pipeline.coordination.events import NewGroup
 from pipeline.coordination.fleet import Fleet, Instance, MutableFleet
-from pipeline.coordination.measured import Measured
+from pipeline.coordination.measured import Cuts, Measured
 from pipeline.coordination.phases import Phase, Transition, next_phase
 from pipeline.coordination.trajectories import LiveTrajectory
 from pipeline.coordination.work_queue import FRESH, MutableWorkQueue, WorkQueue
@@ -64,6 +64,7 @@ class CoordinatorState:
         self.fleet: Fleet = self._fleet
         self.queue: WorkQueue = self._queue
         self.measured = Measured()
+        self.cuts = Cuts()
 
         self._now = 0.0
         self._fresh_groups: set[GroupId] = set()  # no member was routed yet
@@ -240,6 +241,7 @@ class CoordinatorState:
         """Hand the next step its batch."""
         consumption = self.ledger.consume(self.ledger.next_step)
         self._training, self._idle_since = True, None
+        self.cuts.step_taken(len(consumption.members))
         versions = tuple(self._live[member].v_traj for member in consumption.members)
         for member in consumption.members:
             live = self._live.pop(member)
@@ -288,6 +290,7 @@ class CoordinatorState:
         live.moved_at = self.ledger.version
         if target is None:
             live.cut = True
+            self.cuts.add(1)
         else:
             live.target = target.instance
             self._fleet.start_move(source, target)
@@ -297,6 +300,8 @@ class CoordinatorState:
         phase = next_phase(live.phase, Transition.CUT_OFF if cut_off else Transition.SAMPLED)
         self._leave_instance(live)
         self._finish_move(live)
+        if live.cut and not cut_off:  # it ended by itself before it could be cut off
+            self.cuts.add(-1)
         live.tokens = live.safe_tokens = tokens
         live.cut = False
         live.phase, live.since = phase, self._now
@@ -446,6 +451,7 @@ class CoordinatorState:
         phase = next_phase(live.phase, transition)
         self._leave_instance(live)
         if live.cut:  # it left for another reason, or with nothing to score: it may be cut off in its next attempt
+            self.cuts.add(-1)
             live.cut, live.moved_at = False, -1
         live.tokens = tokens
         live.phase, live.since = phase, self._now
