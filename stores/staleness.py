@@ -373,13 +373,14 @@ class StalenessLedger:
 
     def _batch(self) -> list[Entry]:
         """The finished groups that the next step takes, as far as there are enough: the oldest versions first, or, with
-        a window, the oldest groups in it. The window begins at the oldest one that is not taken."""
+        a window, the oldest groups in it: it begins at the oldest that is not taken, and counts those that were."""
         picked: list[Entry] = []
         if self.window:
             live = [e for e in self.entries.values() if e.state is not EntryState.QUEUED]
-            live.sort(key=lambda e: e.version)  # and of one version in the order they were started
+            live.sort(key=lambda e: (e.version, e.group))
             while live and len(picked) < self.groups_per_step:
-                found = next((e for e in live[: self.window] if e.state is EntryState.OCCUPIED), None)
+                last = live[0].group + self.window
+                found = next((e for e in live if e.state is EntryState.OCCUPIED and e.group < last), None)
                 if found is None:
                     break
                 picked.append(found)

@@ -432,10 +432,11 @@ class RunConfig:
 
     @property
     def weighs_costs(self) -> bool:
-        """Whether one of its strategies uses the cost model."""
+        """Whether one of its strategies goes by the seconds of the cost model. deadline compares instances by it, which
+        needs no scale, and follows what it plans only while steps take as long as planned."""
         rollout = self.rollout
         chosen = ((r, getattr(rollout, r.field)) for r in (ROUTING, SYNCHRONIZATION, MIGRATION))
-        return any(registry.wants(name, "cost") for registry, name in chosen)
+        return any(registry.wants(name, "cost") for registry, name in chosen if name != "deadline")
 
     @property
     def members_started(self) -> int:

@@ -29,9 +29,12 @@ WORTH_IT = 0.01
 """Share by which steps must get shorter for new work to wait: less is the chance of what was drawn."""
 TRIALS = 4
 """Draws of lengths that each limit is tried on."""
-MOST_TRIED = 4096
+MOST_TRIED = 512
 """Responses an instance may have in flight for limits to be tried; with more, what one adds is too little to matter."""
 MASK = 2**64 - 1
+TRUSTED = 0.25
+"""Largest share by which steps may take longer or less long than was played for a limit to hold: beyond it the cost
+model is not this engine's, or the run is not steady, and nothing waits."""
 AGAIN = 1.5
 """Growth of the number of finished responses, or change of the training time, after which limits are tried again."""
 
@@ -131,7 +134,8 @@ class Pacing:
             interval_s, limit = self.plan.interval_s * self._slack, self._slack
         else:
             self._try_limits(instances, max_running, kv_capacity, measured)
-            interval_s, limit = min(self._interval_s, self.plan.interval_s), self._limit
+            as_played = abs(measured.interval_s.value / self._interval_s - 1) <= TRUSTED
+            interval_s, limit = min(self._interval_s, self.plan.interval_s), self._limit if as_played else math.inf
         self.plan = replace(self.plan, interval_s=interval_s, step_s=self.plan.step_s * limit)
 
     def _try_limits(self, instances: int, max_running: int, kv_capacity: int, measured: Measured) -> None:

@@ -142,7 +142,8 @@ class PipelineDepth(_CappedAdmission):
 @dataclass(frozen=True, slots=True)
 class WindowedFifo(_CappedAdmission):
     """Groups are trained in the order they were drawn, except that a step may pass over unfinished ones within a window
-    anchored at the oldest: P groups a step, (S + 1) P in play, a window of window_share of these.
+    anchored at the oldest: P groups a step, (S + 1) P in play, the batch being trained included, and a window of
+    window_share of these.
 
     A group is overtaken by at most W - 1 others, so it lags at most S + ceil((W - 1) / P) steps.
     """
@@ -167,7 +168,8 @@ class WindowedFifo(_CappedAdmission):
         return self.window_share * (self.ahead + 1)
 
     def cap(self, ledger: StalenessLedger) -> int:
-        return (self.ahead + 1) * ledger.groups_started
+        trained = ledger.next_step - ledger.version  # the batch being trained holds its places until it is published
+        return (self.ahead + 1 - trained) * ledger.groups_started
 
 
 @ADMISSION.register("credits")

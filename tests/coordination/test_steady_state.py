@@ -95,25 +95,39 @@ def test_the_default_is_no_slower_than_plain_reservation_where_a_fixed_slack_is(
     assert simulated_rate(*setting, "rollout.routing=deadline") > 0.99 * plain
 
 
-def planned(eta: int, lengths: list[int]) -> Pacing:
-    """What a run of four instances plans once it has seen these lengths."""
+def planned(eta: int, lengths: list[int], interval_s: float = 0.0, train_s: float = 20.0) -> Pacing:
+    """What a run of four instances plans once it has seen these lengths, and steps that took `interval_s`."""
     cost = CostModel(k1=3.35e-08, k2=0.0064, k3=0.0001231, k4=0.0028, b=0.0027)
     forecast = LengthForecast(16_000, rare=1 / 256)
     for i, length in enumerate(lengths):
         forecast.finished(GroupId(i), length, 0.0)
     pacing = Pacing(cost, forecast, eta=eta, groups=32, group_size=8, slack=0.0, recomputes=False)
     pacing.step_started(0, 0.0)
-    pacing.step_finished(20.0)
-    pacing.replan(4, 256, 10**6, Measured(prompt_tokens=RunningMean(500.0)))
+    pacing.step_finished(train_s)
+    measured = Measured(prompt_tokens=RunningMean(500.0), interval_s=RunningMean(interval_s))
+    pacing.replan(4, 256, 10**6, measured)
     return pacing
 
 
 def test_a_limit_is_planned_only_where_it_makes_steps_shorter() -> None:
     bimodal = ([1000] * 17 + [15_000] * 3) * 50
-    assert planned(0, bimodal).plan.step_s == math.inf
-    assert planned(1, bimodal).plan.step_s == math.inf
+    for eta in (0, 1):
+        interval = planned(eta, bimodal).plan.interval_s
+        assert planned(eta, bimodal, interval).plan.step_s == math.inf
     again = [planned(2, bimodal).plan for _ in range(2)]
     assert again[0] == again[1], "the same is planned from the same"
     unknown = planned(1, [])
     assert unknown.plan.step_s == math.inf
     assert math.isfinite(unknown.plan.interval_s)
+
+
+def test_a_limit_holds_only_while_steps_take_as_long_as_was_played() -> None:
+    """A cost model that is not the engine's promises what does not come."""
+    config = loading.load(LONG, ("workload.kind=agentic", "workload.tool_s=0"))
+    workload = actor_settings.make_workload(config)
+    turns = [workload.turns(group, member) for group in range(256) for member in range(8)]
+    lengths = [min(16_000, sum(turn.tokens + turn.tool_tokens for turn in response)) for response in turns]
+    promised = planned(1, lengths, train_s=80.0).plan.interval_s
+    assert math.isfinite(planned(1, lengths, promised, train_s=80.0).plan.step_s)
+    for wrong in (0.7 * promised, 1.4 * promised):
+        assert planned(1, lengths, wrong, train_s=80.0).plan.step_s == math.inf

@@ -271,6 +271,29 @@ def test_stragglers_are_cut_off_and_the_step_goes_on() -> None:
     assert max(s.longest_tokens for s in cuts.steps) < max(s.longest_tokens for s in waits.steps)
 
 
+def test_the_rules_of_other_systems_sample_as_far_ahead_as_they_say() -> None:
+    def stale(**setting: Any) -> Trace:
+        return run(job(steps=24, workload__sigma=1.5, staleness__eta=3, **setting))
+
+    def oldest(trace: Trace) -> int:
+        return max(v for step in trace.steps for v in step.staleness)
+
+    one_step, depth = stale(staleness__admission="one_step"), stale(staleness__admission="pipeline_depth")
+    assert [s.ready_s for s in depth.steps] == [s.ready_s for s in one_step.steps]
+    deep = stale(staleness__admission="pipeline_depth", staleness__depth=4.0)
+    window = stale(staleness__admission="windowed_fifo", staleness__ahead=2)
+    strict = stale(staleness__admission="windowed_fifo", staleness__ahead=2, staleness__window_share=0.01)
+    assert oldest(deep) <= 3
+    assert oldest(window) <= 3
+    assert oldest(strict) <= 2
+    excess = stale(staleness__admission="over_provision", staleness__excess=2.0)
+    in_turns = run(job(steps=24, workload__sigma=1.5, staleness__admission="synchronous", staleness__eta=0))
+    for trace in (one_step, deep, window, excess):
+        assert trace.finished_s < in_turns.finished_s
+    assert excess.ended.keys() <= {"consumed", "aborted:surplus_group"}, "nothing is dropped"
+    assert excess.ended["aborted:surplus_group"] <= 2 * 18, "what the last step leaves over"
+
+
 class Cuts:
     """Counts responses that were ended and scored as they were, in all and in the fullest step."""
 
