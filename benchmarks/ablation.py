@@ -2,8 +2,8 @@
 
     python benchmarks/ablation.py --out docs/ablation.md
 
-Means of three seeds. First `deadline` against `throughput_optimal` by bound, each at its best over a small sweep of its
-setting and of the pull rule; then one strategy added at a time.
+Means of three seeds, 36 steps. First the routing rules by bound, each at its best over the pull rules and a small sweep
+of its setting, `deadline` without any; then one strategy added at a time.
 """
 
 from __future__ import annotations
@@ -20,24 +20,36 @@ from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import Measures, measure
 
 JOB = "examples/longtail.toml"
+FEWEST = ("steps=36",)
+"""Steps of a run; 24 of them are measured at bound 3."""
 SEEDS = (1, 2, 3)
 PULLS = ("greedy", "hypothesis")
-MUS = (0.05, 0.1, 0.2, 0.3)
-SLACKS = (1.0, 1.5, 2.0, 3.0)
+ROUTINGS = {
+    "least_requests": ((),),
+    "throughput_optimal": tuple((f"rollout.mu={mu}",) for mu in (0.05, 0.1, 0.2)),
+    "deadline": ((),),
+}
+"""Routing rules, each with the settings that are tried."""
 SYNCHRONOUS = ("staleness.eta=0", "staleness.admission=synchronous", "rollout.routing=least_requests")
+LEAST, GREEDY, HYPOTHESIS, KEEP = (
+    "rollout.routing=least_requests",
+    "rollout.synchronization=greedy",
+    "rollout.synchronization=hypothesis",
+    "rollout.on_pull=keep",
+)
 STEPS = {
     "synchronous": SYNCHRONOUS,
-    "reservations, bound 3": ("rollout.routing=least_requests", "rollout.synchronization=greedy"),
-    "+ throughput_optimal, mu 0.1": ("rollout.routing=throughput_optimal", "rollout.synchronization=greedy"),
-    "+ hypothesis pulls": ("rollout.routing=throughput_optimal", "rollout.synchronization=hypothesis"),
-    "+ deadline, slack 2": ("rollout.routing=deadline", "rollout.pace_slack=2", "rollout.synchronization=hypothesis"),
-    "+ migration": ("rollout.routing=deadline", "rollout.pace_slack=2", "rollout.synchronization=hypothesis",
-                    "rollout.migration=largest_gain"),
-    "deadline, cache kept over pulls": ("rollout.on_pull=keep", "rollout.synchronization=greedy"),
-    "+ migration ": ("rollout.on_pull=keep", "rollout.synchronization=greedy", "rollout.migration=largest_gain"),
-    "+ redundancy, 2 groups of 34": ("rollout.on_pull=keep", "rollout.synchronization=greedy", "batch.extra_groups=2"),
-    "+ truncated stragglers": ("rollout.on_pull=keep", "rollout.synchronization=greedy", "batch.stragglers=truncate",
-                               "batch.straggler_patience=0.2"),
+    "reservations, bound 3": (LEAST, GREEDY),
+    "+ deadline": (GREEDY,),
+    "+ hypothesis pulls": (HYPOTHESIS,),
+    "+ migration": (HYPOTHESIS, "rollout.migration=largest_gain"),
+    "deadline, cache kept over pulls": (KEEP, GREEDY),
+    "+ migration ": (KEEP, GREEDY, "rollout.migration=largest_gain"),
+    "+ redundancy, 2 groups of 34": (KEEP, GREEDY, "batch.extra_groups=2"),
+    "+ stragglers cut, 1 % at most": (KEEP, GREEDY, "batch.stragglers=truncate", "batch.straggler_patience=0.1",
+                                      "batch.straggler_share=0.01"),
+    "+ stragglers cut, 10 % at most": (KEEP, GREEDY, "batch.stragglers=truncate", "batch.straggler_patience=0.1",
+                                       "batch.straggler_share=0.1"),
 }  # fmt: skip
 
 
@@ -49,12 +61,14 @@ def run(overrides: tuple[str, ...]) -> Measures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="one seed, bound 1, few steps, one value a knob")
+    parser.add_argument("--quick", action="store_true", help="one seed, bound 1, few steps")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     args = parser.parse_args()
-    seeds_run, bounds, mus, slacks, few = SEEDS, (1, 2, 3), MUS, SLACKS, ()
+    seeds_run, bounds, few = args.seeds, (1, 2, 3), FEWEST
     if args.quick:
-        seeds_run, bounds, mus, slacks, few = SEEDS[:1], (1,), MUS[:1], SLACKS[:1], ("steps=4",)
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        seeds_run, bounds, few = SEEDS[:1], (1,), ("steps=4",)
+    with ProcessPoolExecutor(args.processes) as pool:
 
         def seeds(overrides: tuple[str, ...]) -> list[Measures]:
             return list(pool.map(run, [(*overrides, *few, f"seed={s}") for s in seeds_run]))
@@ -64,40 +78,44 @@ def main() -> None:
 
         base = rate(seeds(SYNCHRONOUS))
         lines = [f"synchronous: {base:,.0f} tokens/s.", ""]
-        head = "| bound | on pull | throughput_optimal | deadline | gain of deadline |"
-        lines += [head, "|---|---|---|---|---|"]
+        lines += [f"| bound | on pull | {' | '.join(ROUTINGS)} |", "|---" * 5 + "|"]
         for eta, on_pull in itertools.product(bounds, ("interrupt", "keep")):
-            common = (f"staleness.eta={eta}", f"rollout.on_pull={on_pull}")
-            tops = []
-            for routing, knob, values in (("throughput_optimal", "mu", mus), ("deadline", "pace_slack", slacks)):
-                tried = {
-                    (value, pull): (
-                        *common,
-                        f"rollout.routing={routing}",
-                        f"rollout.{knob}={value}",
-                        f"rollout.synchronization={pull}",
+            cells = []
+            for routing, settings in ROUTINGS.items():
+                rates = {
+                    (setting, pull): rate(
+                        seeds(
+                            (
+                                f"staleness.eta={eta}",
+                                f"rollout.on_pull={on_pull}",
+                                f"rollout.routing={routing}",
+                                f"rollout.synchronization={pull}",
+                                *setting,
+                            )
+                        )
                     )
-                    for value, pull in itertools.product(values, PULLS)
-                }  # fmt: skip
-                rates = {key: rate(seeds(overrides)) for key, overrides in tried.items()}
+                    for setting, pull in itertools.product(settings, PULLS)
+                }
                 best = max(rates, key=rates.__getitem__)
-                tops.append((rates[best], f"{knob} {best[0]:g}, {best[1]}"))
-            cells = [f"{r / base:.2f} ({how})" for r, how in tops]
-            lines.append(f"| {eta} | {on_pull} | {' | '.join(cells)} | {tops[1][0] / tops[0][0] - 1:+.1%} |")
+                how = ", ".join([s.removeprefix("rollout.").replace("=", " ") for s in best[0]] + [best[1]])
+                cells.append(f"{rates[best] / base:.2f} ({how})")
+            lines.append(f"| {eta} | {on_pull} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
         lines += [
             "",
-            "| | tokens/s, ratio | of the bound | prefilled again, per token sampled | dropped |",
-            "|---|---|---|---|---|",
+            "| | tokens/s, ratio | of the bound | prefilled again, per token sampled | dropped | cut |",
+            "|---|---|---|---|---|---|",
         ]
         for name, overrides in STEPS.items():
             results = seeds(overrides)
             again = mean(m.reprefilled_tokens / m.sampled_tokens for m in results)
             dropped = mean(m.dropped / (m.dropped + m.ended["consumed"]) for m in results)
+            cut = "cut" in name
+            ended = mean(m.commands.get("Interrupt", 0) / m.ended["consumed"] for m in results) if cut else 0.0
             lines.append(
                 f"| {name.strip()} | {rate(results) / base:.2f} | "
                 f"{mean(m.of_bound for m in results):.0%} | {again:.2f} | "
-                f"{dropped:.1%} of trajectories |"
+                f"{dropped:.1%} | {ended:.2%} |"
             )
             print(lines[-1], flush=True)
     if args.out:

@@ -51,7 +51,8 @@ class StalenessLedger:
     aborted as soon as it can no longer be used. num_steps: planned end; nothing is promised beyond it. waits: whether a
     step waits for promised work that is due. If not, promises reserve nothing: any number of groups may be reserved, a
     step begins as soon as enough of them are finished, and unfinished groups due by it are aborted. The bound still
-    holds, but invariant 2 does not. (Systems that discard stale work at the consumer behave this way.)
+    holds, but invariant 2 does not. (Systems that discard stale work at the consumer behave this way.) window: groups,
+    from the oldest that is promised a place, among which a step must find its batch; 0: anywhere.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class StalenessLedger:
         members_started: int | None = None,
         num_steps: int = UNBOUNDED_STEPS,
         waits: bool = True,
+        window: int = 0,
     ) -> None:
         self.eta = eta
         self.groups_per_step = groups_per_step
@@ -72,6 +74,7 @@ class StalenessLedger:
         self.members_started = group_size if members_started is None else members_started
         self.num_steps = num_steps
         self.waits = waits
+        self.window = window
         # Groups that may be promised places in one step.
         self._promises_per_step = self.groups_started if waits else UNBOUNDED_STEPS
         if eta < 0 or groups_per_step < 1 or group_size < 1 or num_steps < 0:
@@ -128,10 +131,15 @@ class StalenessLedger:
         allowance = self.groups_started - self.groups_per_step
         due = picked = 0
         occupied_due = 0
+        batch = self._batch() if self.window else []
+        if self.window and len(batch) < self.groups_per_step:
+            return False
         for step in range(self.next_step, self._horizon() + 1):
             due += self._count_at(step, reserved=True)
             occupied_due += self._count_at(step, reserved=False)
             picked = min(self.groups_per_step, occupied_due)
+            if self.window:
+                picked = sum(self.deadline(entry.version) <= step for entry in batch)
             if due - picked > self.groups_started * (step - self.next_step) + allowance:
                 return False
         return True
@@ -264,12 +272,7 @@ class StalenessLedger:
             raise ProtocolViolation(f"step {step} cannot consume: step {self.next_step} is next")
         if not self.ready():
             raise ProtocolViolation(f"step {step} cannot consume: its batch is not ready")
-        picked: list[Entry] = []
-        for version in sorted(self._occupied):
-            for group in self._occupied[version]:
-                if len(picked) == self.groups_per_step:
-                    break
-                picked.append(self.entries[group])
+        picked = self._batch()
         for entry in picked:
             if not entry.version <= step <= entry.version + self.eta:
                 raise ProtocolViolation(f"group {entry.group} of version {entry.version} at step {step}")
@@ -367,6 +370,28 @@ class StalenessLedger:
             raise ProtocolViolation(f"{consumed} trajectories consumed by {self.next_step} steps")
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _batch(self) -> list[Entry]:
+        """The finished groups that the next step takes, as far as there are enough: the oldest versions first, or, with
+        a window, the oldest groups in it: it begins at the oldest that is not taken, and counts those that were."""
+        picked: list[Entry] = []
+        if self.window:
+            live = [e for e in self.entries.values() if e.state is not EntryState.QUEUED]
+            live.sort(key=lambda e: (e.version, e.group))
+            while live and len(picked) < self.groups_per_step:
+                last = live[0].group + self.window
+                found = next((e for e in live if e.state is EntryState.OCCUPIED and e.group < last), None)
+                if found is None:
+                    break
+                picked.append(found)
+                live.remove(found)
+            return picked
+        for version in sorted(self._occupied):
+            for group in self._occupied[version]:
+                if len(picked) == self.groups_per_step:
+                    break
+                picked.append(self.entries[group])
+        return picked
 
     def _horizon(self) -> int:
         """The last step by which any existing or possible promise is due."""

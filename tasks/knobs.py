@@ -42,6 +42,7 @@ class Knob:
     `choices`.
 
     own: it may also name user code, file.py:NAME or module:NAME. shown: listed even while it has its default.
+    unlisted: further choices, of runs of before. removed: choices of before that are refused, each with the reason.
     """
 
     doc: str
@@ -51,6 +52,8 @@ class Knob:
     choices: tuple[str, ...] = ()
     own: bool = False
     shown: bool = True
+    unlisted: tuple[str, ...] = ()
+    removed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def limits(self) -> str:
@@ -64,7 +67,10 @@ class Knob:
         """What is wrong with a value of the right type, worded to follow its key; empty if it is within the limits."""
         if isinstance(value, list):
             return next((f": each {fault}" for item in value if (fault := self.fault(item))), "")
-        if self.choices and value not in self.choices and not (self.own and names_user_code(value)):
+        if isinstance(value, str) and value in self.removed:
+            return f"= {value!r} is no more: {self.removed[value]}"
+        known = (*self.choices, *self.unlisted)
+        if self.choices and value not in known and not (self.own and names_user_code(value)):
             near = difflib.get_close_matches(str(value), self.choices, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             own = ", or your own, file.py:NAME" if self.own else ""

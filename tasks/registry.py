@@ -51,7 +51,8 @@ class Registry(Generic[T]):
     contract: protocol that every entry implements.
 
     own: user code may be named too. options: key of the same table that sets the knobs of user code. guarded: wraps
-    an instance of user code, given its name in the job file.
+    an instance of user code, given its name in the job file. removed: names of before that are refused, each with the
+    reason.
     """
 
     def __init__(
@@ -63,13 +64,16 @@ class Registry(Generic[T]):
         own: bool = False,
         options: str = "",
         guarded: Callable[[T, str], T] | None = None,
+        removed: Mapping[str, str] | None = None,
     ) -> None:
         self.what = what
         self.key = key
         self.own = own
         self.options = options
         self._guarded = guarded
+        self.removed: Mapping[str, str] = removed or {}
         self._contract = contract
+        self._unlisted: set[str] = set()
         self._entries: dict[str, Callable[..., T]] = {}
         self._knobs: dict[str, Declared] = {}
         self._taken = False  # by a table: knobs registered later would have no key in it
@@ -79,16 +83,22 @@ class Registry(Generic[T]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Registered names, in order of registration."""
-        return tuple(self._entries)
+        """Registered names that are listed, in order of registration."""
+        return tuple(name for name in self._entries if name not in self._unlisted)
+
+    @property
+    def unlisted(self) -> tuple[str, ...]:
+        """Registered names that only runs of before have."""
+        return tuple(name for name in self._entries if name in self._unlisted)
 
     @property
     def field(self) -> str:
         """Name of the selecting field in its table: the last part of the key."""
         return self.key.rpartition(".")[2]
 
-    def register(self, name: str) -> Callable[[C], C]:
-        """Decorator that registers a class or function as `name`. Raises ValueError or TypeError if it is not valid."""
+    def register(self, name: str, *, listed: bool = True) -> Callable[[C], C]:
+        """Decorator that registers a class or function as `name`. listed: offered to people; else it is kept for runs
+        of before. Raises ValueError or TypeError if it is not valid."""
 
         def add(found: C) -> C:
             if name in self._entries:
@@ -102,6 +112,8 @@ class Registry(Generic[T]):
                 if same is declared and self._taken:
                     raise ValueError(f"{self.what} {name!r}: the table of {self.key} is already built, without {key}")
             self._entries[name] = found
+            if not listed:
+                self._unlisted.add(name)
             return found
 
         return add
@@ -191,7 +203,13 @@ def _has(found: object, member: str) -> bool:
 def choice(registry: Registry[Any], default: str, doc: str, *, knobs_after: str = "") -> str:
     """A knob that selects from a registry. knobs_after: the field after which `composed` places the entries' knobs; by
     default this one."""
-    spec = Knob(doc=doc, choices=registry.names, own=registry.own)
+    spec = Knob(
+        doc=doc,
+        choices=registry.names,
+        own=registry.own,
+        unlisted=registry.unlisted,
+        removed=registry.removed,
+    )
     made: str = knob_field(default, spec, **{REGISTRY: registry, AFTER: knobs_after})
     return made
 

@@ -19,6 +19,7 @@ from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.staleness import StalenessLedger
 from tasks.engines.cost_model import CostModel
 from tasks.episodes.emulated import EmulatedEpisodes, StepFaults
+from tasks.knobs import values
 from tasks.seeds import Stream, generator
 from tasks.workload import Workload
 
@@ -83,9 +84,31 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
         members_started=config.members_started,
         num_steps=config.steps,
         waits=strategies.admission.late is Late.WAIT,
+        window=_window(strategies, batch.groups_per_step),
     )
     forecast = LengthForecast(config.rollout.max_new_tokens, rare=1 / config.trajectories_per_step)
+    rollout = config.rollout
     pacing = Pacing(
-        cost, forecast, eta=config.bound, trajectories=config.trajectories_per_step, slack=config.rollout.pace_slack
+        cost,
+        forecast,
+        eta=config.bound,
+        groups=batch.groups_per_step,
+        group_size=batch.group_size,
+        slack=_pace_slack(config, strategies),
+        recomputes=rollout.on_pull == "interrupt",
     )
     return Coordinator(ledger, strategies, forecast, pacing, validate_each=validate_each)
+
+
+def _pace_slack(config: RunConfig, strategies: Strategies) -> float:
+    """The factor on planned seconds that a job sets; 0 to have it found, which costs nothing where nobody asks."""
+    if not strategies.routing.knows_urgency:
+        return 1.0
+    slack: float = values(config.rollout)["pace_slack"]
+    return 0.0 if config.rollout.routing == "deadline" else slack
+
+
+def _window(strategies: Strategies, groups_per_step: int) -> int:
+    """Groups, from the oldest on, that a step may choose its batch from; 0: any."""
+    share = strategies.admission.window
+    return max(1, int(share * groups_per_step)) if share else 0

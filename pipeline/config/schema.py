@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pipeline.config.evaluation import EvaluationConfig, EvaluationSetConfig, held_out_set
 from pipeline.config.fields import Explained, explained
-from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.admission import ADMISSION, BOUNDLESS
 from pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
@@ -113,7 +113,7 @@ class BatchConfig:
     stragglers: str = choice(
         STRAGGLERS,
         "wait",
-        "what to do with the last unfinished groups of a stuck step: wait, retry on the fastest instance, truncate",
+        "what to do with the last unfinished responses of a stuck step: wait for them, or truncate them",
     )
 
 
@@ -131,7 +131,8 @@ class StalenessConfig:
     admission: str = choice(
         ADMISSION,
         "staleflow",
-        "which groups may start: staleflow reserves, the others imitate other systems; backlog keeps no bound",
+        "which groups may start: staleflow reserves, the others imitate other systems; backlog and over_provision "
+        "keep no bound",
     )
 
 
@@ -188,7 +189,7 @@ class RolloutConfig:
     temperature: float = knob(
         1.0, "sampling temperature; the trainer computes logprobs at the same one", above=0, high=10
     )
-    routing: str = choice(ROUTING, "least_requests", "which instance samples a trajectory")
+    routing: str = choice(ROUTING, "deadline", "which instance samples a trajectory")
     routing_options: dict[str, Any] = knob({}, "knobs of a routing rule defined in a user file", shown=False)
     synchronization: str = choice(
         SYNCHRONIZATION, "greedy", "when an instance pulls new weights", knobs_after="on_pull"
@@ -199,7 +200,6 @@ class RolloutConfig:
         "adapter (with training.lora) ends them under the version they began with",
         choices=("interrupt", "keep", "adapter"),
     )
-    pace_slack: float = knob(1.0, "deadline: factor on the planned seconds per decode step", above=0)
     migration: str = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
     drift_limit: float = knob(
         0.0,
@@ -449,13 +449,13 @@ class RunConfig:
 
     @property
     def bound(self) -> int:
-        """eta; with admission backlog, which keeps no bound, the number of steps."""
-        return self.steps if self.staleness.admission == "backlog" else self.staleness.eta
+        """eta; with an admission rule that keeps no bound, the number of steps."""
+        return self.steps if self.staleness.admission in BOUNDLESS else self.staleness.eta
 
     @property
     def kept_bound(self) -> int | None:
-        """eta; None with admission backlog, which keeps no bound."""
-        return None if self.staleness.admission == "backlog" else self.staleness.eta
+        """eta; None with an admission rule that keeps no bound."""
+        return None if self.staleness.admission in BOUNDLESS else self.staleness.eta
 
     @property
     def served_versions(self) -> int:
@@ -470,10 +470,11 @@ class RunConfig:
 
     @property
     def weighs_costs(self) -> bool:
-        """Whether one of its strategies uses the cost model."""
+        """Whether one of its strategies goes by the seconds of the cost model. deadline compares instances by it, which
+        needs no scale, and follows what it plans only while steps take as long as planned."""
         rollout = self.rollout
         chosen = ((r, getattr(rollout, r.field)) for r in (ROUTING, SYNCHRONIZATION, MIGRATION))
-        return any(registry.wants(name, "cost") for registry, name in chosen)
+        return any(registry.wants(name, "cost") for registry, name in chosen if name != "deadline")
 
     @property
     def members_started(self) -> int:

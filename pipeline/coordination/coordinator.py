@@ -476,4 +476,5 @@ class Coordinator(CoordinatorView):
         """Plan the pace anew: the fleet or the seconds of a step have changed."""
         caps = [i.max_running for i in self._state.fleet]
         if caps:
-            self._pacing.replan(len(caps), max(caps), self._state.measured.prompt_tokens.value)
+            kv_capacity = max(i.kv_capacity for i in self._state.fleet)
+            self._pacing.replan(len(caps), max(caps), kv_capacity, self._state.measured)

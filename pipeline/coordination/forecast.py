@@ -52,6 +52,7 @@ class LengthForecast:
         self.episodes = EpisodeForecast()
         self._max_tokens = max_tokens
         self._rare = rare
+        self.num_finished = 0
         self._latest: deque[int] = deque()
         self._sorted: list[int] = []
         # Of the sorted window at the last refresh, and the sums of its tails: tails[i] = sum(lengths[i:]).
@@ -70,6 +71,7 @@ class LengthForecast:
 
     def finished(self, group: GroupId, length: int, forecast: float) -> None:
         """A trajectory of `group` ended by itself; `forecast` is what was expected of it when it was first routed."""
+        self.num_finished += 1
         self._latest.append(length)
         insort(self._sorted, length)
         if len(self._latest) > WINDOW:
@@ -120,6 +122,11 @@ class LengthForecast:
             longest = self._lengths[-1] * scale
             return min(float(most), max(1.0, longest - tokens)) if longest > tokens else float(most)
         return min(float(most), max(1.0, self._lengths[last] * scale - tokens))
+
+    def drawn(self, share: float) -> int:
+        """The length that this share of the latest finished trajectories, in [0, 1), does not exceed. Only if it
+        `knows`."""
+        return self._lengths[int(share * len(self._lengths))]
 
     @property
     def mean(self) -> float:

@@ -25,3 +25,22 @@ class Measured:
     prompt_tokens: RunningMean = field(default_factory=RunningMean)
     interval_s: RunningMean = field(default_factory=RunningMean)
     pull_s: RunningMean = field(default_factory=RunningMean)
+
+
+@dataclass(slots=True)
+class Cuts:
+    """Trajectories that end with the tokens they have, counted from the moment they are told to. trained: trajectories
+    handed to steps. told: to end early. in_step: of these, since a step last took its batch."""
+
+    trained: int = 0
+    told: int = 0
+    in_step: int = 0
+
+    def step_taken(self, trajectories: int) -> None:
+        self.trained += trajectories
+        self.in_step = 0
+
+    def add(self, count: int) -> None:
+        """Count one more, or, with -1, one that was told to end and ended otherwise."""
+        self.told += count
+        self.in_step = max(0, self.in_step + count)

@@ -80,25 +80,41 @@ class Moves:
         return moves
 
     def rescues(self) -> Iterator[Move]:
-        """Cut off or retry the last trajectories of a step that the trainer has waited too long for."""
-        rule, ledger = self._stragglers, self._state.ledger
+        """Cut off, or in runs of before retry, the last trajectories of a step that the trainer has waited too long
+        for: those of groups that are due and unfinished."""
+        rule, state = self._stragglers, self._state
+        if not rule.impatient(waited_s=state.waited_s, interval_s=state.measured.interval_s.value):
+            return
+        ledger = state.ledger
         missing = max(1, ledger.groups_per_step - ledger.num_occupied)
-        per_step, interval_s = ledger.groups_per_step, self._state.measured.interval_s.value
-        if not rule.stuck(
-            waited_s=self._state.waited_s, interval_s=interval_s, missing=missing, groups_per_step=per_step
-        ):
+        stuck = rule.stuck(missing=missing, groups_per_step=ledger.groups_per_step)
+        due = [live for live in state.live.values() if self._is_due(live)]
+        per_step = ledger.groups_per_step * ledger.group_size
+        few = rule.may_end(
+            sum(not live.cut for live in due),
+            per_step=per_step,
+            cut_in_step=state.cuts.in_step,
+            trained=state.cuts.trained,
+            cut=state.cuts.told,
+        )
+        if not stuck and not few:
             return
         fastest = self._by_speed()[:1]
-        for live in self._state.live.values():
+        for live in due:
             source = self._state.fleet.get(live.instance)
             if live.phase is not Phase.RUNNING or source is None or not self._may_leave(live):
                 continue
-            if ledger.deadline(ledger.entries[live.group].version) > ledger.next_step:
-                continue  # nobody waits for it yet
             if rule.action is Straggling.TRUNCATE and live.tokens > 0:
                 yield Move(live, source, None, "straggles: cut off")
             elif rule.action is Straggling.RETRY and fastest[0] is not source and fastest[0].version >= live.v_traj:
                 yield Move(live, source, fastest[0], f"straggles: retried on {fastest[0].instance}")
+
+    def _is_due(self, live: LiveTrajectory) -> bool:
+        """Whether the next step waits for this trajectory to be sampled."""
+        ledger = self._state.ledger
+        unfinished = live.phase in {Phase.QUEUED, Phase.RUNNING, Phase.ACTING}
+        version = ledger.entries[live.group].version
+        return unfinished and version >= 0 and ledger.deadline(version) <= ledger.next_step
 
     def _movable(self, source: Instance, target: Instance) -> list[LiveTrajectory]:
         """Trajectories on `source` that may continue on `target`."""

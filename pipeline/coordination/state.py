@@ -18,7 +18,7 @@ from pipeline.coordination.ended import Consumed, EndedTrajectory
 from pipeline.coordination.evaluations import EvaluationUnderWay, MutableEvaluations
 from pipeline.coordination.events import NewGroup
 from pipeline.coordination.fleet import Fleet, Instance, MutableFleet
-from pipeline.coordination.measured import Measured
+from pipeline.coordination.measured import Cuts, Measured
 from pipeline.coordination.phases import Phase, Transition, next_phase
 from pipeline.coordination.trajectories import LiveTrajectory
 from pipeline.coordination.work_queue import EVALUATION, FRESH, MutableWorkQueue, WorkQueue
@@ -45,6 +45,7 @@ class CoordinatorState(PendingChanges):
         self.queue: WorkQueue = self._queue
         self._evaluations = MutableEvaluations(self._fleet)
         self.measured = Measured()
+        self.cuts = Cuts()
         self._now = 0.0
         self._fresh_groups: set[GroupId] = set()  # no member was routed yet
         self._groups_drawn = 0  # asked for and not arrived
@@ -201,6 +202,7 @@ class CoordinatorState(PendingChanges):
         """Hand the next step its batch."""
         consumption = self.ledger.consume(self.ledger.next_step)
         self._training, self._idle_since = True, None
+        self.cuts.step_taken(len(consumption.members))
         versions = tuple(self._live[member].v_traj for member in consumption.members)
         for member in consumption.members:
             live = self._live.pop(member)
@@ -289,6 +291,7 @@ class CoordinatorState(PendingChanges):
         live.moved_at = self.ledger.version
         if target is None:
             live.cut = True
+            self.cuts.add(1)
         else:
             live.target = target.instance
             self._fleet.start_move(source, target)
@@ -299,6 +302,8 @@ class CoordinatorState(PendingChanges):
         self._evaluations.sampled(live)
         self._leave_instance(live)
         self._finish_move(live)
+        if live.cut and not cut_off:  # it ended by itself before it could be cut off
+            self.cuts.add(-1)
         live.tokens = live.safe_tokens = tokens
         live.cut = False
         live.phase, live.since = phase, self._now
@@ -451,6 +456,7 @@ class CoordinatorState(PendingChanges):
         phase = next_phase(live.phase, transition)
         self._leave_instance(live)
         if live.cut:  # it left for another reason, or with nothing to score: it may be cut off in its next attempt
+            self.cuts.add(-1)
             live.cut, live.moved_at = False, -1
         live.tokens = tokens
         live.phase, live.since = phase, self._now

@@ -22,6 +22,7 @@ from pipeline.config.deciding import cost_model
 from pipeline.config.schema import RunConfig
 from pipeline.profiling.fit import Fit
 from pipeline.profiling.step_loads import Seconds, StepLoad, slow_instances, total
+from pipeline.strategies.admission import BOUNDLESS
 from tasks.engines.cost_model import CostModel
 
 LITTLE = 0.1
@@ -178,7 +179,7 @@ def _trainer_waits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
             change=(("rollout.engine.kv_tokens", 2 * sizes.kv_tokens),),
         )
     instance, version = gains(waiting, sizes)
-    if instance >= version or sizes.admission == "backlog":
+    if instance >= version or sizes.admission in BOUNDLESS:
         return Diagnosis(
             cause=Cause.FEW_INSTANCES,
             share=share,

@@ -56,7 +56,7 @@ class Answers:
             "num_steps": len(stored.steps) if stored else 0,
             "snapshot": stored.store.snapshot if stored else "",
             "eta": config.staleness.eta,
-            "bound": config.bound if config.staleness.admission != "backlog" else None,
+            "bound": config.kept_bound,
             "admission": config.staleness.admission,
             "model": config.model.path if not config.emulated else "emulated",
             "groups_per_step": config.batch.groups_per_step,

@@ -13,6 +13,7 @@ from pipeline.config import actor_settings
 from pipeline.config.schema import RunConfig
 from pipeline.coordination import journal
 from pipeline.runtime.run_folder import load_job, require_run, write_job
+from pipeline.strategies.admission import BOUNDLESS
 from stores.base import RunHeader
 from stores.errors import ConfigError, StoreError
 from stores.files import replace_text
@@ -113,7 +114,7 @@ def reached(config: RunConfig) -> PolicyVersion:
 def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
     """Raise ConfigError if the store was made with another staleness bound or other batch sizes than the job's."""
     job = actor_settings.run_header(config)
-    if config.staleness.admission == "backlog" and job.eta > header.eta:
+    if config.staleness.admission in BOUNDLESS and job.eta > header.eta:
         raise ConfigError(
             f"{config.run_dir}: steps = {config.steps} in the job, {header.eta} in the store: with staleness.admission "
             f"= backlog this is the staleness bound, which is fixed; use --set steps={header.eta} or fewer"
@@ -123,7 +124,7 @@ def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
         ("batch.group_size", job.group_size, header.group_size),
         ("batch.group_size + batch.extra_members", job.members_started, header.members_started),
     )
-    bound = (("staleness.eta", job.eta, header.eta),) if config.staleness.admission != "backlog" else ()
+    bound = (("staleness.eta", job.eta, header.eta),) if config.staleness.admission not in BOUNDLESS else ()
     for key, asked, stored in (*bound, *sizes):
         if asked != stored:
             raise ConfigError(

@@ -79,6 +79,12 @@ def write_job(config: RunConfig) -> None:
 
 RENAMED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """An estimator of advantages as it was called in runs that know no training.epochs, and as it is called now."""
+REPLACED = {
+    ("rollout", "routing"): {"deadline": "deadline@1"},
+    ("batch", "stragglers"): {"truncate": "truncate@1", "retry": "retry@1"},
+}
+"""Rules that decide otherwise now, by key, and what they are called as they were in runs that know no
+staleness.window_share: what those recorded replays to the same decisions, and if resumed they go on by the same."""
 
 
 def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:
@@ -98,6 +104,11 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     training = _below(tree, "training")
     if isinstance(training, dict) and training.get("advantage") == RENAMED[0] and "epochs" not in training:
         training["advantage"] = RENAMED[1]
+    if "window_share" not in (_below(tree, "staleness") or {}):
+        for (table, key), names in REPLACED.items():
+            section = _below(tree, table)
+            if isinstance(section, dict) and isinstance(rule := section.get(key), str):
+                section[key] = names.get(rule, rule)
     config = loading.from_overridden(tree, overrides, str(run_dir / file))
     return user_files.placed(config, here)
 

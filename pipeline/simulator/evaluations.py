@@ -1,4 +1,5 @@
-"""The evaluations of a simulated run: requested when a run on a cluster requests them. Pure."""
+"""The evaluations of a simulated run, where the job asks for some beside training: requested when a run on a cluster
+requests them. Those before and after training alone are left out: they are no part of what a step takes. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class SimulatedEvaluations:
     def __init__(self, config: RunConfig, workload: Workload) -> None:
         self._workload = workload
         self._schedule = EvaluationSchedule(every=config.evaluation.every, num_steps=config.steps)
-        self._size = sum(one.prompts * one.responses_per_prompt for one in config.evaluation_sets.values())
+        sets = config.evaluation_sets.values() if config.evaluation.every else ()
+        self._size = sum(one.prompts * one.responses_per_prompt for one in sets)
         self._number = 0
         self._under_way = self._is_due = False
 

@@ -16,6 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.profiling.diagnosis import Diagnosis, diagnose, sizes_of
 from pipeline.profiling.step_loads import steady, steady_part
 from pipeline.simulator.trace import Trace, TrainedStep
+from pipeline.strategies.admission import BOUNDLESS
 from stores.metrics import tokens_per_s
 
 
@@ -147,7 +148,8 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
     running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
     work_s += cost.prefill * sum(s.prefilled for s in steps)
-    keeps_all = config.staleness.admission not in ("credits", "backlog") and config.batch.stragglers != "truncate"
+    cuts = config.batch.stragglers in ("truncate", "truncate@1")
+    keeps_all = config.staleness.admission not in ("credits", *BOUNDLESS) and not cuts
     longest_s = sum(s.longest_s for s in steps) / count / (config.bound + 1) if keeps_all else 0.0
     return Bound(
         train_s=sum(s.finished_s - s.ready_s for s in steps) / count,

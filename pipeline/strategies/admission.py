@@ -5,8 +5,11 @@
 | staleflow | as many as can reserve a place | is waited for | yes |
 | synchronous | one batch, while nothing trains | is waited for | yes |
 | one_step | one batch, while the one before trains | is waited for | yes |
+| pipeline_depth | `depth` batches (tinker-cookbook #822) | is waited for | yes |
+| windowed_fifo | (1 + ahead) batches, trained in order but for a window (arXiv 2605.26494) | is waited for | yes |
 | credits | (1 + alpha) batches (ROLL Flash, arXiv 2510.11345) | is dropped | yes |
 | backlog | (eta + 1 + version - next step) batches (AReaL, arXiv 2505.24298) | is trained late | no |
+| over_provision | (1 + excess) batches, started between steps (APRIL, arXiv 2509.18521) | is trained late | no |
 """
 
 from __future__ import annotations
@@ -36,6 +39,10 @@ class Late(Enum):
 class Admission(Protocol):
     @property
     def late(self) -> Late: ...
+    @property
+    def window(self) -> float:
+        """How far past the oldest group a step may look for its batch, in batches; 0: anywhere."""
+        ...
 
     def room(self, ledger: StalenessLedger) -> int:
         """Number of groups of the published version that may be started now, including those already queued."""
@@ -56,6 +63,7 @@ class Reservations:
     """StaleFlow: as many groups as can reserve a place in a staleness buffer."""
 
     late = Late.WAIT
+    window = 0.0
 
     def room(self, ledger: StalenessLedger) -> int:
         return ledger.room(ledger.version)
@@ -68,6 +76,10 @@ class _CappedAdmission(ABC):
     """A cap on the number of groups in play."""
 
     late = Late.WAIT
+
+    @property
+    def window(self) -> float:
+        return 0.0
 
     @abstractmethod
     def cap(self, ledger: StalenessLedger) -> int:
@@ -103,6 +115,61 @@ class OneStep(_CappedAdmission):
 
     def cap(self, ledger: StalenessLedger) -> int:
         return ledger.groups_started
+
+
+@ADMISSION.register("pipeline_depth")
+@dataclass(frozen=True, slots=True)
+class PipelineDepth(_CappedAdmission):
+    """Sampling runs at most so many batches ahead of training: staleness is kept by pacing, nothing is dropped."""
+
+    eta: int
+    depth: float = knob(
+        1.0, "pipeline_depth: batches that may be sampled or waiting while one is trained; at most eta + 1", low=1
+    )
+
+    def __post_init__(self) -> None:
+        if self.depth > self.eta + 1:
+            raise ConfigError(
+                f"staleness.depth = {self.depth:g} samples further ahead than staleness.eta = {self.eta} allows to "
+                f"train; it must be at most {self.eta + 1}"
+            )
+
+    def cap(self, ledger: StalenessLedger) -> int:
+        return math.ceil(self.depth * ledger.groups_started)
+
+
+@ADMISSION.register("windowed_fifo")
+@dataclass(frozen=True, slots=True)
+class WindowedFifo(_CappedAdmission):
+    """Groups are trained in the order they were drawn, except that a step may pass over unfinished ones within a window
+    anchored at the oldest: P groups a step, (S + 1) P in play, the batch being trained included, and a window of
+    window_share of these.
+
+    A group is overtaken by at most W - 1 others, so it lags at most S + ceil((W - 1) / P) steps.
+    """
+
+    eta: int
+    ahead: int = knob(1, "windowed_fifo: S, batches in play beyond the first", low=0)
+    window_share: float = knob(
+        0.3, "windowed_fifo: share of the groups in play that a step may choose its batch from", above=0, high=1
+    )
+
+    def __post_init__(self) -> None:
+        # W - 1 is less than window_share x (S + 1) x P, whatever P is.
+        lag = self.ahead + math.ceil(self.window_share * (self.ahead + 1))
+        if lag > self.eta:
+            raise ConfigError(
+                f"staleness.ahead = {self.ahead} with staleness.window_share = {self.window_share:g} lets groups lag "
+                f"{lag} steps, staleness.eta allows {self.eta}; lower ahead or raise eta"
+            )
+
+    @property
+    def window(self) -> float:
+        return self.window_share * (self.ahead + 1)
+
+    def cap(self, ledger: StalenessLedger) -> int:
+        trained = ledger.next_step - ledger.version  # the batch being trained holds its places until it is published
+        return (self.ahead + 1 - trained) * ledger.groups_started
 
 
 @ADMISSION.register("credits")
@@ -144,3 +211,23 @@ class Backlog(_CappedAdmission):
 
     def cap(self, ledger: StalenessLedger) -> int:
         return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started
+
+
+@ADMISSION.register("over_provision")
+@dataclass(frozen=True, slots=True)
+class OverProvision(_CappedAdmission):
+    """APRIL: more groups than a step needs are sampled side by side, the first to finish are trained, and the others
+    go on in the next round with the tokens they have. New ones start between two steps only."""
+
+    excess: float = knob(1.0, "over_provision: groups in play beyond those a step needs, as a share of them", low=0)
+
+    late = Late.TRAIN
+
+    def cap(self, ledger: StalenessLedger) -> int:
+        if ledger.version != ledger.next_step:
+            return 0
+        return math.ceil((1 + self.excess) * ledger.groups_started)
+
+
+BOUNDLESS = tuple(name for name in ADMISSION.names if getattr(ADMISSION.find(name), "late", None) is Late.TRAIN)
+"""Rules that keep no bound."""

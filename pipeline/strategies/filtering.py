@@ -47,7 +47,14 @@ class Straggling(Enum):
     TRUNCATE = "truncate"
 
 
-STRAGGLERS: Registry[Stragglers] = Registry("straggler rule", "batch.stragglers")
+STRAGGLERS: Registry[Stragglers] = Registry(
+    "straggler rule",
+    "batch.stragglers",
+    removed={
+        "retry": "moving the last responses to another instance never made a step shorter; use wait or truncate, or "
+        "rollout.migration for slow instances"
+    },
+)
 
 
 @STRAGGLERS.register("wait")
@@ -56,38 +63,69 @@ class Stragglers:
 
     action = Straggling.WAIT
 
-    def stuck(self, *, waited_s: float, interval_s: float, missing: int, groups_per_step: int) -> bool:
-        """Whether a step that has waited `waited_s` for `missing` groups is stuck. interval_s: between steps; 0 while
+    def impatient(self, *, waited_s: float, interval_s: float) -> bool:
+        """Whether a step that has waited for `waited_s` has waited too long. interval_s: between steps; 0 while
         unknown."""
+        return False
+
+    def may_end(self, unfinished: int, *, per_step: int, cut_in_step: int, trained: int, cut: int) -> bool:
+        """Whether as many unfinished trajectories, all that the step waits for, may be ended. per_step: trajectories of
+        a step. cut_in_step: ended for this step already. trained: trajectories trained on so far, of which `cut` were
+        ended, or have been told to."""
+        return False
+
+    def stuck(self, *, missing: int, groups_per_step: int) -> bool:
+        """In runs of before: whether a step that misses so many groups, due or not, may be helped."""
         return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TimedStragglers(Stragglers):
-    """A step is stuck when it has waited long and for few groups."""
+    """A step is stuck when it has waited long and for few."""
 
     straggler_patience: float = knob(
         1.0, "wait of the trainer, in intervals between steps, after which a step is stuck", above=0
     )
-    straggler_share: float = knob(0.1, "largest share of groups_per_step that counts as stragglers", low=0, high=1)
+    straggler_share: float = knob(
+        0.1, "truncate: largest share of the trained responses that are cut, of each step and of all", low=0, high=1
+    )
 
-    def stuck(self, *, waited_s: float, interval_s: float, missing: int, groups_per_step: int) -> bool:
-        if not interval_s or not missing:
-            return False
-        return waited_s > self.straggler_patience * interval_s and missing <= max(
-            1, self.straggler_share * groups_per_step
-        )
-
-
-@STRAGGLERS.register("retry")
-class Retry(_TimedStragglers):
-    """Stragglers continue on the instance whose decode step is fastest."""
-
-    action = Straggling.RETRY
+    def impatient(self, *, waited_s: float, interval_s: float) -> bool:
+        return bool(interval_s) and waited_s > self.straggler_patience * interval_s
 
 
 @STRAGGLERS.register("truncate")
 class Truncate(_TimedStragglers):
-    """Stragglers end with the tokens they have, and are scored."""
+    """Stragglers end with the tokens they have, and are scored: all that a step still waits for, once these are no more
+    than `straggler_share` allows. Fewer would help nobody, since the step would wait for the others.
+
+    What is cut never is more than that share of what is trained, counted over the run; one step may cut one response
+    more than its own share, out of what the steps before have left.
+    """
 
     action = Straggling.TRUNCATE
+
+    def may_end(self, unfinished: int, *, per_step: int, cut_in_step: int, trained: int, cut: int) -> bool:
+        in_step = cut_in_step + unfinished <= max(1, int(self.straggler_share * per_step))
+        return in_step and cut + unfinished <= self.straggler_share * (trained + per_step)
+
+
+class _Missing(_TimedStragglers):
+    """As runs of before count: a step is stuck while few groups are missing, and everything that is due is helped."""
+
+    def stuck(self, *, missing: int, groups_per_step: int) -> bool:
+        return missing <= max(1, self.straggler_share * groups_per_step)
+
+
+@STRAGGLERS.register("truncate@1", listed=False)
+class TruncateAll(_Missing):
+    """Stragglers end with the tokens they have, however many they are."""
+
+    action = Straggling.TRUNCATE
+
+
+@STRAGGLERS.register("retry@1", listed=False)
+class Retry(_Missing):
+    """Stragglers continue on the instance whose decode step is fastest."""
+
+    action = Straggling.RETRY

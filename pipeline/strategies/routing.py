@@ -198,15 +198,47 @@ class ThroughputOptimal:
 @ROUTING.register("deadline")
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Instances are filled only as far as deadlines allow. Every reserved place has a step that will wait for it, so a
-    decode step may take no longer than an instance's most urgent trajectory can afford, or than planned if that is
-    more: work that is late already gains nothing from empty instances.
+    """The instance whose decode step is shortest with the new work, counting what it runs and how long that has become:
+    every reserved place has a step that will wait for it, so no instance may lag behind with its oldest trajectories.
 
-    New work goes where throughput gains most among the instances that keep all deadlines with it, and waits if there
-    are none. Work that has begun never waits: if no instance is fast enough, it goes to the fastest.
+    New work waits while no instance stays within the planned limit of a decode step, or within what the most urgent of
+    its trajectories can afford if that is more. The plan has a limit only where that makes steps shorter
+    (pipeline/coordination/pacing.py). Work that has begun never waits.
     """
 
     cost: CostModel
+
+    knows_urgency = True
+
+    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
+        after_s = self.cost.steps_s(loads.running + 1, loads.kv_tokens + work.kv_tokens)
+        limit_s = np.maximum(np.minimum(loads.pace_s, work.pace_s), work.planned_s)
+        within = fitting & (after_s <= limit_s)
+        fastest = int(np.where(within if within.any() else fitting, after_s, np.inf).argmin())
+        return fastest if within[fastest] or work.continued or loads.running[fastest] == 0 else None
+
+    def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
+        return running == 0 or self.cost.step_s(running + 1, kv_tokens + work.kv_tokens) <= max(
+            work.pace_s, work.planned_s
+        )
+
+
+@ROUTING.register("deadline@1", listed=False)
+@dataclass(frozen=True, slots=True)
+class DeadlineByGain:
+    """The instance whose throughput gains most, among those that keep all deadlines with the new work. A decode step
+    may take no longer than an instance's most urgent trajectory can afford, or than planned if that is more.
+
+    New work waits if there is none. Work that has begun never waits: it goes to the fastest then.
+    """
+
+    cost: CostModel
+    pace_slack: float = knob(
+        0.0,
+        "of runs of before, and for rules of your own: factor on the planned seconds of a decode step; 0: found by "
+        "playing the run out, as deadline does",
+        low=0,
+    )
 
     knows_urgency = True
 

@@ -7,6 +7,7 @@ import pytest
 from pipeline.config import actor_settings
 from pipeline.coordination.episode_forecast import EpisodeForecast
 from pipeline.coordination.forecast import LengthForecast
+from pipeline.coordination.measured import Measured, RunningMean
 from pipeline.coordination.pacing import Pacing
 from pipeline.simulator.body import SimulatedRun
 from stores.trajectory import GroupId
@@ -35,13 +36,14 @@ def test_an_episode_has_less_time_for_a_token_by_what_its_environment_takes() ->
     paces = []
     for given_tokens, acting_s in ((0, 0.0), (50, 0.0), (0, 2.0)):
         lengths = LengthForecast(1000, rare=0.01)
-        pacing = Pacing(COST, lengths, eta=2, trajectories=4, slack=1.0)
+        pacing = Pacing(COST, lengths, eta=2, groups=2, group_size=2, slack=1.0, recomputes=True)
         for group in range(200):
             lengths.finished(GroupId(group), 100, 0.0)
             lengths.episodes.ended(100, given_tokens, acting_s)
         pacing.step_started(0, 0.0)
         pacing.step_finished(20.0)
-        pacing.replan(1, 8, 50.0)
+        measured = Measured(prompt_tokens=RunningMean(50.0))
+        pacing.replan(1, 8, 10_000, measured)
         plan = pacing.plan.interval_s
         assert plan == pytest.approx(20.0)
         paces.append(pacing.pace_s(1, GroupId(0), 0, 0.0))

@@ -28,6 +28,7 @@ from pipeline.coordination.events import (
     VersionPublished,
 )
 from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.filtering import STRAGGLERS
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
@@ -148,11 +149,16 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
             "extra_groups": draw(st.integers(0, 2)),
             "extra_members": draw(st.integers(0, 2)),
             "filtering": draw(st.sampled_from(["keep_all", "no_signal"])),
-            "stragglers": draw(st.sampled_from(["wait", "retry", "truncate"])),
+            "stragglers": draw(st.sampled_from([*STRAGGLERS.names, *STRAGGLERS.unlisted])),
             "straggler_patience": 0.1,
             "straggler_share": 1.0,
         },
-        "staleness": {"eta": eta, "admission": draw(st.sampled_from(ADMISSION.names)), "alpha": float(eta)},
+        "staleness": {
+            "eta": eta,
+            "admission": draw(st.sampled_from([a for a in ADMISSION.names if eta or a != "windowed_fifo"])),
+            "alpha": float(eta),
+            "ahead": max(0, eta - 1),
+        },
         "rollout": {
             "max_new_tokens": 100,
             "max_attempts": draw(st.sampled_from([0, 1, 5])),

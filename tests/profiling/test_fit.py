@@ -29,6 +29,7 @@ from pipeline.coordination.events import (
 )
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.journal import Journal
+from pipeline.coordination.measured import Measured, RunningMean
 from pipeline.coordination.pacing import Pacing, best_plan
 from pipeline.profiling import fit as fitting
 from pipeline.profiling.fit import CostWatch, Fit, StepPoint, fit_prefill, fit_steps
@@ -181,11 +182,12 @@ def test_the_plan_weighs_rate_against_the_longest() -> None:
 
 def test_later_steps_are_due_later_and_late_ones_shift_all() -> None:
     forecast = learned([[1000]] * 100)
-    pacing = Pacing(PUBLISHED["7B"], forecast, eta=1, trajectories=64, slack=1.0)
+    pacing = Pacing(PUBLISHED["7B"], forecast, eta=1, groups=8, group_size=8, slack=1.0, recomputes=True)
     assert pacing.pace_s(3, GroupId(0), 0, 5.0) == math.inf
     pacing.step_started(4, 100.0)
     pacing.step_finished(110.0)
-    pacing.replan(4, 64, 500.0)
+    measured = Measured(prompt_tokens=RunningMean(500.0))
+    pacing.replan(4, 64, 100_000, measured)
     interval = pacing.plan.interval_s
     assert pacing.due_s(6, 110.0) == pytest.approx(100 + 2 * interval)
     assert pacing.due_s(6, 1000.0) == pytest.approx(1000 + interval)

@@ -405,3 +405,18 @@ def test_an_earlier_runs_estimator_stays_what_it_was(tmp_path: Path) -> None:
     assert load_job(config.run_dir).training.advantage == "reinforce_plus_plus"
     file.write_text(re.sub(r"(?m)^epochs = .*\n", "", file.read_text()))
     assert load_job(config.run_dir).training.advantage == "reinforce_plus_plus_baseline"
+
+
+def test_runs_of_before_keep_the_rules_that_decide_otherwise_now(light: Path) -> None:
+    """What a journal of theirs recorded was decided by these; job files get the present ones."""
+    config = begun(light, "rollout.routing=deadline", "batch.stragglers=truncate")
+    loaded = load_job(config.run_dir)
+    assert (loaded.rollout.routing, loaded.batch.stragglers) == ("deadline", "truncate")
+    path = config.run_dir / "config.toml"
+    before = re.sub(r"(?m)^window_share = .*\n", "", path.read_text())
+    for stragglers in ("truncate", "retry"):
+        path.write_text(before.replace('stragglers = "truncate"', f'stragglers = "{stragglers}"'))
+        loaded = load_job(config.run_dir)
+        assert (loaded.rollout.routing, loaded.batch.stragglers) == ("deadline@1", f"{stragglers}@1")
+    path.write_text(before.replace('routing = "deadline"', 'routing = "least_requests"'))
+    assert load_job(config.run_dir).rollout.routing == "least_requests"

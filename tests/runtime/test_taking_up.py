@@ -36,7 +36,7 @@ SHAPES = {
         "workload.tool_tokens=3",
         "simulation.failed_step_share=0.03",
     ),
-    "retry": (*BASE, "batch.stragglers=retry", "batch.straggler_patience=0.2", "batch.straggler_share=1"),
+    "retry": (*BASE, "batch.stragglers=retry@1", "batch.straggler_patience=0.2", "batch.straggler_share=1"),
 }
 
 

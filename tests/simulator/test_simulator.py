@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from cli.simulate import command, sweep_variants
 from pipeline.config import actor_settings, deciding, fields, loading
 from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import Command, Retire, Route, Train
-from pipeline.coordination.events import Event
+from pipeline.coordination.commands import Act, Command, Retire, Route, Score, Train
+from pipeline.coordination.events import Event, TrajectoryInterrupted
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import bound_of, explanation, measure
 from pipeline.simulator.trace import Trace
-from pipeline.strategies.admission import ADMISSION
+from pipeline.strategies.admission import ADMISSION, BOUNDLESS
+from pipeline.strategies.filtering import STRAGGLERS
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.errors import ActorLost, ConfigError, RunStuck
@@ -285,6 +286,100 @@ def test_stragglers_are_cut_off_and_the_step_goes_on() -> None:
     assert max(s.longest_tokens for s in cuts.steps) < max(s.longest_tokens for s in waits.steps)
 
 
+def test_the_rules_of_other_systems_sample_as_far_ahead_as_they_say() -> None:
+    def stale(**setting: Any) -> Trace:
+        return run(job(steps=24, workload__sigma=1.5, staleness__eta=3, **setting))
+
+    def oldest(trace: Trace) -> int:
+        return max(v for step in trace.steps for v in step.staleness)
+
+    one_step, depth = stale(staleness__admission="one_step"), stale(staleness__admission="pipeline_depth")
+    assert [s.ready_s for s in depth.steps] == [s.ready_s for s in one_step.steps]
+    deep = stale(staleness__admission="pipeline_depth", staleness__depth=4.0)
+    window = stale(staleness__admission="windowed_fifo", staleness__ahead=2)
+    strict = stale(staleness__admission="windowed_fifo", staleness__ahead=2, staleness__window_share=0.01)
+    assert oldest(deep) <= 3
+    assert oldest(window) <= 3
+    assert oldest(strict) <= 2
+    excess = stale(staleness__admission="over_provision", staleness__excess=2.0)
+    in_turns = run(job(steps=24, workload__sigma=1.5, staleness__admission="synchronous", staleness__eta=0))
+    for trace in (one_step, deep, window, excess):
+        assert trace.finished_s < in_turns.finished_s
+    assert excess.ended.keys() <= {"consumed", "aborted:surplus_group"}, "nothing is dropped"
+    assert excess.ended["aborted:surplus_group"] <= 2 * 18, "what the last step leaves over"
+
+
+class Cuts:
+    """Counts responses that were ended and scored as they were, in all and in the fullest step."""
+
+    def __init__(self) -> None:
+        self.count = self.in_step = self.most = 0
+
+    def __call__(self, now: float, event: Event, commands: list[Command]) -> None:
+        if isinstance(event, TrajectoryInterrupted) and any(isinstance(c, Score | Act) for c in commands):
+            self.count += 1
+            self.in_step += 1
+            self.most = max(self.most, self.in_step)
+        if any(isinstance(c, Train) for c in commands):
+            self.in_step = 0
+
+
+def cut_in(config: RunConfig) -> Cuts:
+    cuts = Cuts()
+    SimulatedRun(config, actor_settings.make_workload(config), observe=cuts).run()
+    return cuts
+
+
+CUT = {
+    "batch__groups_per_step": 12,
+    "batch__group_size": 4,
+    "batch__straggler_patience": 0.05,
+    "rollout__max_new_tokens": 2000,
+    "rollout__routing": "least_requests",
+    "simulation__report_s": 0.1,
+}
+
+
+@given(
+    share=st.sampled_from([0.0, 0.01, 0.05, 0.1, 0.3]),
+    eta=st.integers(0, 3),
+    kind=st.sampled_from(["lognormal", "bimodal", "power_law", "agentic"]),
+    seed=st.integers(0, 999),
+    lost_every_s=st.sampled_from([0.0, 20.0]),
+    environment=st.sampled_from(["auto", "yes"]),
+)
+@settings(max_examples=min(30, settings.default.max_examples))
+def test_no_more_responses_are_cut_than_their_share(
+    share: float, eta: int, kind: str, seed: int, lost_every_s: float, environment: str
+) -> None:
+    config = job(
+        steps=8,
+        seed=seed,
+        staleness__eta=eta,
+        batch__stragglers="truncate",
+        batch__straggler_share=share,
+        workload__kind=kind,
+        workload__median=60.0,
+        workload__tool_s=0.2,
+        simulation__lost_every_s=lost_every_s,
+        task__environment=environment if kind == "agentic" else "auto",
+        rollout__max_attempts=1000,
+        **CUT,
+    )
+    cuts = cut_in(config)
+    assert cuts.count <= share * config.steps * config.trajectories_per_step
+    assert cuts.most <= max(1, share * config.trajectories_per_step)
+
+
+def test_a_larger_share_cuts_more() -> None:
+    def count(share: float, rule: str = "truncate") -> int:
+        setting = {"batch__stragglers": rule, "batch__straggler_share": share, "workload__sigma": 1.5}
+        return cut_in(job(steps=16, workload__median=60.0, staleness__eta=1, **setting, **CUT)).count
+
+    assert 0 < count(0.02) < count(0.2)
+    assert count(0.02, "truncate@1") > 0.02 * 16 * 48, "runs of before counted what was missing, and cut what was due"
+
+
 class Witness:
     """Hears everything and keeps its own books: each trajectory ends once, and no older than it may."""
 
@@ -317,9 +412,10 @@ class Witness:
 @st.composite
 def jobs(draw: st.DrawFn) -> RunConfig:
     """Any combination of strategies, redundancy and faults."""
-    admission = draw(st.sampled_from([a for a in ADMISSION.names if a != "backlog"]))
     on_pull = draw(st.sampled_from(["interrupt", "keep", "adapter"]))
     eta = draw(st.integers(0, 3))
+    keep = [a for a in ADMISSION.names if a not in BOUNDLESS and not (a == "windowed_fifo" and not eta)]
+    admission = draw(st.sampled_from(keep))
     return job(
         seed=draw(st.integers(0, 999)),
         steps=draw(st.integers(2, 7)),
@@ -328,12 +424,14 @@ def jobs(draw: st.DrawFn) -> RunConfig:
         batch__extra_groups=draw(st.integers(0, 2)),
         batch__extra_members=draw(st.integers(0, 2)),
         batch__filtering=draw(st.sampled_from(["keep_all", "no_signal"])),
-        batch__stragglers=draw(st.sampled_from(["wait", "retry", "truncate"])),
+        batch__stragglers=draw(st.sampled_from([*STRAGGLERS.names, *STRAGGLERS.unlisted])),
         batch__straggler_patience=0.3,
         batch__straggler_share=1.0,
         staleness__eta=eta,
         staleness__admission=admission,
         staleness__alpha=float(eta) * draw(st.sampled_from([0.5, 1.0])),
+        staleness__depth=draw(st.sampled_from([1.0, eta / 2 + 1.0, eta + 1.0])),
+        staleness__ahead=max(0, eta - 1),
         rollout__instances=draw(st.integers(1, 4)),
         rollout__routing=draw(st.sampled_from(ROUTING.names)),
         rollout__synchronization=draw(st.sampled_from(SYNCHRONIZATION.names)),

@@ -170,3 +170,29 @@ def test_a_resumed_ledger_continues_from_the_restored_counts() -> None:
         ledger.resume(4, {consumed: 4})
     with pytest.raises(ProtocolViolation, match="2 trajectories consumed by 3 steps"):
         make(eta=1).resume(3, {consumed: 2})
+
+
+def test_within_a_window_a_step_passes_over_unfinished_groups_and_no_further() -> None:
+    """The window stays at the oldest group: what was taken from it counts as in it."""
+    ledger = StalenessLedger(eta=2, groups_per_step=3, group_size=1, window=3)
+    for group in range(6):
+        route(ledger, group, 0)
+    for group in (0, 1, 4, 5):
+        finish(ledger, group)
+    assert ledger.ready()
+    assert ledger.consume(0).groups == (0, 1, 4)  # 2 is slow, 5 lies outside of 2, 3 and 4
+    ledger.publish(PolicyVersion(1))
+    finish(ledger, 3)
+    for group in range(6, 9):
+        route(ledger, group, 1)
+        finish(ledger, group)
+    assert not ledger.ready(), "3 may be taken, but 5 and what follows may not while 2 is unfinished"
+    finish(ledger, 2)
+    assert ledger.consume(1).groups == (2, 3, 5)
+    ledger.validate()
+    free = StalenessLedger(eta=2, groups_per_step=3, group_size=1)
+    for group in range(6):
+        route(free, group, 0)
+    for group in (0, 1, 5):
+        finish(free, group)
+    assert free.consume(0).groups == (0, 1, 5)

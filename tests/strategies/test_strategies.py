@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config.schema import StalenessConfig
 from pipeline.strategies.admission import ADMISSION, Credits, Late
-from pipeline.strategies.filtering import FILTERING, STRAGGLERS, KeepAll, NoSignal, Stragglers, Truncate
+from pipeline.strategies.filtering import FILTERING, STRAGGLERS, KeepAll, NoSignal, Stragglers, Truncate, TruncateAll
 from pipeline.strategies.migration import MIGRATION, LargestGain, Load, Movable, Stay
 from pipeline.strategies.routing import (
     ROUTING,
@@ -259,11 +259,14 @@ def test_no_signal_drops_equal_rewards() -> None:
 def test_unknown_names_say_what_there_is() -> None:
     for registry, names in (
         (ROUTING, "random, round_robin, least_requests, throughput_optimal, deadline"),
-        (ADMISSION, "staleflow, synchronous, one_step, credits, backlog"),
+        (
+            ADMISSION,
+            "staleflow, synchronous, one_step, pipeline_depth, windowed_fifo, credits, backlog, over_provision",
+        ),
         (SYNCHRONIZATION, "greedy, status, hypothesis"),
         (MIGRATION, "none, largest_gain"),
         (FILTERING, "keep_all, no_signal"),
-        (STRAGGLERS, "wait, retry, truncate"),
+        (STRAGGLERS, "wait, truncate"),
     ):
         with pytest.raises(ValueError, match=f"no {registry.what} 'x'; choose from {names}$"):
             registry.find("x")
@@ -274,12 +277,37 @@ def test_credits_must_not_let_work_lag_beyond_the_bound() -> None:
         Credits(eta=1, alpha=1.5)
 
 
-@pytest.mark.parametrize(
-    ("waited", "missing", "stuck"),
-    [(5.0, 1, False), (11.0, 1, True), (11.0, 3, True), (11.0, 4, False), (11.0, 0, False)],
-)
-def test_a_step_is_stuck_when_it_has_long_waited_for_few(waited: float, missing: int, stuck: bool) -> None:
+def test_a_step_is_impatient_once_it_has_waited_long() -> None:
     rule = Truncate(straggler_patience=1.0, straggler_share=0.1)
-    assert rule.stuck(waited_s=waited, interval_s=10.0, missing=missing, groups_per_step=30) is stuck
-    assert not Stragglers().stuck(waited_s=99.0, interval_s=10.0, missing=1, groups_per_step=30)
-    assert not rule.stuck(waited_s=99.0, interval_s=0.0, missing=1, groups_per_step=30)
+    assert not rule.impatient(waited_s=5.0, interval_s=10.0)
+    assert rule.impatient(waited_s=11.0, interval_s=10.0)
+    assert not rule.impatient(waited_s=99.0, interval_s=0.0), "the interval is not known yet"
+    assert not Stragglers().impatient(waited_s=99.0, interval_s=10.0)
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "cut_in_step", "trained", "cut", "may"),
+    [
+        (3, 0, 300, 0, True),
+        (4, 0, 300, 0, False),  # more than a tenth of 30
+        (2, 2, 300, 2, False),  # two of this step have been cut already
+        (1, 2, 300, 2, True),
+        (3, 0, 300, 31, False),  # the steps before have used up the share
+        (3, 0, 0, 0, True),
+    ],
+)
+def test_no_more_is_cut_than_its_share_of_the_step_and_of_the_run(
+    unfinished: int, cut_in_step: int, trained: int, cut: int, may: bool
+) -> None:
+    rule = Truncate(straggler_patience=1.0, straggler_share=0.1)
+    assert rule.may_end(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut) is may
+    assert not Stragglers().may_end(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut)
+
+
+@pytest.mark.parametrize(("missing", "stuck"), [(1, True), (3, True), (4, False)])
+def test_in_runs_of_before_a_step_was_stuck_while_few_groups_of_any_version_were_missing(
+    missing: int, stuck: bool
+) -> None:
+    rule = TruncateAll(straggler_patience=1.0, straggler_share=0.1)
+    assert rule.stuck(missing=missing, groups_per_step=30) is stuck
+    assert not Truncate(straggler_share=1.0).stuck(missing=missing, groups_per_step=30)
