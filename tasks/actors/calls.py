@@ -113,12 +113,20 @@ def _packed(args: tuple[Any, ...]) -> bytes:
 async def _execute(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
     """Have an actor's worker call a method. Raises what the method raises; OSError or RuntimeError if it is gone."""
     if isinstance(actor, RemoteActor):
-        rpc = actor.rpc
-    else:
-        status = actor._future.status if actor._future is not None else "finished"
-        if status not in ("finished", "pending"):
-            raise RuntimeError(f"its worker was lost ({status})")
-        rpc = actor._worker_rpc
+        return await _sent(actor, method, packed)
+    status = actor._future.status if actor._future is not None else "finished"
+    if status not in ("finished", "pending"):
+        raise RuntimeError(f"its worker was lost ({status})")
+    # A submitted job's driver is in a thread of a worker, whose connections belong to that one's loop.
+    loop = actor._io_loop.asyncio_loop
+    if loop is asyncio.get_running_loop():
+        return await _sent(actor, method, packed)
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_sent(actor, method, packed), loop))
+
+
+async def _sent(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
+    """`_execute`, on the loop that the connections belong to."""
+    rpc = actor.rpc if isinstance(actor, RemoteActor) else actor._worker_rpc
     try:
         answer = await rpc.actor_execute(function=method, actor=actor.key, args=[PICKLED, packed], kwargs={})
     except KeyError:  # another process has its address by now

@@ -182,3 +182,32 @@ def test_an_actor_that_is_handed_on_is_called_without_the_scheduler() -> None:
                 assert not await call(actor, "is_client", within_s=30.0, who="it")
 
     asyncio.run(whole())
+
+
+def calling_from_a_thread(other: Any) -> list[int]:
+    """As a submitted job's driver does: on an event loop of its own, in a thread of a worker's process."""
+
+    async def whole() -> list[int]:
+        data = b"x" * 100_000
+        found = []
+        for _ in range(20):
+            asked = (call(other, "take", data, within_s=60.0, who="other") for _ in range(20))
+            found += [len(answer[0]) for answer in await asyncio.gather(*asked)]
+        return found
+
+    return asyncio.run(whole())
+
+
+def test_a_driver_in_a_workers_process_calls_on_the_loop_that_its_connections_belong_to() -> None:
+    """Two threads that write to one connection spoil it."""
+
+    async def whole() -> None:
+        async with (
+            LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+            Client(cluster, asynchronous=True, direct_to_workers=True) as client,
+        ):
+            here, there = (w.worker_address for w in cluster.workers.values())
+            other = await client.submit(Answering, actor=True, workers=[there], key="other")
+            assert await client.submit(calling_from_a_thread, other, workers=[here]) == [100_000] * 400
+
+    asyncio.run(whole())
