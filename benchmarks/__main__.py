@@ -27,13 +27,14 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "agentic": (("--out", "{folder}"),),
     "prefix": (("--engine", "transformers"),),
     "ablation": (("--out", "{folder}/ablation.md"),),
-    "reality": (("emulated",), ("overhead",), ("transformers",)),
+    "reality": (("emulated",), ("overhead",), ("short",), ("transformers",)),
     "reprocess": ((),),
     "run_page": ((),),
     "long_store": ((),),
-    "training": ((),),
+    "training": ((), ("--memory",)),
     "learning": (("--set", "runs_dir={folder}"),),
     "soak": ((),),
+    "endpoint": (("load",),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""

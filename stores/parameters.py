@@ -14,7 +14,7 @@ import fcntl
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,10 +214,17 @@ class ParameterFolder:
         return replacing(path, remedy, failures=(SafetensorError,), flush=False)
 
 
-def checkpoint(model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+def checkpoint(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    also: Callable[[Path], None] | None = None,
+) -> None:
     """Save a model and tokenizer for `from_pretrained`, atomically. Replaces a checkpoint of the same step, which
     exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards, and others of
-    another type; they are written file by file, SHARD of each. Raises StoreError."""
+    another type; they are written file by file, SHARD of each. also: writes what else belongs into the folder. Raises
+    StoreError."""
     (kind,) = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
 
     def write(part: Path) -> None:
@@ -226,5 +233,7 @@ def checkpoint(model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, t
         config.dtype = kind  # not that of the weights that are trained
         config.save_pretrained(part)
         tokenizer.save_pretrained(part)
+        if also is not None:
+            also(part)
 
     replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

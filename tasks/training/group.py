@@ -7,7 +7,7 @@ Invariants:
 - All ranks call the same methods in the same order: each call of one waits for those of the others. What they compute
   may differ only by `rank.number`.
 - Gradients and figures are sums over the ranks, never means: the loss is normalised over the whole batch beforehand.
-- A group of one has no process group, and hands back what it is given.
+- A group of one has no process group, unless its parameters are offloaded, and hands back what it is given.
 - Parameters are read through `parameters`, which shards what a forward pass has left gathered.
 """
 
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasks.training.blocks import blocks
@@ -47,18 +47,21 @@ this ends threads whose run has ended."""
 class Group:
     """The group as rank `rank` sees it. Waits until all ranks are there; one process can be in one group at a time."""
 
-    def __init__(self, rank: Rank = ALONE, device: str = "cpu") -> None:
+    def __init__(self, rank: Rank = ALONE, device: str = "cpu", *, half: bool = False, offload: bool = False) -> None:
+        """half: blocks compute in bfloat16 and are gathered in it. offload: shards are kept in the processor's memory,
+        with their gradients and what an optimizer keeps of them; the device has a block at a time."""
         self.rank = rank
         self.device = device
         self._mesh: Any = None
         self._saving: Any = None
         """A process group for what is written in the background: its calls have another order than the trainer's."""
-        if rank.count == 1:
+        if rank.count == 1 and not offload:
             return
+        self._half, self._offload = half, offload
         if dist.is_initialized():  # this process was in the group of a run before
             dist.destroy_process_group()
         limit = datetime.timedelta(seconds=COLLECTIVE_S)
-        store = _store(rank, limit)
+        store = _store(rank, limit) if rank.count > 1 else dist.HashStore()
         if device == "cuda":
             # Of this thread: a trainer does all of its work in one.
             torch.cuda.set_device(_number_on_host(store, rank) % torch.cuda.device_count())
@@ -68,14 +71,28 @@ class Group:
         self._mesh = init_device_mesh(device, (rank.count,))
         self._saving = dist.new_group(backend="gloo", timeout=limit)
 
-    def sharded(self, model: Any) -> Any:
+    @property
+    def shards(self) -> bool:
+        """Whether the model is divided."""
+        return self._mesh is not None
+
+    def sharded(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """The model with its parameters in shards, each block's gathered by itself when it computes. They move to the
-        device a block at a time: the model need not fit there whole."""
+        device a block at a time: the model need not fit there whole; nor in memory in another type than it was loaded
+        in, for they become `dtype`, if that is given, a block at a time, too."""
         if self._mesh is None:
             return model.to(self.device)
+        kept = CPUOffloadPolicy(pin_memory=self.device == "cuda") if self._offload else OffloadPolicy()
+        # Under autocast a block's products are in bfloat16 anyway. What is outside of blocks, such as embeddings, is
+        # not: what they give is what the blocks add to, in float32.
+        gathered = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if self._half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         for block in blocks(model):
-            fully_shard(block, mesh=self._mesh)
-        fully_shard(model, mesh=self._mesh)
+            _convert(block, dtype)
+            fully_shard(block, mesh=self._mesh, mp_policy=gathered, offload_policy=kept)
+        _convert(model, dtype)
+        fully_shard(model, mesh=self._mesh, offload_policy=kept)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
@@ -153,6 +170,13 @@ class Group:
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
+
+
+def _convert(module: Any, dtype: torch.dtype | None) -> None:
+    """Change the type of the parameters that are not in shards yet."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(dtype)
 
 
 def _require_all_here(folder: Path) -> None:

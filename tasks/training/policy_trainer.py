@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,12 +23,15 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._pytree import tree_map_only
 
 from stores import parameters, resume_points
 from stores.errors import ConfigError
 from stores.weight_hash import OneByOne, Weights
+from tasks import adapters
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
+from tasks.training import lora
 from tasks.training.blocks import recompute
 from tasks.training.figures import TokenSums
 from tasks.training.group import Group
@@ -85,13 +89,16 @@ class PolicyTrainer:
         training = settings.training
         self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
-        self.group = Group(rank, self.device)
-        model = load_model(settings.model, "float32", "cpu", attention="sdpa")
+        half = settings.dtype == "bfloat16"
+        self.group = Group(rank, self.device, half=half, offload=training.offload)
+        model = self._load_model()
+        if training.lora.rank:
+            model = lora.adapted(model, training.lora, settings.seed)
         if training.recompute_activations:
             recompute(model)
-        self.model: Any = self.group.sharded(model)
+        self.model: Any = self.group.sharded(model, torch.float32)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self._trained().values(),
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
@@ -99,7 +106,7 @@ class PolicyTrainer:
         self.logprob_model = LogprobModel(
             model=self.model,
             device=self.device,
-            half=settings.dtype == "bfloat16",
+            half=half,
             temperature=settings.temperature,
             token_budget=training.microbatch_tokens,
             rank=rank.number,
@@ -165,10 +172,13 @@ class PolicyTrainer:
         }
 
     def published(self, use: Callable[[Weights], T]) -> T:
-        """What `use` makes of the weights as engines load them. They come one by one, gathered from all ranks, so that
-        there is no copy of the model beside it."""
+        """What `use` makes of the weights as engines load them, of those that are trained. They come one by one,
+        gathered from all ranks, so that there is no copy of the model beside it."""
         dtype = getattr(torch, self.settings.dtype)
-        named = dict(sorted(self.group.parameters(self.model).items()))
+        named = self._trained()
+        if self.settings.training.lora.rank:
+            named = {adapters.name_in_file(name): parameter for name, parameter in named.items()}
+        named = dict(sorted(named.items()))
         come = ((name, self.group.whole(p.detach().to(dtype))) for name, p in named.items())
         described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in named.items()}
         made = use(OneByOne(described, come))
@@ -184,18 +194,28 @@ class PolicyTrainer:
 
     def save(self, folder: Path, published: Path) -> None:
         """Save weights that were published, and the tokenizer, where `from_pretrained` finds them. published: their
-        file, from which they are read as they are written. Done by the leading rank alone."""
+        file, from which they are read as they are written. An adapter is merged into
+        the model's own, and saved in a folder besides. Done by the leading rank alone."""
         from transformers import AutoTokenizer
 
-        weights = parameters.read(published)
+        path, config = self.settings.model, self.settings.training.lora
+        weights, tokenizer = parameters.read(published), AutoTokenizer.from_pretrained(path)
+        if config.rank:
+            base = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
+            parameters.checkpoint(
+                base,
+                tokenizer,
+                folder,
+                lora.merged(base.state_dict(), weights, config),
+                lambda part: lora.save(weights, config, path, part / lora.FOLDER),
+            )
+            return
         held = {*self.model.state_dict()}
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in held}
-        parameters.checkpoint(
-            self.model, AutoTokenizer.from_pretrained(self.settings.model), folder, {**buffers, **weights}
-        )
+        parameters.checkpoint(self.model, tokenizer, folder, {**buffers, **weights})
 
     def save_state(self, path: Path) -> None:
-        """Write all that the next step depends on: weights, optimizer, random state."""
+        """Write all that the next step depends on: the weights that are trained, optimizer, random state."""
         self.begin_save(path)
         self.end_save()
 
@@ -207,13 +227,12 @@ class PolicyTrainer:
         if self.group.rank.count > 1:
             self._saving = self.group.begin_save(self._state(), path)
             return
-        state = copied(
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "random": self._rng.bit_generator.state,
-            }
-        )
+        state = {
+            "model": self._kept(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": self._rng.bit_generator.state,
+        }
+        state = copied(tree_map_only(torch.Tensor, self.group.whole, state))
         self._saving = in_background(lambda: torch.save(state, path))
 
     def end_save(self) -> None:
@@ -231,7 +250,7 @@ class PolicyTrainer:
                 self._rng.bit_generator.state = json.loads(held["random"])
                 return
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if differing := sorted(state["model"].keys() ^ self.model.state_dict().keys()):
+            if differing := sorted(state["model"].keys() ^ self._kept().keys()):
                 raise KeyError(f"{len(differing)} tensors differ from the model's, the first is {differing[0]}")
             moments = state["optimizer"]["state"]
             for number, name in enumerate(held["model"]):
@@ -244,9 +263,21 @@ class PolicyTrainer:
         """Leave the group. Nothing else is done afterwards."""
         self.group.leave()
 
+    def _trained(self) -> dict[str, torch.Tensor]:
+        """The parameters that are trained, by name: all, or an adapter's. Of each, this rank's shard."""
+        return {name: p for name, p in self.group.parameters(self.model).items() if p.requires_grad}
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """What of the model's state a resume point has: all, or an adapter's."""
+        state: dict[str, torch.Tensor] = self.model.state_dict()
+        if self.settings.training.lora.rank:
+            trained = self._trained()
+            return {name: tensor for name, tensor in state.items() if name in trained}
+        return state
+
     def _state(self) -> dict[str, Any]:
         """All that the next step depends on, by the parameters' names; the tensors are those in use, not copies."""
-        named = self.group.parameters(self.model)
+        named = self._trained()
         for parameter in named.values():
             if not self.optimizer.state[parameter]:  # as AdamW begins, which only does so when there is a gradient
                 zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
@@ -275,8 +306,9 @@ class PolicyTrainer:
         if self.reference is None:
             return None
         chosen = [i for i, row in enumerate(rows) if self.objective.trains(row)]
-        found = self.group.merged(self.reference.rows(rows, chosen))
-        return found
+        own = self.reference is self.logprob_model
+        with lora.without_adapter(self.model) if own else nullcontext():
+            return self.group.merged(self.reference.rows(rows, chosen))
 
     def _measure_others(self, rows: Sequence[Row], sums: TokenSums) -> None:
         """Measure some of the rows without a gradient, evenly spaced, as if they were all of them."""
@@ -351,8 +383,20 @@ class PolicyTrainer:
             lags=torch.from_numpy(np.ascontiguousarray(batch.lags)).to(self.device),
         )
 
+    def _load_model(self) -> Any:
+        """The model to train. One that is divided is left in its file's type: each rank makes float32 of its part. Not
+        with an adapter, which begins in the model's type."""
+        if self.group.shards and not self.settings.training.lora.rank:
+            model = load_model(self.settings.model, "auto", "cpu", attention="sdpa")
+            if all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point()):
+                return model
+        return load_model(self.settings.model, "float32", "cpu", attention="sdpa")
+
     def _load_reference(self) -> LogprobModel:
-        """The reference model, in the type that weights are published in. Raises ConfigError."""
+        """The reference model, in the type that weights are published in; the trained one itself, if that is to be used
+        without its adapter. Raises ConfigError."""
+        if self.settings.training.lora.rank and not self.settings.training.kl.reference:
+            return self.logprob_model
         path = self.settings.training.kl.reference or self.settings.model
         model = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
         own, other = self.model.config.vocab_size, model.config.vocab_size

@@ -337,7 +337,12 @@ class VirtualRolloutInstance(RolloutInstance):
         return engine
 
     async def evaluate(
-        self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float, after: list[int] | None = None
+        self,
+        prompts: list[tuple[int, ...]],
+        greedy: bool,
+        deadline_s: float,
+        after: list[int] | None = None,
+        turn_tokens: list[int] | None = None,
     ) -> list[Evaluated]:
         """Return a response with as many tokens as its prompt, three seconds later."""
 
