@@ -55,8 +55,9 @@ def command(
 
     folder = Path(out or f"{run_dir.name if is_url(run) else run_dir.resolve()}-offline")
     claim_folder(folder.parent, "--out")
-    planned(run_dir, folder, overrides, branch, selection, epochs)  # reports wrong input before any worker starts
-    with pool_at(where, 1, model=True) as pool, progress(quiet=as_json) as report:
+    # Reports wrong input before any worker starts.
+    ranks = planned(run_dir, folder, overrides, branch, selection, epochs).config.training.ranks
+    with pool_at(where, ranks, model=True) as pool, progress(quiet=as_json) as report:
         result = train_offline(
             run_dir, folder, pool, overrides=overrides, branch=branch, where=selection, epochs=epochs, report=report
         )

@@ -225,7 +225,8 @@ def checkpoint(
     exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards, and others of
     another type; they are written file by file, SHARD of each. also: writes what else belongs into the folder. Raises
     StoreError."""
-    (kind,) = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
+    largest = max(weights.values(), key=lambda tensor: tensor.numel())
+    kind = str(largest.dtype).removeprefix("torch.")  # buffers may have another
 
     def write(part: Path) -> None:
         model.save_pretrained(part, state_dict=dict(weights), max_shard_size=SHARD)

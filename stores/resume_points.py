@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from stores.trajectory import PolicyVersion
 
 KEPT = 3
 """Resume points kept. The trainer may be two steps ahead of the last commit: one being committed, one waiting."""
+SHORT_WRITE = ("inline_container", "PytorchStreamWriter")
+"""In what torch says when it could not write all of a file."""
 
 
 class ResumePoints:
@@ -64,7 +67,7 @@ class ResumePoints:
         path = self.path(version, sharded=sharded)
         # torch.save raises RuntimeError on a full disk.
         replacement = replacing_folder if sharded else replacing
-        with replacement(path, remedy, failures=(RuntimeError,)) as part:
+        with replacement(path, remedy, failures=(RuntimeError,)) as part, _short_writes_named(part.parent):
             yield part
         remove(self.path(version, sharded=not sharded))  # of another number of processes; what is there is never both
         for old in self.versions()[:-KEPT]:
@@ -73,6 +76,18 @@ class ResumePoints:
     def _remove(self, version: PolicyVersion) -> None:
         for sharded in (False, True):
             remove(self.path(version, sharded=sharded))
+
+
+@contextlib.contextmanager
+def _short_writes_named(folder: Path) -> Iterator[None]:
+    """Raise what torch says of a disk that is full, which is only where in a file it came to, as what it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(mark in str(error) for mark in SHORT_WRITE):
+            raise
+        free = shutil.disk_usage(folder).free
+        raise RuntimeError(f"a write was cut short, as on a full disk ({free / 2**20:.1f} MiB are free)") from error
 
 
 @contextlib.contextmanager

@@ -4,11 +4,13 @@ On everything a run consumed, with nothing changed, it reproduces the weights th
 the fingerprints in the store prove. Other rewards (a branch), a choice of rows or other settings give another policy;
 behaviour logprobs are always the stored ones, so the losses correct for the distance.
 
-The training is one task on a Dask worker. If it is killed, the same command resumes it from its newest resume point.
+The training is one task on a Dask worker, with another for each further rank (rank_tasks.py). If it is killed, the
+same command resumes it from its newest resume point.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,7 @@ from pipeline.config.model_facts import inspect_model
 from pipeline.config.model_files import find_model
 from pipeline.config.schema import RunConfig
 from pipeline.offline.pool import Pool, making, store_at
+from pipeline.offline.rank_tasks import LedPolicy, led
 from pipeline.runtime import fingerprints
 from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
@@ -42,6 +45,9 @@ from stores.selection import Selection
 from stores.trajectory import Ended, InstanceId, PolicyVersion
 from stores.versioned import VersionedStore
 from stores.weight_hash import matches
+
+if TYPE_CHECKING:
+    from tasks.training.policy_trainer import PolicyTrainer
 
 MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
 """Keys that --set may change: how the policy learns, not what it learns from."""
@@ -110,10 +116,15 @@ def train_offline(
     """Train on the trajectories a run consumed, into the folder `out`, which appears when training is complete. report:
     called with every step's events. Raises ConfigError before anything is trained."""
     plan = planned(run_dir, out, overrides, branch, where, epochs)
+    ranks, free = plan.config.training.ranks, len(pool.free(model=True))
+    if free < ranks:
+        raise ConfigError(
+            f"training.ranks = {ranks}: {free} workers are free; start more, or --set training.ranks={free}"
+        )
     topic = f"staleflow-offline-{secrets.token_hex(4)}"
     pool.client.subscribe_topic(topic, lambda event: report(event[1]))
     try:
-        (result,) = pool.run(_task, [(pickle.dumps(plan), topic)], model=True)
+        (result,) = pool.run(_task, [(pickle.dumps(plan), topic, pool.shared)], model=True)
     finally:
         pool.client.unsubscribe_topic(topic)
     trained: Trained = pickle.loads(result)
@@ -145,8 +156,7 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
         where=where,
         epochs=epochs,
         out=str(out.resolve()),
-        # One process trains here: it rounds otherwise than several.
-        exact=branch == "main" and not where and epochs == 1 and not same and config.training.ranks == 1,
+        exact=branch == "main" and not where and epochs == 1 and not same,
         prompt_seed=load_job(run_dir).seed,
     )
 
@@ -164,16 +174,17 @@ def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.i
 # -- on the worker ---------------------------------------------------------------------------------------------------
 
 
-def _task(plan: bytes, topic: str) -> bytes:
+def _task(plan: bytes, topic: str, shared: bool) -> bytes:
     """Offline training as a Dask task. Values are passed as bytes, which the scheduler need not unpickle."""
     from distributed import get_worker
 
     worker = get_worker()
-    return pickle.dumps(train(pickle.loads(plan), lambda event: worker.log_event(topic, dict(event))))
+    result = train(pickle.loads(plan), lambda event: worker.log_event(topic, dict(event)), shared=shared)
+    return pickle.dumps(result)
 
 
-def train(plan: OfflinePlan, report: Report) -> Trained:
-    """Carry out a plan in this process."""
+def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> Trained:
+    """Carry out a plan in this process, which is a Dask task if others train with it. shared: see Pool."""
     out = Path(plan.out)
     part = out.with_name(f".{out.name}.part")
     try:
@@ -186,7 +197,7 @@ def train(plan: OfflinePlan, report: Report) -> Trained:
         except ConfigError:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        result = _trained(plan, out, part, report)
+        result = _trained(plan, out, part, report, shared=shared)
         try:
             publish(part, out)
         except OSError as error:
@@ -200,7 +211,7 @@ def _refuse_taken(out: Path) -> None:
         raise ConfigError(f"{out} already exists; choose another with --out, or remove it")
 
 
-def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Trained:
+def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared: bool) -> Trained:
     _prepare(part, plan)
     with making:  # this imports transformers
         context = inspect_model(plan.config).context
@@ -208,15 +219,16 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Traine
     for line in changes:
         report({"say": line})
     before = _evaluated(plan, plan.config.model.path, 0, context, report)
-    training = _Training(plan, part)
-    steps = list(training.steps())
-    report({"total": len(steps)})
-    if training.version:
-        report({"say": f"resuming after {training.version} of {len(steps)} steps"})
-    for number in range(training.version, len(steps)):
-        report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
-    checkpoint = part / "checkpoints" / f"step-{len(steps):06d}"
-    training.save(checkpoint)
+    with _policy(plan, shared=shared) as policy:
+        training = _Training(plan, part, policy)
+        steps = list(training.steps())
+        report({"total": len(steps)})
+        if training.version:
+            report({"say": f"resuming after {training.version} of {len(steps)} steps"})
+        for number in range(training.version, len(steps)):
+            report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
+        checkpoint = part / "checkpoints" / f"step-{len(steps):06d}"
+        training.save(checkpoint)
     after = _evaluated(plan, str(checkpoint), len(steps), context, report)
     result = Trained(
         out=plan.out,
@@ -245,19 +257,29 @@ def _prepare(part: Path, plan: OfflinePlan) -> None:
         replace_text(part / "plan", plan.digest, ELSEWHERE)
 
 
+@contextlib.contextmanager
+def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[LedPolicy | PolicyTrainer]:
+    """The policy to train: of this process, or of a group that it leads."""
+    from tasks.training.policy import TrainerSettings
+    from tasks.training.policy_trainer import PolicyTrainer
+
+    settings = actor_settings.trainer_settings(plan.config)
+    assert isinstance(settings, TrainerSettings)
+    settings = dataclasses.replace(settings, num_steps=plan.config.steps * plan.epochs)
+    if settings.training.ranks == 1:
+        yield PolicyTrainer(settings)
+        return
+    with led(settings, shared=shared) as policy:
+        yield policy
+
+
 class _Training:
     """The trainer and its progress."""
 
-    def __init__(self, plan: OfflinePlan, part: Path) -> None:
-        from tasks.training.policy import TrainerSettings
-        from tasks.training.policy_trainer import PolicyTrainer
-
+    def __init__(self, plan: OfflinePlan, part: Path, policy: LedPolicy | PolicyTrainer) -> None:
         self._plan, self._part = plan, part
         self._store = store_at(plan.path, plan.snapshot)
-        settings = actor_settings.trainer_settings(plan.config)
-        assert isinstance(settings, TrainerSettings)
-        steps = plan.config.steps * plan.epochs
-        self.policy = PolicyTrainer(dataclasses.replace(settings, num_steps=steps))
+        self.policy = policy
         self.errors: dict[int, str] = {}
         self.history: list[dict[str, float]] = []
         self._published = {r.step: r.weight_fingerprint for r in self._store.steps() if r.kind == "step"}
@@ -306,7 +328,8 @@ class _Training:
         with (self._part / "history.jsonl").open("a") as file:
             file.write(json.dumps({**metrics, "same": same}) + "\n")
         if time.monotonic() - self._saved_at > POINT_S:
-            self._points.write(PolicyVersion(number + 1), self.policy.save_state)
+            sharded = self._plan.config.training.ranks > 1
+            self._points.write(PolicyVersion(number + 1), self.policy.save_state, sharded=sharded)
             self._saved_at = time.monotonic()
         return metrics
 

@@ -167,11 +167,12 @@ def _cause(error: BaseException, asked: Sequence[Future[None]]) -> BaseException
         for one in as_completed(asked, timeout=SETTLE_S):
             if isinstance(lost := one.exception(), ActorLost):
                 return lost
-    said = f"{type(error).__name__}: {error}"
-    if (
-        not isinstance(error, ActorLost)
-        and any(mark in said for mark in CONNECTION)
-        and not any(mark in said for mark in OWN)
-    ):
+    if not isinstance(error, ActorLost) and tells_of_a_lost_rank(error):
         return ActorLost(f"the trainer's ranks have lost each other: {error}", rank_name(0))
     return error
+
+
+def tells_of_a_lost_rank(error: BaseException) -> bool:
+    """Whether an error says that another rank does not answer, rather than what went wrong on this one."""
+    said = f"{type(error).__name__}: {error}"
+    return any(mark in said for mark in CONNECTION) and not any(mark in said for mark in OWN)

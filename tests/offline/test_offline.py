@@ -5,10 +5,13 @@ from __future__ import annotations
 import doctest
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from pipeline.offline import pool as pools
 from pipeline.offline.pool import Pool, local_pool
 from stores import selection
 from stores.base import batch_fingerprint
-from stores.errors import ConfigError, ProtocolViolation
+from stores.errors import ActorLost, ConfigError, ProtocolViolation
 from stores.selection import Selection
 from stores.trajectory import Ended, TrajectoryId
 from stores.versioned import VersionedStore
@@ -315,6 +318,52 @@ def test_killed_it_goes_on_and_ends_the_same(stored: Path, tmp_path: Path, monke
         training.train(training.planned(stored, tmp_path / "b", (), "main", "reward > 0", 2), die_after_two)
     other = training.planned(stored, tmp_path / "b", ("task.eval_prompts=0",), "main", "", 1)
     assert training.train(other, lambda _: None).same_steps == 3
+
+
+def test_several_ranks_train_offline_as_one_does(stored: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    with local_pool(2) as two:
+        changes = ("task.eval_prompts=0", "training.ranks=2")
+        result = training.train_offline(stored, tmp_path / "two", two, overrides=changes)
+    assert (result.steps, result.rows, result.same_steps) == (3, 48, None)
+    ours = load_file(Path(result.checkpoint) / "model.safetensors")
+    theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
+    for name, weights in theirs.items():
+        np.testing.assert_allclose(ours[name].numpy(), weights.numpy(), rtol=0, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_lost_rank_ends_offline_training_with_a_line_and_the_same_command_goes_on(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a point after each step, here in the workers as well."""
+    changes = ("task.eval_prompts=0", "training.ranks=2")
+    done: list[int] = []
+    first = threading.Event()
+
+    def note(event: Mapping[str, Any]) -> None:
+        done.append(event.get("done", 0))
+        if event.get("done") == 1:
+            first.set()
+
+    def kill_the_other(client: Any) -> None:
+        assert first.wait(60.0)
+        (follower,) = (a for a, keys in client.processing().items() if any("_follow" in key for key in keys))
+        os.kill(client.run(os.getpid)[follower], signal.SIGKILL)
+
+    with local_pool(2) as two:
+        two.client.run(setattr, training, "POINT_S", 0.0)
+        killer = threading.Thread(target=kill_the_other, args=(two.client,))
+        killer.start()
+        with pytest.raises(ActorLost, match="ranks of the training have lost each other: "):
+            training.train_offline(stored, tmp_path / "two", two, overrides=changes, epochs=40, report=note)
+        killer.join()
+    done.clear()
+    with local_pool(2) as two:
+        result = training.train_offline(stored, tmp_path / "two", two, overrides=changes, epochs=40, report=note)
+    assert result.steps == 120
+    assert 1 not in done and done[-1] == 120
 
 
 def test_chosen_rows_and_other_rewards_give_another_policy(stored: Path, tmp_path: Path, pool: Pool) -> None:

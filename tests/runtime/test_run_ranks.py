@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.offline.pool import local_pool
+from pipeline.offline.training import train_offline
 from stores.resume_points import ResumePoints
 from stores.trajectory import Fate
 from tests.runtime.test_run import check, sabotaged, staleflow
@@ -53,5 +55,9 @@ def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Si
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
     assert len(driver.outcomes.losses) == 1
-    store = check(job.parent / "runs" / "job", 5)
+    folder = job.parent / "runs" / "job"
+    store = check(folder, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
+    with local_pool(2) as pool:
+        undisturbed = train_offline(folder, folder.with_name("again"), pool)
+    assert (undisturbed.steps, undisturbed.same_steps) == (5, 5)

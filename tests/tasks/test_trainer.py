@@ -198,6 +198,27 @@ def test_a_point_that_cannot_be_begun_is_told_too(tmp_path: Path) -> None:
     assert list((tmp_path / "resume").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598 (rank 1)",
+        "PytorchStreamWriter failed writing file data/3: file write failed",
+    ],
+)
+def test_what_torch_says_of_a_full_disk_is_told_as_what_it_is(tmp_path: Path, said: str) -> None:
+    """Found on a disk of 26 MiB: one rank is told ENOSPC, another only that the file has another length."""
+
+    def write(part: Path) -> None:
+        raise RuntimeError(said)
+
+    told = (
+        r"resume/v00000001.shards: cannot be written: a write was cut short, as on a full disk \([\d.]+ MiB are free\)"
+    )
+    with pytest.raises(StoreError, match=told):
+        ResumePoints(tmp_path / "resume").write(PolicyVersion(1), write, sharded=True)
+    assert list((tmp_path / "resume").iterdir()) == []
+
+
 def test_resume_points_are_written_beside_what_follows(tmp_path: Path) -> None:
     async def whole() -> None:
         actor = trainer(tmp_path, Weights())
