@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "coordinator": ((),),
     "board": ((),),
     "transfer": ((),),
+    "deltas": ((MODEL,),),
     "simulated": (("--out", "{folder}"),),
     "agentic": (("--out", "{folder}"),),
     "prefix": (("--engine", "transformers"),),
@@ -33,6 +34,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "training": ((), ("--memory",)),
     "learning": (("--set", "runs_dir={folder}"),),
     "soak": ((),),
+    "endpoint": (("load",),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""

@@ -12,6 +12,8 @@ Invariants:
 - What is held of a trajectory is of one attempt of its episode. An entry of a later attempt shows that a restart is
   missing: all but the prompt is dropped first. One of an earlier attempt is late.
 - Every trajectory that was drawn is either live, in the batch of a step, or ended, until the store holds it.
+- A trajectory of an evaluation is live until the evaluation ends; it is never counted among those that were drawn, and
+  a run that is resumed begins the evaluation again.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from stores.spool_entries import (
     BatchTaken,
     Entry,
     EpisodeRestarted,
+    EvaluationEnded,
     FlightResumed,
     GroupDrawn,
     OfEpisode,
@@ -50,6 +53,7 @@ from stores.trajectory import (
     Timings,
     Trajectory,
     TrajectoryId,
+    is_evaluated,
 )
 
 
@@ -97,6 +101,8 @@ class InFlight:
     """Of the live ones that were routed: what an instance of an earlier epoch still delivers is not taken."""
     restarts: dict[TrajectoryId, int] = field(default_factory=dict)
     """How often live ones began again with their prompt."""
+    turn_tokens: dict[TrajectoryId, int] = field(default_factory=dict)
+    """Most tokens of the turns of live ones whose environments have said so."""
     batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
     """By step: what it has taken, in the trainer's order."""
     ended: list[Ended] = field(default_factory=list)
@@ -133,6 +139,8 @@ class InFlight:
                 return self._retire(entry)
             case FlightResumed():
                 return self._resume(entry)
+            case EvaluationEnded():
+                return self._end_evaluation()
 
     def attempt(self, trajectory: TrajectoryId) -> int:
         """The attempt of a live trajectory's episode: how often it began again."""
@@ -179,7 +187,7 @@ class InFlight:
         self.num_drawn = max(self.num_drawn, ledger.num_started // self.members)
 
         def is_stored(trajectory: TrajectoryId) -> bool:
-            return trajectory < ledger.num_started and trajectory not in unstored
+            return not is_evaluated(trajectory) and trajectory < ledger.num_started and trajectory not in unstored
 
         for trajectory in [i for i in self.live if is_stored(i)]:
             self._drop(trajectory)
@@ -211,6 +219,7 @@ class InFlight:
             scored=set(self.scored),
             routings=dict(self.routings),
             restarts=dict(self.restarts),
+            turn_tokens=dict(self.turn_tokens),
             batches=dict(self.batches),
             ended=list(self.ended),
         )
@@ -221,7 +230,8 @@ class InFlight:
         """All live groups, oldest first."""
         groups: dict[GroupId, list[Trajectory]] = {}
         for t in self.live.values():
-            groups.setdefault(t.group, []).append(t)
+            if not is_evaluated(t.id):
+                groups.setdefault(t.group, []).append(t)
         return tuple(
             GroupInFlight(
                 group=group,
@@ -248,6 +258,12 @@ class InFlight:
     # -- entries -------------------------------------------------------------------------------------------------
 
     def _draw(self, entry: GroupDrawn) -> bool:
+        if is_evaluated(entry.group):
+            member = TrajectoryId(entry.group * self.members)
+            if member in self.live:
+                return False
+            self.begin([member], entry.prompt_tokens, entry.at_s)
+            return True
         if entry.group < self.num_drawn:
             return False
         self.num_drawn = entry.group + 1
@@ -272,6 +288,7 @@ class InFlight:
             timings=replace(t.timings, rewarded_s=0.0),
         )  # fmt: skip
         self.scored.discard(t.id)
+        self.turn_tokens.pop(t.id, None)
         self.routings[t.id] = LatestRouting(epoch, 0)
         self.restarts[t.id] = attempt
 
@@ -305,6 +322,9 @@ class InFlight:
             return False
         given = Given(role=entry.role, tokens=entry.tokens, seconds=entry.seconds)
         self.live[t.id] = replace(t, spans=(*t.spans, given), finish=FinishReason.UNFINISHED)
+        self.turn_tokens.pop(t.id, None)
+        if entry.turn_tokens:
+            self.turn_tokens[t.id] = entry.turn_tokens
         return True
 
     def _restart(self, entry: EpisodeRestarted) -> bool:
@@ -347,9 +367,10 @@ class InFlight:
 
     def _resume(self, entry: FlightResumed) -> bool:
         again = set(entry.again)
-        held = [*self.live.values(), *self.set_aside()]
+        held = [t for t in (*self.live.values(), *self.set_aside()) if not is_evaluated(t.id)]
         scored = self.scored
         self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
+        self.turn_tokens = {}
         for t in sorted(held, key=lambda t: t.id):
             whole = all(s.version <= entry.version for s in t.segments)
             fresh = _started(t.id, t.group, t.prompt_tokens, min(t.timings.arrived_s, entry.at_s))
@@ -368,12 +389,20 @@ class InFlight:
             self.live[t.id] = kept
         return True
 
+    def _end_evaluation(self) -> bool:
+        evaluated = [i for i in self.live if is_evaluated(i)]
+        for trajectory in evaluated:
+            self._drop(trajectory)
+            self.scored.discard(trajectory)
+        return bool(evaluated)
+
     def _members(self, group: GroupId) -> tuple[TrajectoryId, ...]:
         return tuple(TrajectoryId(i) for i in range(group * self.members, (group + 1) * self.members))
 
     def _drop(self, trajectory: TrajectoryId) -> Trajectory:
         self.routings.pop(trajectory, None)
         self.restarts.pop(trajectory, None)
+        self.turn_tokens.pop(trajectory, None)
         return self.live.pop(trajectory)
 
 

@@ -66,7 +66,8 @@ class TokensDelivered:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerGiven:
     """An environment has answered a turn. first: the position in the response of the first token of the answer; what
-    was sampled before it is the turn. seconds: it took so long."""
+    was sampled before it is the turn. seconds: it took so long. turn_tokens: most of the turn that follows, if it has
+    said so; else 0."""
 
     trajectory: TrajectoryId
     first: int
@@ -75,6 +76,7 @@ class AnswerGiven:
     seconds: float
     at_s: float
     attempt: int = UNKNOWN
+    turn_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,13 @@ class FlightResumed:
     at_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationEnded:
+    """An evaluation is summed up, or given up: what was sampled for it is not needed any more."""
+
+    at_s: float
+
+
 Entry = (
     GroupDrawn
     | TrajectoriesRouted
@@ -139,6 +148,7 @@ Entry = (
     | BatchTaken
     | TrajectoriesRetired
     | FlightResumed
+    | EvaluationEnded
 )
 
 OfEpisode = TokensDelivered | AnswerGiven | EpisodeRestarted | RewardDelivered
@@ -162,7 +172,7 @@ def encode(entry: Entry) -> bytes:
             arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
         case AnswerGiven():
             head = ["given", entry.trajectory, entry.first, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
-            head += [entry.attempt]
+            head += [entry.attempt, *([entry.turn_tokens] if entry.turn_tokens else ())]
             arrays = (entry.tokens.astype("<i4"),)
         case EpisodeRestarted():
             head = ["restarted", entry.trajectory, entry.tokens, entry.epoch, entry.attempt]
@@ -177,6 +187,8 @@ def encode(entry: Entry) -> bytes:
             head = ["retired", endings, entry.versions]
         case FlightResumed():
             head = ["resumed", entry.version, entry.again, entry.at_s]
+        case EvaluationEnded():
+            head = ["evaluated", entry.at_s]
     text = json.dumps(head, separators=(",", ":")).encode()
     return b"".join([struct.pack("<I", len(text)), text, *(a.tobytes() for a in arrays)])
 
@@ -240,6 +252,7 @@ def _retired(data: bytes, at: int, endings: list[Any], versions: list[Any]) -> T
 
 
 _DECODERS: dict[str, Any] = {
+    "evaluated": lambda data, at, at_s: EvaluationEnded(at_s=at_s),
     "drawn": lambda data, at, group, count, at_s: GroupDrawn(
         group=GroupId(group), prompt_tokens=_ints(data, at, count), at_s=at_s
     ),
@@ -247,7 +260,7 @@ _DECODERS: dict[str, Any] = {
         routed=tuple((TrajectoryId(t), epoch) for t, epoch in routed), at_s=at_s
     ),
     "tokens": _tokens,
-    "given": lambda data, at, trajectory, first, role, count, seconds, at_s, attempt=UNKNOWN: AnswerGiven(
+    "given": lambda data, at, trajectory, first, role, count, seconds, at_s, attempt=UNKNOWN, most=0: AnswerGiven(
         trajectory=TrajectoryId(trajectory),
         first=first,
         role=role,
@@ -255,6 +268,7 @@ _DECODERS: dict[str, Any] = {
         seconds=seconds,
         at_s=at_s,
         attempt=attempt,
+        turn_tokens=most,
     ),
     "restarted": lambda data, at, trajectory, tokens, epoch, attempt=UNKNOWN: EpisodeRestarted(
         trajectory=TrajectoryId(trajectory), tokens=tokens, epoch=epoch, attempt=attempt

@@ -8,11 +8,13 @@ from typing import Protocol
 
 from stores.errors import ConfigError
 from tasks.bridging import Bridge, make_bridge
+from tasks.directions import split
 from tasks.drawn_texts import DrawnTexts
 from tasks.engines.emulated import words
 from tasks.environments import SourceSettings
-from tasks.fitting import FittingSource
-from tasks.task_source import Message, Record, Task, TaskSource, distinct_held_out, drawn, shown_prompt
+from tasks.evaluation_sets import EvaluationSet
+from tasks.fitting import EVALUATED, FittingSource
+from tasks.task_source import Message, Record, Task, TaskSource, distinct_held_out, drawn, set_apart, shown_prompt
 from tasks.texts import NumberTexts, TokenizerTexts, tokenizer_texts
 from tasks.workload import Workload
 
@@ -47,6 +49,8 @@ class PromptSettings:
     value in its header."""
     workload: Workload | None = None
     """Source of prompt lengths in an emulated run, which has no tokenizer; else None."""
+    sets: tuple[EvaluationSet, ...] = ()
+    """What the model is evaluated on. Prompts of these are not trained on."""
     drawn_responses: bool = False
     """Whether responses are an emulated engine's, which stand for random texts."""
 
@@ -120,6 +124,8 @@ class TokenizedPrompts:
         source = settings.source.build()
         self._at_once = settings.source.at_once
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
+        if apart := frozenset(p for one in settings.sets if one.source for p in set_apart(one.build(), one.prompts)):
+            self._source = FittingSource(self._source, lambda task: task.prompt not in apart, EVALUATED)
         if settings.longest is not None:
             self._source = FittingSource(self._source, self._fits)
         self._texts = texts or tokenizer_texts(settings.tokenizer)
@@ -149,13 +155,18 @@ class TokenizedPrompts:
         return ids
 
     def _ids(self, task: Task) -> tuple[int, ...]:
-        prompt, template = task.prompt, self._settings.template
+        directions, prompt = split(task.prompt)
+        template = self._settings.template
+        if directions.token_ids is not None:
+            return directions.token_ids
         if self._settings.chat:
             *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
             messages = [*before, last._replace(content=template.format(prompt=last.content))]
             if self._settings.system and messages[0].role != "system":
                 messages.insert(0, Message("system", self._settings.system))
-            return self._texts.chat_ids(messages)
+            return self._texts.chat_ids(messages, directions.tools)
+        if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0].role == "user":
+            prompt = prompt[0].content
         if isinstance(prompt, str):
             return self._texts.ids(template.format(prompt=prompt))
         raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
@@ -198,4 +209,7 @@ class TokenizedPrompts:
         return self._texts.text(tokens)
 
     def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        return self.bridge.ids(before, turn, messages, number)
+        directions, shown = split(tuple(messages))
+        if directions.token_ids is not None:
+            return list(directions.token_ids)
+        return self.bridge.ids(before, turn, [m for m in shown if isinstance(m, Message)], number)

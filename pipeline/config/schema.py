@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pipeline.config.evaluation import EvaluationConfig, EvaluationSetConfig, held_out_set
 from pipeline.config.fields import Explained, explained
 from pipeline.strategies.admission import ADMISSION
 from pipeline.strategies.filtering import FILTERING, STRAGGLERS
@@ -18,6 +19,7 @@ from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from tasks.columns import Columns
+from tasks.endpoint.settings import EndpointConfig
 from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.knobs import knob
@@ -43,7 +45,8 @@ class TaskConfig:
     source: str = knob(
         "reasoning_gym:chain_sum",
         "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, an environment of many turns "
-        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), or your own class or coroutine, path/to/file.py:NAME",
+        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), an agent that asks over HTTP (agent:path/to/file.py:NAME), or "
+        "your own class or coroutine, path/to/file.py:NAME",
     )
     options: dict[str, Any] = knob(
         {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"
@@ -249,6 +252,12 @@ class DeadlineConfig:
         120.0, "seconds an instance with work may sample nothing; after that it is replaced", above=0
     )
     train_s: float = knob(3600.0, "seconds for one training step", above=0)
+    silent_s: float = knob(
+        180.0,
+        "seconds in which the process of the trainer or the trajectory server answers nothing, at work or not; after "
+        "that it counts as lost",
+        above=0,
+    )
     commit_s: float = knob(
         3600.0, "seconds for the commit of one step; training goes on meanwhile, at most two steps ahead", above=0
     )
@@ -361,10 +370,12 @@ class RunConfig:
     task: TaskConfig = TaskConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    endpoint: EndpointConfig = EndpointConfig()
     batch: BatchConfig = BatchConfig()
     staleness: StalenessConfig = StalenessConfig()
     rollout: RolloutConfig = RolloutConfig()
     training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -410,6 +421,19 @@ class RunConfig:
             and self.has_texts
             and (kind in ENVIRONMENT_KINDS or bool(self.environment.tools))
         )
+
+    @property
+    def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
+        """The sets that the model is evaluated on, by name. An emulated run, which has no policy to judge, is evaluated
+        only if [evaluation] says so."""
+        task, asked = self.task, not self.emulated or self.evaluation.every > 0
+        own = held_out_set(task.eval_prompts if asked else 0, task.eval_source, task.eval_options)
+        return own | self.evaluation.sets
+
+    @property
+    def held_out(self) -> int:
+        """Prompts of task.source, or of task.eval_source, that are kept apart from training."""
+        return self.evaluation.held_out(self.task.eval_prompts)
 
     @property
     def judges(self) -> tuple[str, ...]:
