@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +14,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stores import parameters, weight_file
 from stores.errors import StoreError
 from stores.weight_hash import in_order
 from tasks.names import AGGREGATION_NAMES
-from tasks.training import division
+from tasks.training import division, group
+from tasks.training.blocks import blocks
 from tasks.training.division import divided
 from tasks.training.loss import LOSSES
 from tasks.training.packing import Row
@@ -274,28 +276,29 @@ def test_ranks_train_in_bfloat16_as_one_process_does(tiny_model: Path) -> None:
     np.testing.assert_allclose(several.probe, one.probe, atol=2e-2)
 
 
-def begun(rank: Rank, job: Training) -> tuple[float, dict[str, Any]]:
-    """Bytes of memory a parameter that a trainer takes at most until it has its weights; and what it has published."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    trainer = PolicyTrainer(job.settings, rank)
-    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    named = trainer.group.parameters(trainer.model)
-    weights = trainer.published(lambda found: {name: t.clone() for name, t in in_order(found) if rank.leads})
-    trainer.close()
-    return 1024 * taken / sum(p.numel() for p in named.values()), weights
-
-
-def test_a_rank_has_no_more_than_its_file_and_its_part(tmp_path: Path) -> None:
-    """Of a parameter of two bytes in the file, four in each of two ranks: never the whole model in float32."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4
-    )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+def test_a_model_becomes_float32_a_block_at_a_time(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then its tensors are those of its file, of which a rank has no copy."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    job = training(tmp_path, (), "ppo_clip", "token_mean")
-    (taken, weights), _ = in_group(2, begun, job)
-    assert taken < 2 + 4 / 2 + 1.3, "a block of eight, and what was loaded besides"
+    whole: list[int] = []
+
+    def counted(module: Any, **options: Any) -> Any:
+        parts = [p for p in loaded[0].parameters() if not isinstance(p, DTensor) and p.dtype == torch.float32]
+        whole.append(sum(p.numel() for p in parts))
+        return fully_shard(module, **options)
+
+    loaded: list[Any] = []
+    monkeypatch.setattr(group, "blocks", lambda model: loaded.append(model) or blocks(model))
+    monkeypatch.setattr(group, "fully_shard", counted)
+    job = training(tmp_path, (), "ppo_clip", "token_mean", offload=True)  # so that one process is a group
+    trainer = PolicyTrainer(job.settings)
+    weights = trainer.published(lambda found: {name: t.clone() for name, t in in_order(found)})
+    trainer.close()
+    first, second = (sum(p.numel() for p in block.parameters()) for block in blocks(model))
+    rest = sum(p.numel() for p in model.parameters()) - first - second
+    assert whole == [first, second, rest]
     for name, wanted in model.named_parameters():
         assert torch.equal(weights[name], wanted.float())
 
