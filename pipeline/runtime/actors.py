@@ -89,7 +89,7 @@ class Actors:
         self._unanswering: set[str] = set()
         """Addresses of processes whose parameter server did not answer: no further one is placed there."""
         self._published: dict[PolicyVersion, StepResult] = {}
-        self._transfers = Transfers(self, config.deadlines.call_s)
+        self._transfers = Transfers(self, config.deadlines.call_s, config.cluster.delta_versions)
         self._trained: dict[PolicyVersion, str] = {}
         self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every, trainer_group.others(config))
         self.instances: dict[InstanceId, InstanceHandle] = {}
@@ -266,7 +266,9 @@ class Actors:
     def publish(self, result: StepResult) -> None:
         """Note a published version; instances can pull it from now on."""
         self._published[result.version] = result
-        self._transfers.publish(result.version, self._trainer_host, result.num_bytes)
+        self._transfers.publish(
+            result.version, self._trainer_host, result.num_bytes, result.delta_bytes, result.fingerprint
+        )
 
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -298,8 +300,8 @@ class Actors:
         if result.fingerprint != self._trained[result.version]:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({result.fingerprint}) than "
-                f"were published ({self._trained[result.version]}): its kernels are not deterministic; resume the run, "
-                "which repeats the step"
+                f"were published ({self._trained[result.version]}): its kernels, or the order in which its ranks add "
+                "up, are not the same each time; resume the run, which repeats the step"
             )
         self.publish(result)
 

@@ -48,30 +48,27 @@ def without_adapter(model: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged(weights: Mapping[str, torch.Tensor], config: LoraConfig) -> dict[str, torch.Tensor]:
-    """The weights of a model without adapters that computes the same. weights: all of a model with one, by name."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in weights.items():
-        if ".lora_" in name:
-            continue
-        layer, base, rest = name.rpartition(".base_layer.")
-        plain = f"{layer}.{rest}" if base else name
-        found[plain] = tensor
-        if base and rest == "weight":
-            down, up = weights[f"{layer}.lora_A.default.weight"], weights[f"{layer}.lora_B.default.weight"]
-            found[plain] = tensor + config.scaling * (up @ down)
+def merged(
+    weights: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: LoraConfig
+) -> dict[str, torch.Tensor]:
+    """The weights of a model that computes what one with an adapter does, in their own type. weights: of the model
+    without it. adapter: as it was published."""
+    found = dict(weights)
+    for layer in adapters.layers({name: tuple(t.shape) for name, t in adapter.items()}, "the adapter"):
+        held = found[f"{layer.module}.weight"]
+        added = adapter[layer.up].float() @ adapter[layer.down].float()
+        found[f"{layer.module}.weight"] = (held.float() + config.scaling * added).to(held.dtype)
     return found
 
 
-def save(weights: Mapping[str, torch.Tensor], config: LoraConfig, model: str, folder: Path) -> None:
-    """Write an adapter into a new folder, for peft's `from_pretrained`. weights: all of a model with one. model: the
-    path of the one it belongs to. Raises OSError."""
+def save(adapter: Mapping[str, torch.Tensor], config: LoraConfig, model: str, folder: Path) -> None:
+    """Write an adapter into a new folder, for peft's `from_pretrained`. adapter: as it was published. model: the path
+    of the one it belongs to. Raises OSError."""
     described = _described(config)
     described.base_model_name_or_path = model
     described.inference_mode = True
     described.save_pretrained(folder)
-    trained = {adapters.name_in_file(n): t.contiguous() for n, t in weights.items() if ".lora_" in n}
-    save_file(trained, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(dict(adapter), folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _described(config: LoraConfig) -> Any:

@@ -66,6 +66,11 @@ class TrainingConfig:
         "keep of each layer only what comes into it, and compute the rest again for the gradient: less memory for the "
         "tokens of a pass, up to a third more time",
     )
+    offload: bool = knob(
+        False,
+        "keep weights, gradients and the optimizer's state in the processor's memory, and on the GPU a layer at a "
+        "time: for a model of which these do not fit there, at the price of moving each layer for every pass",
+    )
     grad_clip: float = knob(1.0, "gradient norm above which gradients are clipped", above=0)
     weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
     beta1: float = knob(0.9, "AdamW beta1", low=0, high=1)

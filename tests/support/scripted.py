@@ -375,7 +375,7 @@ class PlayedTrainer:
 
     def __init__(
         self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
-        point_every: int, ranks: int = 1,
+        point_every: int, ranks: int = 1, deltas: bool = False,
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
         self._probe: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stores import parameters
+from stores import parameters, weight_file
 from stores.errors import ConfigError, StoreError
 from stores.weight_hash import in_order
 from tasks import adapters
@@ -79,7 +79,8 @@ def test_a_checkpoint_has_the_merged_model_and_the_adapter(tiny_model: Path, tmp
     trainer = PolicyTrainer(job.settings)
     for step, rows in enumerate(job.batches):
         trainer.step(step, rows)
-    trainer.save(tmp_path / "step")
+    trainer.published(lambda weights: weight_file.write(tmp_path / "weights", weights))
+    trainer.save(tmp_path / "step", tmp_path / "weights")
     merged = load_model(str(tmp_path / "step"), "float32", "cpu", attention="sdpa")
     base = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
     assert np.abs(np.subtract(forward_logprobs(base, PROBE), trainer.probe(PROBE))).max() > 0.01
