@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import resource
@@ -250,19 +251,21 @@ def updates_one(model: str, count: int, running: int, on_pull: str) -> None:
         path = published.path(PolicyVersion(1))
         engine = settings("vllm", model, running, keep=on_pull == "keep", **beside).build(InstanceId("i"), 1)
 
-        def load(version: int) -> float:
-            return timed(lambda: stalls.append(engine.load(PolicyVersion(version), path).stalled_s))
+        versions = itertools.count(1)
+
+        def load() -> float:
+            return timed(lambda: stalls.append(engine.load(PolicyVersion(next(versions)), path).stalled_s))
 
         sample_while(engine, running, lambda _: None)
         begun_s = time.process_time()
-        idle = [load(v) for v in range(1, 11)]
+        idle = [load() for _ in range(10)]
         processor_s = (time.process_time() - begun_s) / len(idle)
         plain_s = min(sample_while(engine, running, lambda _: None) for _ in range(3))
-        loaded_s = min(sample_while(engine, running, lambda v: busy.append(load(11 + v))) for _ in range(3))
+        loaded_s = min(sample_while(engine, running, lambda _: busy.append(load())) for _ in range(3))
         stall_s, longest_s = float(np.median(stalls)), max(stalls)
         before = resident_mib()
-        for version in range(count):
-            load(1000 + version)
+        for _ in range(count):
+            load()
         grown = resident_mib() - before
         engine.close()
     print(
