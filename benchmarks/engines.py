@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import resource
@@ -27,11 +28,14 @@ import numpy as np
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import answers_calls
 from tasks.actors.server_answers import Payload
+from tasks.adapters import LoraConfig
 from tasks.engines.base import Engine, Request, Sampled
 from tasks.engines.settings import EngineSettings
 
 PROMPT, NEW = 32, 96
 """Tokens of each prompt, and of each response: no id ends one, so that all systems sample the same number."""
+LORA, SERVED = LoraConfig(rank=16), 4
+"""The adapters, and how many are served side by side."""
 UPDATES = 10
 """Of the weights, while a batch is sampled."""
 COMMON: dict[str, Any] = {"device": "cpu", "temperature": 1.0, "page_tokens": 32, "eos": (), "seed": 0}
@@ -202,23 +206,40 @@ def throughput(model: str, count: int, running: int) -> None:
 
 
 def updates(model: str, count: int, running: int) -> None:
-    """`count` updates in place, idle and under load, against a copy of the same bytes; a process for each policy."""
-    for keep in (False, True):
+    """`count` updates, idle and under load, against a copy of the same bytes; a process for each `rollout.on_pull`."""
+    for on_pull in ("interrupt", "keep", "adapter"):
         command = [sys.executable, __file__, "updates-one", model, "--count", str(count), "--running", str(running)]
-        out = subprocess.run([*command, *(["--keep"] if keep else [])], capture_output=True, text=True, check=False)
+        out = subprocess.run([*command, "--on-pull", on_pull], capture_output=True, text=True, check=False)
         if out.returncode:
             raise SystemExit(out.stderr[-2000:])
         print("\n".join(line for line in out.stdout.splitlines() if line.startswith(">")), flush=True)
 
 
-def updates_one(model: str, count: int, running: int, *, keep: bool) -> None:
+def adapter(model: Any) -> dict[str, Any]:
+    """A random adapter of a model's linear layers but the last, as LORA describes it."""
+    import torch
+
+    from tasks.adapters import AdapterLayer
+
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+            layer = AdapterLayer(name, LORA.rank, module.in_features, module.out_features)
+            found[layer.down] = torch.randn(layer.rank, layer.inputs) / layer.inputs
+            found[layer.up] = torch.randn(layer.outputs, layer.rank) / layer.rank
+    return found
+
+
+def updates_one(model: str, count: int, running: int, on_pull: str) -> None:
     import torch
 
     from stores.parameters import ParameterFolder
     from tasks.engines.transformers import load_model
 
     torch.set_num_threads(1)
-    named = {n: p.detach() for n, p in load_model(model, "float32", "cpu", "sdpa").named_parameters()}
+    loaded = load_model(model, "float32", "cpu", "sdpa")
+    named = {n: p.detach() for n, p in loaded.named_parameters()} if on_pull != "adapter" else adapter(loaded)
+    beside = {"lora": LORA, "adapters": SERVED} if on_pull == "adapter" else {}
     size = sum(t.numel() * t.element_size() for t in named.values())
     target = {n: torch.zeros_like(t) for n, t in named.items()}
     copies = [timed(lambda: [target[n].copy_(t) for n, t in named.items()]) for _ in range(20)]
@@ -228,24 +249,29 @@ def updates_one(model: str, count: int, running: int, *, keep: bool) -> None:
         published = ParameterFolder(Path(folder))
         published.publish(PolicyVersion(1), named)
         path = published.path(PolicyVersion(1))
-        engine = settings("vllm", model, running, keep=keep).build(InstanceId("i"), 1)
+        engine = settings("vllm", model, running, keep=on_pull == "keep", **beside).build(InstanceId("i"), 1)
 
-        def load(version: int) -> float:
-            return timed(lambda: stalls.append(engine.load(PolicyVersion(version), path).stalled_s))
+        versions = itertools.count(1)
+
+        def load() -> float:
+            return timed(lambda: stalls.append(engine.load(PolicyVersion(next(versions)), path).stalled_s))
 
         sample_while(engine, running, lambda _: None)
-        idle = [load(v) for v in range(1, 11)]
+        begun_s = time.process_time()
+        idle = [load() for _ in range(10)]
+        processor_s = (time.process_time() - begun_s) / len(idle)
         plain_s = min(sample_while(engine, running, lambda _: None) for _ in range(3))
-        loaded_s = min(sample_while(engine, running, lambda v: busy.append(load(11 + v))) for _ in range(3))
+        loaded_s = min(sample_while(engine, running, lambda _: busy.append(load())) for _ in range(3))
         stall_s, longest_s = float(np.median(stalls)), max(stalls)
         before = resident_mib()
-        for version in range(count):
-            load(1000 + version)
+        for _ in range(count):
+            load()
         grown = resident_mib() - before
         engine.close()
     print(
-        f"> {'keep' if keep else 'interrupt'}: {size / 2**20:.1f} MiB, a copy {np.median(copies) * 1e3:.1f} ms; "
-        f"an update {np.median(idle) * 1e3:.1f} ms idle, {np.median(busy) * 1e3:.1f} ms under load; "
+        f"> {on_pull}: {size / 2**20:.1f} MiB, a copy {np.median(copies) * 1e3:.1f} ms; "
+        f"an update {np.median(idle) * 1e3:.1f} ms idle, {processor_s * 1e3:.1f} ms of a processor's time, "
+        f"{np.median(busy) * 1e3:.1f} ms under load; "
         f"decoding stands still for {stall_s * 1e3:.2f} ms of it, {longest_s * 1e3:.2f} at most; "
         f"{UPDATES} updates cost {(loaded_s - plain_s) / UPDATES * 1e3:.1f} ms of generation each, a decode step of "
         f"{running} takes {plain_s / NEW * 1e3:.1f} ms; memory after {count} more: {grown:+.0f} MiB"
@@ -319,7 +345,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=64, help="at once")
     parser.add_argument("--quick", action="store_true", help="few responses, updates, tokens")
     parser.add_argument("--system", help=argparse.SUPPRESS)
-    parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--on-pull", default="interrupt", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
         args.count = min(args.count, 8)
@@ -328,7 +354,7 @@ def main() -> None:
         print(json.dumps(SYSTEMS[args.system](args.model, args.count, args.running)))
         return
     if args.what == "updates-one":
-        updates_one(args.model, args.count, args.running, keep=args.keep)
+        updates_one(args.model, args.count, args.running, args.on_pull)
         return
     {"throughput": throughput, "updates": updates, "logprobs": logprobs}[args.what](
         args.model, args.count, args.running

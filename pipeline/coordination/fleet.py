@@ -52,7 +52,7 @@ class Fleet:
     cached outlives a pull."""
 
     def __init__(self, *, side_by_side: bool = False) -> None:
-        self._side_by_side = side_by_side
+        self.side_by_side = side_by_side
         self._by_id: dict[InstanceId, Instance] = {}
         self._rows: list[Instance] = []
         self._numbers = np.zeros((6, 8))
@@ -73,7 +73,7 @@ class Fleet:
     def keeping(self, instance: InstanceId | None, version: PolicyVersion) -> Instance | None:
         """An instance, if what it has cached since it served `version` is still of use."""
         found = self.get(instance)
-        return found if found is not None and (self._side_by_side or found.version == version) else None
+        return found if found is not None and (self.side_by_side or found.version == version) else None
 
     @property
     def running(self) -> npt.NDArray[np.float64]:

@@ -31,6 +31,8 @@ class Pulls:
         demand = placement.demand(published)
         sample = placement.fresh_work(now)
         measured = self._state.measured
+        # Beside those it serves, an instance loads a version while it goes on decoding.
+        pull_s = 0.0 if self._state.fleet.side_by_side else measured.pull_s.value
         for instance in lagging:
             appetite = placement.appetite(instance, sample)
             fed_if_pulled = min(appetite, demand) if rule.weighs else 0
@@ -43,7 +45,7 @@ class Pulls:
                 fed_if_pulled=fed_if_pulled,
                 added_kv_tokens=sample.kv_tokens,
                 interval_s=measured.interval_s.value,
-                pull_s=measured.pull_s.value,
+                pull_s=pull_s,
             )
             if rule.should_pull(view):
                 demand -= fed_if_pulled

@@ -311,9 +311,10 @@ class VllmEngine:
         try:
             for old in gone:
                 held.drop(old)
-            if held.full:
-                return None
-            held.add(version, weights)
+            if held.request(version) is None:  # else it was asked for before, and requests may run under it
+                if held.full:
+                    return None
+                held.add(version, weights)
         except Exception as error:
             raise ActorLost(f"{self._instance}: {weights} cannot be served: {error}") from error
         with self._changed:

@@ -64,11 +64,10 @@ class VllmAdapters:
         return len(self._held) >= self._slots
 
     def add(self, version: PolicyVersion, file: Path) -> None:
-        """Load a version's adapter into a free slot. Raises what vLLM raises."""
+        """Load the adapter of a version that is not held into a free slot. Raises what vLLM raises."""
         from vllm.lora.request import LoRARequest
 
-        assert not self.full
-        self.drop(version)
+        assert not self.full and version not in self._held
         self._added += 1
         described = {
             "peft_type": "LORA",

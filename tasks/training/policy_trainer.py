@@ -194,8 +194,8 @@ class PolicyTrainer:
 
     def save(self, folder: Path, published: Path) -> None:
         """Save weights that were published, and the tokenizer, where `from_pretrained` finds them. published: their
-        file, from which they are read as they are written. An adapter is merged into
-        the model's own, and saved in a folder besides. Done by the leading rank alone."""
+        file, from which they are read as they are written. An adapter is merged into the model's own weights, and saved
+        in a folder besides. Done by the leading rank alone."""
         from transformers import AutoTokenizer
 
         path, config = self.settings.model, self.settings.training.lora

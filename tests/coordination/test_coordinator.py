@@ -594,6 +594,21 @@ def test_what_was_kept_under_older_weights_is_not_forgotten_again() -> None:
     assert not only(bench.scored(0), Forget)
 
 
+def test_a_pull_beside_what_is_served_is_worth_any_gain() -> None:
+    """However long it takes: decoding goes on meanwhile."""
+    for adapters, pulls in ((False, 0), (True, 1)):
+        bench = Bench(eta=2, groups=8, synchronization="hypothesis", adapters=adapters)
+        bench.join(A, max_running=64)
+        bench.arrive(*range(24))
+        bench.finish(*range(8))
+        assert only(bench.publish(1), Pull)
+        bench.now += 1000
+        bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+        bench.arrive(*range(24, 32))
+        bench.finish(*range(8, 16))
+        assert len(only(bench.publish(2), Pull)) == pulls
+
+
 def test_what_an_adapter_has_computed_outlives_a_pull() -> None:
     """A later turn goes on at home, under the version it began with; what nothing goes on from is forgotten there."""
     bench = acting(adapters=True, eta=1)

@@ -14,6 +14,7 @@ from stores.metrics import NAMES
 from stores.trajectory import Fate
 from tests.runtime.test_agent_run import check_example
 from tests.runtime.test_run import check, run, sabotaged
+from tests.runtime.test_run_lora import check_attribution
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -40,6 +41,11 @@ def test_a_run_with_vllm_trains_and_every_weight_is_the_trainers(job: Path, on_p
         assert "rollout-0 at version" in alarms[0]
     else:
         assert not alarms
+
+
+def test_adapters_of_all_versions_that_the_bound_allows_are_served(job: Path, tiny_model: Path) -> None:
+    pytest.importorskip("peft")
+    check_attribution(job, tiny_model, *VLLM)
 
 
 def test_a_killed_vllm_instance_is_replaced_and_nothing_is_lost(job: Path, memory_folder: Path) -> None:

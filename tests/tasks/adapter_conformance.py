@@ -175,6 +175,16 @@ class AdapterEngineTests:
         engine.submit([late])
         versions.check(late, collect(engine, 1)[2], 3)
 
+    def test_a_version_that_is_asked_for_again_stays_as_it_is(self, engine: Engine, versions: Versions) -> None:
+        """Also while a request runs under it, and as many are held as there is room for."""
+        for version in range(1, SERVED + 1):
+            versions.load(engine, version)
+        one = request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)
+        engine.submit([one])
+        wait_until_sampling(engine, 2)
+        versions.load(engine, SERVED)
+        versions.check(one, collect(engine, 1)[0], SERVED)
+
     def test_interrupted_and_continued_it_keeps_its_version(self, engine: Engine, versions: Versions) -> None:
         versions.load(engine, 1)
         engine.submit([request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)])

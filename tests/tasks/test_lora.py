@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.config import loading
+from pipeline.config.checks import check_job
 from stores import parameters, weight_file
 from stores.errors import ConfigError, StoreError
 from stores.weight_hash import in_order
@@ -130,6 +133,17 @@ def test_targets_choose_the_layers(tiny_model: Path) -> None:
     assert {layer.module.rpartition(".")[2] for layer in layers} == {"q_proj", "v_proj"}
     with pytest.raises(ConfigError, match=r"training.lora.targets = \['no_proj'\]: "):
         PolicyTrainer(adapted(job, LoraConfig(rank=2, targets=["no_proj"])).settings)
+
+
+def test_a_job_whose_machine_has_no_peft_is_told_before_anything_starts(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)  # what an import finds of a package that is not installed
+    config = loading.load(job, ("training.lora.rank=8", "rollout.on_pull=adapter"))
+    with pytest.raises(
+        ConfigError, match=r"training.lora.rank = 8: peft is not installed; pip install 'staleflow\[lora\]'"
+    ):
+        check_job(config)
 
 
 def test_what_is_no_adapter_is_told() -> None:

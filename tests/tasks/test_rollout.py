@@ -35,6 +35,7 @@ from tasks.training.packing import PackedRows
 from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.scripted import VirtualRolloutInstance, VirtualSettings, World, response, server_class
+from tests.tasks.adapter_conformance import Versions
 
 
 def item(trajectory: int, epoch: int, version: int = 0) -> RouteItem:
@@ -75,6 +76,34 @@ def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp
         finally:
             await one.close()
             await two.close()
+            await server.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_trajectory_goes_on_under_its_own_version_where_that_is_served(
+    job: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The instance has pulled an adapter meanwhile, under which new trajectories begin."""
+
+    async def scenario() -> None:
+        overrides = ("training.lora={rank=3, alpha=6}", "rollout.on_pull=adapter")
+        config = loading.load(job, overrides)
+        server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        settings = actor_settings.engine_settings(config, 0, ())
+        one = RolloutInstance(settings, InstanceId("a"), 1, 24, 24, 30.0, 0.0)
+        try:
+            await server.draw(0, 1)
+            file = Versions(tiny_model, tmp_path / "published").file(1)
+            await one.pull(PolicyVersion(1), str(file), ())
+            await one.route(server, (item(0, 2, version=0), item(1, 1, version=1)))
+            ended = []
+            while len(ended) < 2:
+                ended += await one.next_events(server, 5.0)
+            versions = [{s.version for s in server._flight.live[TrajectoryId(i)].segments} for i in (0, 1)]
+            assert versions == [{0}, {1}]
+        finally:
+            await one.close()
             await server.close()
 
     asyncio.run(scenario())
