@@ -9,14 +9,15 @@ from pathlib import Path
 
 from pipeline.config import actor_settings, loading
 from pipeline.config.model_facts import ModelFacts, inspect_model
+from pipeline.config.model_files import find_model, read_context
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
 from stores.trajectory import InstanceId
 from tasks.endpoint.served import ServedPolicy
 from tasks.texts import tokenizer_texts
 
-ALONE = {"max_new_tokens": 512}
-"""Sampling of a model that comes without a job."""
+ANSWER_TOKENS = 512
+"""Most tokens that a model without a job answers, if its context is at least twice as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,10 @@ def serving_plan(named: str, overrides: tuple[str, ...] = ()) -> ServingPlan:
     """What to serve of a run's folder, its newest checkpoint, or of a model's folder. Raises ConfigError."""
     path = Path(named)
     if not (path / "config.toml").is_file():
-        config = loading.from_overridden({"model": {"path": named}, "rollout": ALONE}, overrides, named)
+        folder = find_model(named, "MODEL")
+        most = ANSWER_TOKENS if folder is None else min(ANSWER_TOKENS, read_context(folder, named) // 2)
+        tree = {"model": {"path": named}, "rollout": {"max_new_tokens": most}}
+        config = loading.from_overridden(tree, overrides, named)
         facts = inspect_model(config, "MODEL")
         chat = tokenizer_texts(named).has_chat_template
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, chat=chat))

@@ -125,3 +125,9 @@ def test_what_cannot_be_served_is_refused_in_a_line(tmp_path: Path) -> None:
         result = CliRunner().invoke(command, ["no/such/folder"])
         assert isinstance(result.exception, ConfigError)
         assert "no such folder" in str(result.exception)
+
+
+def test_a_model_alone_answers_as_long_as_half_of_its_context(tiny_model: Path) -> None:
+    plan = serving_plan(str(tiny_model))
+    assert plan.config.rollout.max_new_tokens == min(512, plan.facts.context // 2)
+    assert serving_plan(str(tiny_model), ("rollout.max_new_tokens=3",)).config.rollout.max_new_tokens == 3
