@@ -8,6 +8,9 @@ configuration and makes its own batches, padded as ever; timed are its compute_l
 and with old logprobs its pass for them. Its head scores valid positions only, as on a GPU: everywhere else it computes
 those of padding, too.
 
+With --memory: the peak memory of a step on 2,048 sampled tokens at a vocabulary of 152,000, with all logits at once and
+in chunks, and with activations kept and computed again, each in a process of its own.
+
 The limit is what no trainer of this model can be much below: forward, cross-entropy and backward of each row alone,
 without padding, with logits of response tokens only; or of rows of like length in padded batches, if that is less.
 """
@@ -18,10 +21,13 @@ import argparse
 import functools
 import gc
 import importlib.util
+import multiprocessing
+import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +97,8 @@ def make_rows(groups: int, vocabulary: int) -> list[Row]:
     return rows
 
 
-def our_step(model: Path, rows: Sequence[Row], loss: str, **changes: Any) -> Callable[[], float]:
-    """A step of this project's trainer."""
+def our_step(model: Path, loss: str, **changes: Any) -> Callable[[Sequence[Row]], float]:
+    """A step of this project's trainer on rows; gives the gradient's norm."""
     from tasks.training.policy_trainer import PolicyTrainer
 
     training = TrainingConfig(
@@ -103,7 +109,7 @@ def our_step(model: Path, rows: Sequence[Row], loss: str, **changes: Any) -> Cal
         max_length=LONGEST, seed=0,
     )  # fmt: skip
     trainer = PolicyTrainer(settings)
-    return lambda: trainer.step(0, rows)["grad_norm"]
+    return lambda rows: trainer.step(0, rows)["grad_norm"]
 
 
 def alone(path: Path, rows: Sequence[Row]) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -218,9 +224,11 @@ def contest(folder: Path, vocabulary: int, groups: int) -> Contest:
     steps: dict[str, Callable[[], float | None]] = {
         f"{LIMIT}, rows alone": one_by_one,
         f"{LIMIT}, padded": batched,
-        OURS + PPO: our_step(folder / "model", rows, PPO),
-        OURS + DECOUPLED: our_step(folder / "model", rows, DECOUPLED),
-        OURS + "decoupled_ppo, 4 minibatches": our_step(folder / "model", rows, DECOUPLED, minibatches=4),
+        OURS + PPO: functools.partial(our_step(folder / "model", PPO), rows),
+        OURS + DECOUPLED: functools.partial(our_step(folder / "model", DECOUPLED), rows),
+        OURS + "decoupled_ppo, 4 minibatches": functools.partial(
+            our_step(folder / "model", DECOUPLED, minibatches=4), rows
+        ),
     }
     if importlib.util.find_spec("trl") is not None:
         steps[TRL + PPO] = trl_step(folder / "model", rows, folder, old=False)
@@ -272,16 +280,58 @@ def _spread(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
+def memory(model: Path, rows: Sequence[Row], *, chunks: bool, again: bool) -> tuple[float, float]:
+    """Bytes of weights, gradients and optimizer, and those that a step takes at most besides. For a fresh process."""
+    import torch
+
+    from stores import parameters
+    from tasks.training import head, policy_trainer
+
+    torch.set_num_threads(1)
+    assert policy_trainer  # loaded before memory is looked at
+    if not chunks:
+        head.CHUNK_BYTES = 2**40
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    step = our_step(model, PPO, recompute_activations=again)
+    step(rows[:1])  # after which the optimizer has its moments
+    step(rows)
+    held = 16 * sum(tensor.numel() for tensor in parameters.read(model / "model.safetensors").values())
+    return held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before - held
+
+
+def memory_table(vocabulary: int, count: int, length: int) -> None:
+    """Print the peak memory of a step on so many responses of a length."""
+    rng = np.random.default_rng(0)
+    row = Row(
+        prompt=np.full(32, 5, np.int32), response=rng.integers(3, vocabulary, length).astype(np.int32),
+        behaviour=np.full(length, -np.log(vocabulary), np.float32), sampled=np.ones(length, bool), advantage=1.0,
+        staleness=1,
+    )  # fmt: skip
+    print(f"vocabulary {vocabulary:,}, {count * length:,} sampled tokens in a micro-batch")
+    print("| logits | activations | weights, gradients, optimizer | peak besides |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        make_model(Path(name), vocabulary)
+        for chunks, again in ((False, False), (True, False), (True, True)):
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
+                held, peak = fresh.submit(memory, Path(name), [row] * count, chunks=chunks, again=again).result()
+            logits, kept = "in chunks" if chunks else "at once", "computed again" if again else "kept"
+            print(f"| {logits} | {kept} | {held / 2**30:.2f} GiB | {peak / 2**30:.2f} GiB |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[8192, 65536])
     parser.add_argument("--groups", type=int, default=4, help=f"of {GROUP} rows")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", action="store_true", help="peak memory of a step instead")
     parser.add_argument("--quick", action="store_true", help="one short round: whether it works")
     args = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)
+    if args.memory:
+        memory_table(512 if args.quick else 152_000, 8, 16 if args.quick else 256)
+        return
     if importlib.util.find_spec("trl") is None:
         print("without TRL; to measure it, too: pip install trl==1.16.0")
     for vocabulary in [64] if args.quick else args.vocabulary:

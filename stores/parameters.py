@@ -9,11 +9,12 @@ torch is loaded only where there are tensors: who hands a version's file on need
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,9 @@ def check_shapes(held: Shapes, loaded: Shapes, path: Path) -> None:
         if shape != loaded[name]:
             raise StoreError(f"{path}: {name} has shape {loaded[name]}, the model's has {shape}")
 
+
+SHARD = "2GB"
+"""Size of a checkpoint's files, at most: no more of a model is copied at once."""
 
 OWNER = ".owner"
 """A file in each folder on which every user holds a shared lock; the lock is released however the process ends."""
@@ -210,13 +214,26 @@ class ParameterFolder:
         return replacing(path, remedy, failures=(SafetensorError,), flush=False)
 
 
-def checkpoint(model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+def checkpoint(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    also: Callable[[Path], None] | None = None,
+) -> None:
     """Save a model and tokenizer for `from_pretrained`, atomically. Replaces a checkpoint of the same step, which
-    exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards. Raises
+    exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards, and others of
+    another type; they are written file by file, SHARD of each. also: writes what else belongs into the folder. Raises
     StoreError."""
+    (kind,) = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
 
     def write(part: Path) -> None:
-        model.save_pretrained(part, state_dict=dict(weights))
+        model.save_pretrained(part, state_dict=dict(weights), max_shard_size=SHARD)
+        config = copy.deepcopy(model.config)
+        config.dtype = kind  # not that of the weights that are trained
+        config.save_pretrained(part)
         tokenizer.save_pretrained(part)
+        if also is not None:
+            also(part)
 
     replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

@@ -226,6 +226,8 @@ def engine_settings(
         "eos": eos,
         "seed": engine_seed(config.seed, index, attempt, earlier_starts),
         "keep": config.rollout.on_pull == "keep",
+        "lora": config.training.lora,
+        "adapters": config.served_versions,
         "cost": instance_cost(config, index),
         "members": config.members_started,
         "pull_s": config.simulation.pull_s,

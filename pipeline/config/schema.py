@@ -194,8 +194,9 @@ class RolloutConfig:
     )
     on_pull: str = knob(
         "interrupt",
-        "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one",
-        choices=("interrupt", "keep"),
+        "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one, "
+        "adapter (with training.lora) ends them under the version they began with",
+        choices=("interrupt", "keep", "adapter"),
     )
     pace_slack: float = knob(1.0, "deadline: factor on the planned seconds per decode step", above=0)
     migration: str = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
@@ -250,6 +251,12 @@ class DeadlineConfig:
         120.0, "seconds an instance with work may sample nothing; after that it is replaced", above=0
     )
     train_s: float = knob(3600.0, "seconds for one training step", above=0)
+    silent_s: float = knob(
+        180.0,
+        "seconds in which the process of the trainer or the trajectory server answers nothing, at work or not; after "
+        "that it counts as lost",
+        above=0,
+    )
     commit_s: float = knob(
         3600.0, "seconds for the commit of one step; training goes on meanwhile, at most two steps ahead", above=0
     )
@@ -434,6 +441,12 @@ class RunConfig:
     def kept_bound(self) -> int | None:
         """eta; None with admission backlog, which keeps no bound."""
         return None if self.staleness.admission == "backlog" else self.staleness.eta
+
+    @property
+    def served_versions(self) -> int:
+        """Versions that an instance serves side by side: eta + 1 adapters, all that the bound allows to be sampled; 0
+        if it holds one set of weights."""
+        return self.staleness.eta + 1 if self.rollout.on_pull == "adapter" else 0
 
     @property
     def drift_limit(self) -> float:

@@ -139,6 +139,7 @@ class RolloutInstance:
                         ),
                         num_prior=len(sampled),
                         may_return=self._acts,
+                        version=item.version,
                     )
                 )
             self._engine.submit(requests)

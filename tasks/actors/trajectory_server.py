@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -78,6 +79,10 @@ from tasks.task_source import Message, Record
 from tasks.training.batches import check_batch
 from tasks.training.packing import BatchPart
 
+SWITCH_S = 0.0005
+"""Seconds after which a thread lets another run, a tenth of Python's own: while the thread of commits computes, calls
+that instances wait for are answered at once."""
+
 
 @answers_calls
 class TrajectoryServer:
@@ -87,6 +92,7 @@ class TrajectoryServer:
     """What opens and creates the store."""
 
     def __init__(self, settings: ServerSettings, start_s: float) -> None:
+        sys.setswitchinterval(SWITCH_S)
         # Seconds since the run's start, as the driver counts them.
         self._epoch = time.monotonic() - start_s
         path = Path(settings.store)

@@ -72,8 +72,9 @@ class LogprobModel:
     """Whether the model computes rows without padding."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layer", OutputLayer(self.model, self.device))
-        object.__setattr__(self, "takes_rows", self.layer.plain and takes_rows(self.model, self.device))
+        with self._autocast():
+            object.__setattr__(self, "layer", OutputLayer(self.model, self.device))
+            object.__setattr__(self, "takes_rows", self.layer.plain and takes_rows(self.model, self.device))
 
     def batch(self, batch: MicroBatch) -> torch.Tensor:
         """[N, T] log-probabilities of the sampled targets, nats, float32, elsewhere 0; with gradient unless torch has
@@ -129,6 +130,9 @@ class LogprobModel:
 
         return self._through(batch, sampled, found)
 
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.half)
+
     def _through(
         self, batch: MicroBatch, sampled: _Sampled, answer: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> torch.Tensor:
@@ -154,7 +158,7 @@ class LogprobModel:
             return hidden[0] if picked is None else hidden[picked]
 
         answering = nullcontext() if answer is None else self.layer.answering(lambda hidden: answer(of_kept(hidden)))
-        with answering, torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.half):
+        with answering, self._autocast():
             found: torch.Tensor = self.model(**inputs, use_cache=False, logits_to_keep=keep).logits
         return of_kept(found) if answer is None else found
 
