@@ -108,7 +108,8 @@ def identity(model: str, quick: bool) -> None:
         told = [_told(answer) for answer in answers]
         texts = tokenizer_texts(model)
         skewed = sum(
-            texts.ids(answer["choices"][0]["message"]["content"]) != turn[1]
+            texts.ids(answer["choices"][0]["message"]["content"])
+            != tuple(t for t in turn[1] if not texts.is_special(t))
             for answer, turn in zip(answers, told, strict=True)
         )
         print(f"turns told: {len(told)}; with the very ids and logprobs in the store: {sum(t in held for t in told)}")

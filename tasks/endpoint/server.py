@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Seconds after which a client is told to try again."""
+KEEP_ALIVE_S = 600
+"""Seconds that a connection may be idle. Agents call tools between two requests; a server that closes the connection
+just as the next one is sent looks to them like one that has failed."""
 START_S = 10.0
 """Seconds in which the server must listen."""
 
@@ -93,7 +96,8 @@ class EndpointServer:
                 server = _QuietServer(
                     uvicorn.Config(
                         self._application(), log_level="critical", lifespan="off", ws="none", http="h11",
-                        server_header=False, access_log=False, timeout_graceful_shutdown=1, **tls,  # type: ignore[arg-type]
+                        server_header=False, access_log=False, timeout_graceful_shutdown=1,
+                        timeout_keep_alive=KEEP_ALIVE_S, **tls,  # type: ignore[arg-type]
                     )
                 )  # fmt: skip
                 server.config.load()
