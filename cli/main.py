@@ -28,6 +28,8 @@ COMMANDS = {
     "profile": ("cli.profile", "measure an engine's decode steps and fit the cost model"),
     "config": ("cli.config", "explain a job file, or print the schema"),
     "view": ("cli.view", "show a run in the browser, live or finished"),
+    "serve": ("cli.serve:serve", "serve a run's policy, or a model, over HTTP"),
+    "chat": ("cli.serve:chat", "talk to a run's policy, or a model, in the terminal"),
     "store": ("cli.store", "inspect, audit and process stored runs"),
     "replay": ("cli.replay", "replay a run's recorded events and compare the commands"),
     "doctor": ("cli.doctor", "check what works on this machine"),

@@ -65,6 +65,15 @@ def called(text: str) -> tuple[str, tuple[CalledFunction, ...]]:
     return (_CALL.sub("", text).strip() if calls else text), tuple(calls)
 
 
+def called_again(message: ChatMessage) -> str:
+    """The text of a message, with the calls in it as `called` reads them."""
+    calls = (
+        f'<tool_call>{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}</tool_call>'
+        for call in message.calls
+    )
+    return "\n".join(filter(None, (message.content, *calls)))
+
+
 def completion(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
     """The answer of /v1/chat/completions."""
     turn = reply.turn

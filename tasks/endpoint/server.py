@@ -13,7 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 import uvicorn.loops.asyncio
@@ -28,24 +28,44 @@ from stores.errors import ConfigError
 from tasks.endpoint.counting import EndpointCounts
 from tasks.endpoint.replies import TurnReply, chunks, completion, generated, refusal
 from tasks.endpoint.requests import ChatRequest, Refused, read_chat, read_generate, read_json
-from tasks.endpoint.sessions import AgentSession, Sessions
+from tasks.endpoint.sessions import Sessions
 from tasks.endpoint.settings import EndpointSettings
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Seconds after which a client is told to try again."""
+KEEP_ALIVE_S = 600
+"""Seconds that a connection may be idle. Agents call tools between two requests; a server that closes the connection
+just as the next one is sent looks to them like one that has failed."""
 START_S = 10.0
 """Seconds in which the server must listen."""
 
 Read = Callable[..., ChatRequest]
 
 
-class EndpointServer:
-    """An endpoint, from `start` to `stop`. Used from one event loop."""
+class TurnSource(Protocol):
+    """What answers the requests of one key."""
 
-    def __init__(self, settings: EndpointSettings) -> None:
+    async def ask(self, request: ChatRequest) -> TurnReply: ...
+
+
+class Keys(Protocol):
+    """What answers requests, by their keys: sessions, or a policy that is served for itself."""
+
+    def __len__(self) -> int: ...
+
+    def find(self, key: str) -> TurnSource: ...
+
+    def is_another(self, id: str, found: Any) -> bool: ...
+
+
+class EndpointServer:
+    """An endpoint, from `start` to `stop`. served: what answers in place of sessions. Used from one event loop."""
+
+    def __init__(self, settings: EndpointSettings, served: Keys | None = None) -> None:
         self._settings = settings
+        self._served = served
         self._counts = EndpointCounts()
         self.sessions = Sessions()
         self._in_flight = 0
@@ -60,6 +80,10 @@ class EndpointServer:
         """What clients take as the base of their requests, once it listens."""
         return f"{self._address}/v1"
 
+    @property
+    def _keys(self) -> Keys:
+        return self.sessions if self._served is None else self._served
+
     async def start(self) -> None:
         """Listen. Does nothing if it does already. Raises ConfigError if the address cannot be used."""
         async with self._starting:
@@ -72,7 +96,8 @@ class EndpointServer:
                 server = _QuietServer(
                     uvicorn.Config(
                         self._application(), log_level="critical", lifespan="off", ws="none", http="h11",
-                        server_header=False, access_log=False, timeout_graceful_shutdown=1, **tls,  # type: ignore[arg-type]
+                        server_header=False, access_log=False, timeout_graceful_shutdown=1,
+                        timeout_keep_alive=KEEP_ALIVE_S, **tls,  # type: ignore[arg-type]
                     )
                 )  # fmt: skip
                 server.config.load()
@@ -118,7 +143,7 @@ class EndpointServer:
         return JSONResponse({"status": "stopping" if self._stopping else "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self._counts.text(sessions=len(self.sessions), in_flight=self._in_flight))
+        return PlainTextResponse(self._counts.text(sessions=len(self._keys), in_flight=self._in_flight))
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
@@ -144,15 +169,16 @@ class EndpointServer:
 
         return answer
 
-    def _session(self, request: Request) -> AgentSession:
+    def _session(self, request: Request) -> TurnSource:
         """The session of a request, by its key. Raises Refused."""
         given = request.headers.get("authorization", "")
         named = request.headers.get("x-session-id", "")
         key = request.path_params.get("key") or given.removeprefix("Bearer ").strip() or named
         if not key:
             raise Refused(401, "no key: send it as Authorization: Bearer KEY", "invalid_api_key")
-        session = self.sessions.find(key)
-        if named and self.sessions.is_another(named, session):
+        keys = self._keys
+        session = keys.find(key)
+        if named and keys.is_another(named, session):
             raise Refused(403, "X-Session-ID names another session than the key's", "invalid_session")
         return session
 

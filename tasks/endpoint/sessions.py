@@ -172,9 +172,9 @@ class Sessions:
             raise Refused(401, f"{self._closed[id]}; its key is void", "session_ended")
         raise Refused(401, "no session has this key; use the one that the agent was started with", "invalid_api_key")
 
-    def is_another(self, id: str, session: AgentSession) -> bool:
-        """Whether an id is that of another open session."""
-        return id.partition(".")[0] in self._open and id.partition(".")[0] != session.id
+    def is_another(self, id: str, found: AgentSession) -> bool:
+        """Whether an id is that of another open session than the one that was found."""
+        return id.partition(".")[0] in self._open and id.partition(".")[0] != found.id
 
 
 def _changed(why: str) -> Refused:

@@ -1,0 +1,83 @@
+"""staleflow serve RUN_OR_MODEL, staleflow chat RUN_OR_MODEL"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+
+import click
+
+from cli.stored import quiet_libraries
+
+PORT = 8798
+SETS = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run's job.")
+
+
+@click.command("serve")
+@click.argument("named", metavar="RUN_OR_MODEL", type=click.Path())
+@click.option("--port", type=click.IntRange(0, 65_535), default=PORT, show_default=True, help="Port; 0: any free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Name or address of this machine to listen on.")
+@click.option("--key", default="", help="Key that requests must have.  [default: a random one, printed]")
+@SETS
+def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]) -> None:
+    """Answer chat completions by a run's newest checkpoint, or by a model's folder, for evaluation and for looking at
+    it. Ends with Ctrl-C."""
+    quiet_libraries()
+    from pipeline.offline.serving import serving_plan
+    from tasks.endpoint.server import EndpointServer
+    from tasks.endpoint.settings import EndpointConfig, EndpointSettings
+
+    plan = serving_plan(named, overrides)
+    given = key or secrets.token_urlsafe(24)
+
+    async def work() -> None:
+        policy = plan.build(given)
+        config = EndpointConfig(host=host, port=port)
+        settings = EndpointSettings(config=config, model=plan.label, temperature=plan.config.rollout.temperature)
+        server = EndpointServer(settings, policy)
+        try:
+            await server.start()
+            click.echo(f"{plan.label}: OPENAI_BASE_URL={server.base_url} OPENAI_API_KEY={given} (Ctrl-C ends it)")
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await server.stop()
+            policy.close()
+
+    asyncio.run(work())
+
+
+@click.command("chat")
+@click.argument("named", metavar="RUN_OR_MODEL", type=click.Path())
+@SETS
+def chat(named: str, overrides: tuple[str, ...]) -> None:
+    """Talk to a run's newest checkpoint, or to a model's folder. An empty line begins anew; Ctrl-D ends it."""
+    quiet_libraries()
+    from pipeline.offline.serving import serving_plan
+    from tasks.endpoint.requests import ChatMessage, ChatRequest, Refused
+
+    plan = serving_plan(named, overrides)
+
+    async def work() -> None:
+        policy = plan.build("")
+        said: list[ChatMessage] = []
+        click.echo(f"{plan.label}; an empty line begins anew, Ctrl-D ends it")
+        try:
+            with contextlib.suppress(EOFError):
+                while True:
+                    text = await asyncio.to_thread(input, "> ")
+                    said = [*said, ChatMessage(role="user", content=text)] if text.strip() else []
+                    if not said:
+                        continue
+                    try:
+                        reply = await policy.ask(ChatRequest(model="", messages=tuple(said)))
+                    except Refused as refused:
+                        click.echo(f"{refused.message}; an empty line begins anew", err=True)
+                        said.pop()
+                        continue
+                    said.append(reply.message)
+                    click.echo(reply.message.content)
+        finally:
+            policy.close()
+
+    asyncio.run(work())
