@@ -98,7 +98,7 @@ class EpisodeState:
     task: GroupId
     member: int
     attempt: int
-    held_out: bool
+    held_out: bool = False
     record: Record
     turns: tuple[str, ...]
     tokens: int

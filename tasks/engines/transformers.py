@@ -148,6 +148,8 @@ class TransformersEngine:
             paged = self._model.config._attn_implementation
             self._model.set_attn_implementation("sdpa")  # the managers have set the paged one
             own = nullcontext() if self._adapters is None else self._adapters.under(self.version, len(tokens))
+            # Each manager's loop sets this flag and restores what it found: two at once may leave what the other set.
+            self._model.config.is_causal = True
             try:
                 with own:
                     return forward_logprobs(self._model, tokens)

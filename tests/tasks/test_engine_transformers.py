@@ -45,12 +45,12 @@ class TestTransformersEngine(ReusingEngineTests):
 
     def kill(self, engine: Engine) -> None:
         assert isinstance(engine, TransformersEngine)
-        engine._managers[False].stop(block=True, timeout=10, hard_stop=True)
+        engine._managers[engine._settings.temperature].stop(block=True, timeout=10, hard_stop=True)
 
     @contextmanager
     def hang(self, engine: Engine) -> Iterator[None]:
         assert isinstance(engine, TransformersEngine)
-        with engine._managers[False].pause():
+        with engine._managers[engine._settings.temperature].pause():
             yield
 
     @contextmanager
@@ -75,6 +75,22 @@ class TestTransformersEngine(ReusingEngineTests):
     @pytest.fixture
     def other_weights(self, tiny_model: Path, tmp_path: Path) -> tuple[Path, str]:
         return changed_weights(tiny_model, tmp_path)
+
+    def test_loops_side_by_side_leave_the_probe_causal(self, engine: Engine, tiny_model: Path) -> None:
+        """Two loops on one model take turns in setting a flag of its configuration, and may leave it false."""
+        assert isinstance(engine, TransformersEngine)
+        engine._model.config.is_causal = False
+        tokens = list(range(3, 20))
+        expected = plain_logprobs(tiny_model, tokens, 1, None)
+        assert engine.logprobs(tokens) == pytest.approx(expected, abs=1e-5)
+
+    def test_a_request_may_have_a_temperature_of_its_own(self, engine: Engine, tiny_model: Path) -> None:
+        engine.submit([request(1), request(2, temperature=2.0), request(3, greedy=True)])
+        by_id = collect(engine, 3)
+        for number, temperature in ((1, 1.0), (2, 2.0)):
+            tokens = [*request(number).tokens, *tokens_of(by_id[number])]
+            expected = plain_logprobs(tiny_model, tokens, len(request(number).tokens), None, temperature=temperature)
+            assert logprobs_of(by_id[number]) == pytest.approx(expected, abs=2e-4)
 
     def test_temperature_is_in_the_logprobs(self, tiny_model: Path) -> None:
         one = TransformersEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))
@@ -167,7 +183,7 @@ class TestKeptContexts:
     def test_new_requests_begin_after_all_that_ran_was_stopped_for_want_of_memory(self, engine: Engine) -> None:
         """What was preempted goes on before anything new begins, which must not wait for what is no longer there."""
         assert isinstance(engine, TransformersEngine)
-        scheduler = engine._schedulers[False]
+        scheduler = engine._schedulers[engine._settings.temperature]
         engine.submit([request(i, self.prompt(i), max_new_tokens=80) for i in range(6)])
         deadline = time.monotonic() + 60
         while not scheduler.block_new_requests:
