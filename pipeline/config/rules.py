@@ -136,6 +136,12 @@ def _check_engine(config: RunConfig, where: str) -> None:
         raise ConfigError(
             f'{where}: rollout.on_pull = "keep" is not supported by the {engine.name} engine; use "interrupt"'
         )
+    speculation = engine.speculation
+    if speculation.length and not settings.drafts:
+        raise ConfigError(
+            f"{where}: rollout.engine.speculation.length = {speculation.length}: the {engine.name} engine verifies no "
+            "drafts; use 0"
+        )
     for option in values(engine)["options"]:
         if "options" not in knobs(settings):
             raise ConfigError(f"{where}: rollout.engine.options: not supported by the {engine.name} engine; remove it")

@@ -36,6 +36,19 @@ SAMPLING_REFUSED = dict.fromkeys(
 """Sampling options of other systems, and why a job may not set them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Drafted tokens, which the policy verifies several at once: what is sampled does not change, only how fast."""
+
+    length: int = knob(0, "most tokens drafted for a step; 0: no speculation", low=0, high=32)
+    source: str = knob(
+        "responses",
+        "what drafts come from; responses: the prompt, the response so far, and other responses to the same prompt",
+        choices=("responses",),
+    )
+    most_running: int = knob(4, "most requests that an instance runs at once while it drafts", low=1)
+
+
 class EngineSettings(Protocol):
     """Settings from which a worker builds its engine. Picklable."""
 
@@ -43,6 +56,8 @@ class EngineSettings(Protocol):
     """Name of the engine's module."""
     keeps: ClassVar[bool]
     """Whether running requests can keep their old cache while weights change (rollout.on_pull)."""
+    drafts: ClassVar[tuple[str, ...]]
+    """The sources of drafts it can verify (rollout.engine.speculation.source)."""
     refused_options: ClassVar[Mapping[str, str]]
     """Keys of rollout.engine.options that a job may not set, and why."""
 
@@ -57,6 +72,7 @@ workload, members and pull_s, see EmulatedSettings."""
 class _Built:
     module: ClassVar[str]
     keeps: ClassVar[bool] = False
+    drafts: ClassVar[tuple[str, ...]] = ()
     refused_options: ClassVar[Mapping[str, str]] = {}
 
     def build(self, instance: InstanceId, threads: int) -> Engine:
@@ -80,6 +96,7 @@ class ModelSettings(_Built):
     max_batch_tokens: int
     eos: tuple[int, ...]
     seed: int
+    speculation: Speculation = Speculation()
 
 
 @ENGINES.register("transformers")
@@ -88,6 +105,7 @@ class TransformersSettings(ModelSettings):
     """Settings of the transformers engine: the common ones only."""
 
     module: ClassVar[str] = "tasks.engines.transformers"
+    drafts: ClassVar[tuple[str, ...]] = ("responses",)
 
 
 @ENGINES.register("vllm")

@@ -25,6 +25,8 @@ from stores.errors import ActorLost
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.drafted_steps import DraftedSteps
+from tasks.engines.drafting import Drafter
 from tasks.engines.keeping_scheduler import NAME as KEEPING
 from tasks.engines.keeping_scheduler import KeepingScheduler
 from tasks.engines.requests import RunningRequest, RunningRequests
@@ -55,6 +57,8 @@ class TransformersEngine:
         self._model: Any = load_model(settings.model, settings.dtype, device, attention="sdpa")
         self._managers: dict[bool, Any] = {}
         self._schedulers: dict[bool, KeepingScheduler] = {}
+        self._drafters: dict[bool, Drafter] = {}  # of those managers that speculate
+        self._steps: dict[bool, DraftedSteps] = {}
         self._requests = RunningRequests(instance)
         # Guards the requests and the order of pause, drain and cancel; never held while waiting for output.
         self._lock = threading.RLock()
@@ -158,6 +162,10 @@ class TransformersEngine:
             for scheduler in self._schedulers.values():
                 scheduler.forget_all()
                 scheduler.prefilled_tokens = scheduler.cached_tokens = 0
+            for drafter in self._drafters.values():
+                drafter.forget_all()
+            for steps in self._steps.values():
+                steps.drafted_tokens = steps.accepted_tokens = 0
             self._instance, self._ended = instance, []
             self._requests.begin_again(instance)
             self._seen = self._load()
@@ -205,7 +213,16 @@ class TransformersEngine:
                 self._check()
                 time.sleep(POLL_S)
             self._schedulers[greedy] = manager.batch_processor.scheduler
+            self._speculate(manager.batch_processor, greedy=greedy)
         return self._managers[greedy]
+
+    def _speculate(self, processor: Any, *, greedy: bool) -> None:
+        """Have a manager verify drafts, if the job says so. Each has a drafter of its own, as each has a thread."""
+        asked = self._settings.speculation
+        if asked.length:
+            drafter = Drafter(asked.length, asked.most_running, self._settings.eos)
+            self._steps[greedy] = DraftedSteps(processor, drafter)
+            self._drafters[greedy] = processor.scheduler.drafter = drafter
 
     @contextmanager
     def _held_soon(self, within_s: float) -> Iterator[bool]:
@@ -227,8 +244,11 @@ class TransformersEngine:
         manager, key = self._manager(greedy=request.greedy), self._requests.enter(running)
         if request.may_return:
             self._schedulers[request.greedy].returning.add(key)
+        tokens = [*request.tokens, *sampled]
+        if (drafter := self._drafters.get(request.greedy)) is not None:
+            drafter.begin(key, request.trajectory, tokens, request.num_prior + len(sampled))
         accepted = manager.add_request(
-            [*request.tokens, *sampled],
+            tokens,
             request_id=key,
             max_new_tokens=request.max_new_tokens - len(sampled),
             streaming=True,
@@ -250,6 +270,8 @@ class TransformersEngine:
             kept_tokens=sum(one.kept_tokens for one in schedulers),
             prefilled_tokens=sum(one.prefilled_tokens for one in schedulers),
             cached_tokens=sum(one.cached_tokens for one in schedulers),
+            drafted_tokens=sum(one.drafted_tokens for one in self._steps.values()),
+            accepted_tokens=sum(one.accepted_tokens for one in self._steps.values()),
         )
 
     def _check(self) -> None:
