@@ -44,8 +44,9 @@ class Speculation:
     length: int = knob(0, "most tokens drafted for a step; 0: no speculation", low=0, high=32)
     source: str = knob(
         "responses",
-        "what drafts come from; responses: the prompt, the response so far, and other responses to the same prompt",
-        choices=("responses",),
+        "what drafts come from; responses: the prompt, the response so far, and other responses to the same prompt; "
+        "ngram, suffix: vLLM's own",
+        choices=("responses", "ngram", "suffix"),
     )
     most_running: int = knob(4, "most requests that an instance runs at once while it drafts", low=1)
 
@@ -123,6 +124,7 @@ class VllmSettings(ModelSettings):
 
     module: ClassVar[str] = "tasks.engines.vllm"
     keeps: ClassVar[bool] = True
+    drafts: ClassVar[tuple[str, ...]] = ("responses", "ngram", "suffix")
     refused_options: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("model", "dtype", "seed", "tensor_parallel_size", "max_num_seqs", "block_size"), "has its own key"
@@ -139,8 +141,9 @@ class VllmSettings(ModelSettings):
             ),
             "tokens could no longer be attributed to their version and logprob",
         ),
+        "speculative_config": "set rollout.engine.speculation instead",
         **dict.fromkeys(
-            ("logits_processors", "override_generation_config", "generation_config", "speculative_config"),
+            ("logits_processors", "override_generation_config", "generation_config"),
             "stored logprobs would not be those of the policy that sampled",
         ),
         **dict.fromkeys(

@@ -114,7 +114,13 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("rollout.cost={k2=0, k3=0, k4=0, b=0}", "a decode step of one trajectory takes no time"),
         ("simulation.report_s=0", "out of range; it must be >= 0.01"),
         ("rollout.engine.options={a=1}", "not supported by the transformers engine"),
+        ('rollout.engine.speculation={length=4,source="ngram"}', "not supported by the transformers engine"),
+        (
+            'rollout.engine={name="vllm",tensor_parallel=2,speculation={length=4}}',
+            "source = 'responses' needs tensor_parallel = 1",
+        ),
         ('rollout.engine={name="emulated",speculation={length=4}}', "the emulated engine verifies no drafts"),
+        ('rollout.engine={name="vllm",options={speculative_config=1}}', "set rollout.engine.speculation instead"),
         (
             "rollout.engine={name='vllm', options={logprobs_mode='raw_logprobs'}}",
             "options.logprobs_mode: tokens could no",
