@@ -72,7 +72,7 @@ def plain_loop(config: RunConfig, function: str) -> tuple[float, float]:
     imported = time.perf_counter()
     scoring = dataclasses.replace(actor_settings.scoring_settings(config), function=function)
     reward = make_reward(scoring.function, scoring.source.build())
-    prompts = actor_settings.prompt_settings(config, held_out=config.task.eval_prompts, longest=None).build()
+    prompts = actor_settings.prompt_settings(config, held_out=config.held_out, longest=None).build()
     begin = time.perf_counter()
     for row in VersionedStore.open(config.run_dir / "store").ended():
         text = prompts.text(row.trajectory.response_tokens.tolist())

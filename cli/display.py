@@ -20,7 +20,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.jobs.execution import RunEnd
 from pipeline.jobs.summary import step_line
-from pipeline.runtime.evaluation import Evaluation, not_comparable, shown
+from pipeline.runtime.evaluation import Evaluation, evaluating, not_comparable, shown
 from pipeline.runtime.outcomes import Outcomes
 from stores.metrics import tokens_per_s
 
@@ -106,6 +106,8 @@ class Display:
             f"{snapshot.num_started} started, {snapshot.num_live} live",
             ", ".join(f"{n} {k}" for k, n in snapshot.ended.items()),
         )
+        if snapshot.num_evaluated:
+            head.add_row(evaluating(snapshot.evaluated_version, snapshot.num_evaluated))
         if outcomes.instances:
             head.add_row(outcomes.instances)
         buffers = Table.grid(padding=(0, 1))
@@ -137,7 +139,7 @@ class Display:
             table.add_column(column)
         for e in evaluations:
             sampled, greedy = shown(e.sampled, e.sampled_stderr), shown(e.greedy, e.greedy_stderr)
-            table.add_row(f"version {e.version}", sampled, greedy, escape(e.basis))
+            table.add_row(f"{e.name}, version {e.version}", sampled, greedy, escape(e.basis))
         if rows:
             console.print(table)
         for line in not_comparable(evaluations):

@@ -209,6 +209,8 @@ def _row(job: dict[str, Any]) -> str:
         parts.append(f"reward {last['reward']:.3f}")
     if job["state"] == "running":
         parts.append(f"{status.get('doing', '')}")
+        if status.get("evaluating"):
+            parts.append(status["evaluating"])
     elif job["why"]:
         parts.append(job["why"])
     if job["state"] in ("running", "waiting") and job["reported_at"]:
@@ -234,6 +236,7 @@ def _details(job: dict[str, Any]) -> list[str]:
             f"{status['num_scoring']} scoring; "
             f"staleness in flight {status['staleness_in_flight']:.2f}, in queue {status['staleness_in_queue']:.2f}"
         )
+        lines += status.get("evaluated", ())
         if status.get("fleet"):
             lines.append(status["fleet"])
         lines += [

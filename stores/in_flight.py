@@ -12,6 +12,8 @@ Invariants:
 - What is held of a trajectory is of one attempt of its episode. An entry of a later attempt shows that a restart is
   missing: all but the prompt is dropped first. One of an earlier attempt is late.
 - Every trajectory that was drawn is either live, in the batch of a step, or ended, until the store holds it.
+- A trajectory of an evaluation is live until the evaluation ends; it is never counted among those that were drawn, and
+  a run that is resumed begins the evaluation again.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from stores.spool_entries import (
     BatchTaken,
     Entry,
     EpisodeRestarted,
+    EvaluationEnded,
     FlightResumed,
     GroupDrawn,
     OfEpisode,
@@ -50,6 +53,7 @@ from stores.trajectory import (
     Timings,
     Trajectory,
     TrajectoryId,
+    is_evaluated,
 )
 
 
@@ -135,6 +139,8 @@ class InFlight:
                 return self._retire(entry)
             case FlightResumed():
                 return self._resume(entry)
+            case EvaluationEnded():
+                return self._end_evaluation()
 
     def attempt(self, trajectory: TrajectoryId) -> int:
         """The attempt of a live trajectory's episode: how often it began again."""
@@ -181,7 +187,7 @@ class InFlight:
         self.num_drawn = max(self.num_drawn, ledger.num_started // self.members)
 
         def is_stored(trajectory: TrajectoryId) -> bool:
-            return trajectory < ledger.num_started and trajectory not in unstored
+            return not is_evaluated(trajectory) and trajectory < ledger.num_started and trajectory not in unstored
 
         for trajectory in [i for i in self.live if is_stored(i)]:
             self._drop(trajectory)
@@ -224,7 +230,8 @@ class InFlight:
         """All live groups, oldest first."""
         groups: dict[GroupId, list[Trajectory]] = {}
         for t in self.live.values():
-            groups.setdefault(t.group, []).append(t)
+            if not is_evaluated(t.id):
+                groups.setdefault(t.group, []).append(t)
         return tuple(
             GroupInFlight(
                 group=group,
@@ -251,6 +258,12 @@ class InFlight:
     # -- entries -------------------------------------------------------------------------------------------------
 
     def _draw(self, entry: GroupDrawn) -> bool:
+        if is_evaluated(entry.group):
+            member = TrajectoryId(entry.group * self.members)
+            if member in self.live:
+                return False
+            self.begin([member], entry.prompt_tokens, entry.at_s)
+            return True
         if entry.group < self.num_drawn:
             return False
         self.num_drawn = entry.group + 1
@@ -354,7 +367,7 @@ class InFlight:
 
     def _resume(self, entry: FlightResumed) -> bool:
         again = set(entry.again)
-        held = [*self.live.values(), *self.set_aside()]
+        held = [t for t in (*self.live.values(), *self.set_aside()) if not is_evaluated(t.id)]
         scored = self.scored
         self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
         self.turn_tokens = {}
@@ -375,6 +388,13 @@ class InFlight:
                 )
             self.live[t.id] = kept
         return True
+
+    def _end_evaluation(self) -> bool:
+        evaluated = [i for i in self.live if is_evaluated(i)]
+        for trajectory in evaluated:
+            self._drop(trajectory)
+            self.scored.discard(trajectory)
+        return bool(evaluated)
 
     def _members(self, group: GroupId) -> tuple[TrajectoryId, ...]:
         return tuple(TrajectoryId(i) for i in range(group * self.members, (group + 1) * self.members))

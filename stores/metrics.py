@@ -19,6 +19,7 @@ class Kind(Enum):
     """What a metric describes, and how it changes."""
 
     STEP = "per step"
+    EVALUATION = "per evaluation"
     RUN = "whole run"
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -118,6 +119,12 @@ METRICS = (
     Metric(name="tokens_per_s", unit="tokens/s", doc="response_tokens over the time since the end of the step before",
            label="step", exported="tokens_per_second"),
 
+    Metric(name="sampled", unit="", kind=Kind.EVALUATION, doc="mean reward of the sampled responses"),
+    Metric(name="sampled_stderr", unit="", kind=Kind.EVALUATION, doc="standard error of that mean, over prompts"),
+    Metric(name="greedy", unit="", kind=Kind.EVALUATION, doc="mean reward of the greedy responses"),
+    Metric(name="greedy_stderr", unit="", kind=Kind.EVALUATION, doc="standard error of that mean, over prompts"),
+    Metric(name="tokens", unit="tokens", kind=Kind.EVALUATION, doc="tokens sampled for it"),
+    Metric(name="seconds", unit="s", kind=Kind.EVALUATION, doc="time from its request to its last score"),
     Metric(name="tokens_per_s", unit="tokens/s", kind=Kind.RUN, doc="response tokens of all steps over elapsed_s of "
            "the last (summary.json, live view, simulate)"),
     Metric(name="steady_tokens_per_s", unit="tokens/s", kind=Kind.RUN, doc="the same without the run's warm-up and end "
@@ -142,9 +149,12 @@ METRICS = (
            exported="trajectories_started"),
 )  # fmt: skip
 
+EVALUATION = "evaluation/"
+"""Beginning of the names under which trackers have the values of evaluations."""
 REWARD_PART = "reward/"
 """Beginning of the names of metrics that a job's own reward brings: the mean of each part, by the part's name."""
 STEP = {m.name: m for m in METRICS if m.kind is Kind.STEP}
+OF_EVALUATION = {m.name: m for m in METRICS if m.kind is Kind.EVALUATION}
 """Metrics of a training step, by name."""
 GAUGES = {m.name: m for m in METRICS if m.kind is Kind.GAUGE}
 NAMES = frozenset(STEP)
@@ -181,11 +191,19 @@ def _rate(tokens: float, seconds: float) -> float:
     return tokens / seconds if seconds > 0 else 0.0
 
 
-HEADINGS = {Kind.STEP: "Per step", Kind.RUN: "Per run", Kind.GAUGE: "Gauges", Kind.COUNTER: "Counters"}
+HEADINGS = {
+    Kind.STEP: "Per step",
+    Kind.EVALUATION: "Per evaluation",
+    Kind.RUN: "Per run",
+    Kind.GAUGE: "Gauges",
+    Kind.COUNTER: "Counters",
+}
 SECTIONS = {
     Kind.STEP: "Values of a training step: in TensorBoard under these names, in Prometheus for the last step, and in\n"
     f"its record in the store (`staleflow store show RUN --json`), except {' and '.join(sorted(DERIVED))}. A reward\n"
     f"with parts adds `{REWARD_PART}NAME`, the mean of part NAME over the batch's responses that could be scored.",
+    Kind.EVALUATION: f"Values of an evaluation of one set: in TensorBoard as `{EVALUATION}SET/NAME`, at the evaluated\n"
+    "version; in the run's folder in evaluations.json.",
     Kind.RUN: "Values over all steps of a run.",
     Kind.GAUGE: "Current values: `staleflow status --json`, the dashboard, Prometheus.",
     Kind.COUNTER: "Values that only grow.",

@@ -29,6 +29,7 @@ from stores.spool_entries import (
     BatchTaken,
     Entry,
     EpisodeRestarted,
+    EvaluationEnded,
     FlightResumed,
     GroupDrawn,
     RewardDelivered,
@@ -202,7 +203,7 @@ class Spool:
                 return {self._group(trajectory) for trajectory in entry.trajectories}
             case TrajectoriesRetired():
                 return {ending.group for ending in entry.endings}
-            case FlightResumed():
+            case FlightResumed() | EvaluationEnded():
                 return set()
 
     def _group(self, trajectory: TrajectoryId) -> GroupId:

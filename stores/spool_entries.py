@@ -131,6 +131,13 @@ class FlightResumed:
     at_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationEnded:
+    """An evaluation is summed up, or given up: what was sampled for it is not needed any more."""
+
+    at_s: float
+
+
 Entry = (
     GroupDrawn
     | TrajectoriesRouted
@@ -141,6 +148,7 @@ Entry = (
     | BatchTaken
     | TrajectoriesRetired
     | FlightResumed
+    | EvaluationEnded
 )
 
 OfEpisode = TokensDelivered | AnswerGiven | EpisodeRestarted | RewardDelivered
@@ -179,6 +187,8 @@ def encode(entry: Entry) -> bytes:
             head = ["retired", endings, entry.versions]
         case FlightResumed():
             head = ["resumed", entry.version, entry.again, entry.at_s]
+        case EvaluationEnded():
+            head = ["evaluated", entry.at_s]
     text = json.dumps(head, separators=(",", ":")).encode()
     return b"".join([struct.pack("<I", len(text)), text, *(a.tobytes() for a in arrays)])
 
@@ -242,6 +252,7 @@ def _retired(data: bytes, at: int, endings: list[Any], versions: list[Any]) -> T
 
 
 _DECODERS: dict[str, Any] = {
+    "evaluated": lambda data, at, at_s: EvaluationEnded(at_s=at_s),
     "drawn": lambda data, at, group, count, at_s: GroupDrawn(
         group=GroupId(group), prompt_tokens=_ints(data, at, count), at_s=at_s
     ),

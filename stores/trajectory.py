@@ -20,6 +20,13 @@ PolicyVersion = NewType("PolicyVersion", int)
 """Optimizer steps finished. Step b starts from version b and publishes version b + 1."""
 InstanceId = NewType("InstanceId", str)
 
+
+def is_evaluated(number: int) -> bool:
+    """Whether a trajectory, or a group, belongs to an evaluation: those have negative numbers, and are never in a
+    ledger, a batch or a store."""
+    return number < 0
+
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 

@@ -174,7 +174,17 @@ class Emulated:
 
 
 class EvaluationRecord(dict[str, Any]):
-    """A record of a separate source of evaluation prompts, which has its own verifier."""
+    """A record of a separate source of evaluation prompts, which has its own verifier. of: name of the evaluation set
+    whose reward scores it; empty: the run's own."""
+
+    of = ""
+
+    @classmethod
+    def named(cls, name: str, record: Record) -> EvaluationRecord:
+        """The record of an evaluation set."""
+        found = cls(record)
+        found.of = name
+        return found
 
 
 class WithEvaluation:
@@ -251,10 +261,11 @@ def make_source(
     use: Use = Use.BOTH,
     limits: EnvironmentConfig | None = None,
     endpoint: EndpointSettings | None = None,
+    key: str = "",
 ) -> TaskSource:
     """Create the task source named `kind:name`. columns, use: of a data set's rows. limits: of an environment of many
-    turns. endpoint: of an agent. Raises ConfigError."""
-    key = "task.eval_source" if use is Use.EVALUATION else "task.source"
+    turns. endpoint: of an agent. key: of the job file that names it, for messages. Raises ConfigError."""
+    key = key or ("task.eval_source" if use is Use.EVALUATION else "task.source")
     where = f"{key} = {source!r}"
     kind, _, name = source.partition(":")
     if kind == "reasoning_gym" and name:

@@ -12,8 +12,9 @@ from tasks.directions import split
 from tasks.drawn_texts import DrawnTexts
 from tasks.engines.emulated import words
 from tasks.environments import SourceSettings
-from tasks.fitting import FittingSource
-from tasks.task_source import Message, Record, Task, TaskSource, distinct_held_out, drawn, shown_prompt
+from tasks.evaluation_sets import EvaluationSet
+from tasks.fitting import EVALUATED, FittingSource
+from tasks.task_source import Message, Record, Task, TaskSource, distinct_held_out, drawn, set_apart, shown_prompt
 from tasks.texts import NumberTexts, TokenizerTexts, tokenizer_texts
 from tasks.workload import Workload
 
@@ -48,6 +49,8 @@ class PromptSettings:
     value in its header."""
     workload: Workload | None = None
     """Source of prompt lengths in an emulated run, which has no tokenizer; else None."""
+    sets: tuple[EvaluationSet, ...] = ()
+    """What the model is evaluated on. Prompts of these are not trained on."""
     drawn_responses: bool = False
     """Whether responses are an emulated engine's, which stand for random texts."""
 
@@ -121,6 +124,8 @@ class TokenizedPrompts:
         source = settings.source.build()
         self._at_once = settings.source.at_once
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
+        if apart := frozenset(p for one in settings.sets if one.source for p in set_apart(one.build(), one.prompts)):
+            self._source = FittingSource(self._source, lambda task: task.prompt not in apart, EVALUATED)
         if settings.longest is not None:
             self._source = FittingSource(self._source, self._fits)
         self._texts = texts or tokenizer_texts(settings.tokenizer)

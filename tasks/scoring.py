@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from stores.errors import ConfigError
-from tasks.environments import SourceSettings, extract_answer, make_reward
+from tasks.environments import EvaluationRecord, SourceSettings, extract_answer, make_reward
+from tasks.evaluation_sets import EvaluationSet
 from tasks.reward_part import RewardPart
 from tasks.rewards import NoNumber, numbers_of
 
@@ -43,6 +44,8 @@ class ScoringSettings:
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
     answer_pattern: str
     timeout_s: float
+    sets: Sequence[EvaluationSet] = ()
+    """Evaluation sets with a reward of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +198,10 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """The main loop of the scoring process: settings first, then pairs until the other side closes."""
     settings: ScoringSettings = _read(requests, None)
     try:
-        reward_of = make_reward(settings.function, settings.source.build(), settings.parts)
+        source = settings.source.build()
+        rewards = {"": make_reward(settings.function, source, settings.parts)}
+        for one in settings.sets:
+            rewards[one.name] = make_reward(one.reward, one.build() if one.source else source)
     except ConfigError as error:
         _write(answers, str(error))
         return
@@ -206,6 +212,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         except EOFError:
             return
         try:
+            reward_of = rewards[record.of if isinstance(record, EvaluationRecord) else ""]
             reward, parts = numbers_of(reward_of(extract_answer(settings.answer_pattern, response), record))
             problem = ""
         except NoNumber as refused:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pipeline.config import fields
 from pipeline.config.deciding import instance_cost, make_episodes
+from pipeline.config.evaluation import HELD_OUT
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tasks.environments import SourceSettings
     from tasks.episodes.emulated_host import EmulatedHostSettings
     from tasks.episodes.host import EpisodeSettings
+    from tasks.evaluation_sets import EvaluationSet
     from tasks.prompts import PromptSettings
     from tasks.scoring import ScoringSettings
     from tasks.training.policy import PolicySettings
@@ -40,7 +42,7 @@ def run_header(config: RunConfig) -> RunHeader:
         groups_per_step=config.batch.groups_per_step,
         group_size=config.batch.group_size,
         members_started=config.members_started,
-        held_out=config.task.eval_prompts,
+        held_out=config.held_out,
         url=config.store_url,
         job=fields.to_toml(config) if config.store else "",
     )
@@ -123,6 +125,31 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
         parts=dict(config.reward.parts),
         answer_pattern=config.task.answer_pattern,
         timeout_s=config.reward.timeout_s,
+        sets=tuple(one for one in evaluation_sets(config) if not one.main),
+    )
+
+
+def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
+    """What this job evaluates the model on."""
+    from tasks.evaluation_sets import EvaluationSet
+
+    return tuple(
+        EvaluationSet(
+            name=name,
+            source=one.source if name != HELD_OUT and config.has_texts else "",
+            options=dict(one.options),
+            columns=config.task.columns,
+            seed=config.seed,
+            limits=config.environment,
+            main=name == HELD_OUT,
+            reward=one.reward,
+            prompts=one.prompts,
+            samples=one.samples,
+            greedy=one.greedy,
+            temperature=one.temperature or None,
+            max_new_tokens=one.max_new_tokens or config.rollout.max_new_tokens,
+        )
+        for name, one in config.evaluation_sets.items()
     )
 
 
@@ -150,6 +177,7 @@ def prompt_settings(
         kv_tokens=config.rollout.engine.kv_tokens,
         held_out=held_out,
         longest=longest,
+        sets=evaluation_sets(config),
         workload=None if config.has_texts else make_workload(config),
         drawn_responses=config.emulated and config.has_texts,
     )
@@ -168,7 +196,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
 
     longest = longest_prompt(config, context)
     return ServerSettings(
-        prompts=prompt_settings(config, context, held_out=config.task.eval_prompts, longest=longest),
+        prompts=prompt_settings(config, context, held_out=config.held_out, longest=longest),
         reward=config.reward.named,
         group_size=config.batch.group_size,
         members_started=config.members_started,

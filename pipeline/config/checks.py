@@ -285,7 +285,7 @@ def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> t
         return actor_settings.source_settings(config).build().task(0), None
     context = read_context(folder, f"model.path = {config.model.path!r}")
     longest = actor_settings.longest_prompt(config, context)
-    settings = actor_settings.prompt_settings(config, context, held_out=config.task.eval_prompts, longest=longest)
+    settings = actor_settings.prompt_settings(config, context, held_out=config.held_out, longest=longest)
     tokenizer = FileTokenizer(folder)
     prompts = TokenizedPrompts(settings, TokenizerTexts(tokenizer))
     first = prompts.task(0)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 
 from pipeline.config.schema import RunConfig
-from pipeline.coordination.coordinator import Coordinator, Strategies
+from pipeline.coordination.consulted import Strategies
+from pipeline.coordination.coordinator import Coordinator
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.pacing import Pacing
 from pipeline.strategies.admission import ADMISSION, Late
@@ -64,6 +65,7 @@ def make_strategies(config: RunConfig) -> Strategies:
         stragglers=STRAGGLERS.make(config.batch, given),
         max_attempts=rollout.max_attempts,
         environments=config.acts,
+        evaluation_share=config.evaluation.share,
         affinity=Affinity(cost) if config.acts and rollout.affinity else None,
         adapters=config.served_versions > 0,
     )

@@ -125,7 +125,7 @@ def write_first_job(folder: Path, brought: Brought, say: Callable[[str], None]) 
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
     with contextlib.chdir(folder):
         config = loading.load(JOB)
-        prompts = actor_settings.prompt_settings(config, held_out=config.task.eval_prompts, longest=None).build()
+        prompts = actor_settings.prompt_settings(config, held_out=config.held_out, longest=None).build()
         tokens = prompts.encode(prompts.task(0))
         unknown = 0
         if Path(config.model.path).is_dir():

@@ -6,6 +6,7 @@ import re
 import string
 from typing import Any
 
+from pipeline.config.evaluation import HELD_OUT
 from pipeline.config.schema import RunConfig
 from pipeline.strategies.admission import ADMISSION
 from pipeline.strategies.routing import ROUTING
@@ -60,6 +61,7 @@ def check_across(config: RunConfig, where: str) -> None:
             parsed(config.store_url)
         except ConfigError as error:
             raise ConfigError(f"{where}: store = {config.store!r} is no place for a store; {HOW}") from error
+    _check_evaluation(config, where)
     _check_engine(config, where)
     _check_virtual(config, where)
 
@@ -127,6 +129,31 @@ def _check_texts(config: RunConfig, where: str) -> None:
         raise ConfigError(f"{where}: task.answer_pattern = {shown(pattern)} does not compile: {error}") from error
     if pattern and not groups:
         raise ConfigError(f"{where}: task.answer_pattern = {shown(pattern)} has no group; put the answer's part in ( )")
+
+
+def _check_evaluation(config: RunConfig, where: str) -> None:
+    """Check what the model is to be evaluated on."""
+    most, sets = config.rollout.max_new_tokens, config.evaluation_sets
+    if HELD_OUT in config.evaluation.sets:
+        raise ConfigError(f"{where}: evaluation.sets.{HELD_OUT} is the name of the set of task.eval_prompts; rename it")
+    for name, one in config.evaluation.sets.items():
+        key = f"{where}: evaluation.sets.{name}"
+        if not one.responses_per_prompt:
+            raise ConfigError(f"{key}: samples = 0 and greedy = false leave nothing to score; set one of them")
+        if one.max_new_tokens > most:
+            raise ConfigError(
+                f"{key}.max_new_tokens = {one.max_new_tokens} is more than rollout.max_new_tokens = {most}, which the "
+                "engines have room for; lower it"
+            )
+        if config.acts and one.source:
+            raise ConfigError(
+                f"{key}.source = {one.source!r}: environments of a run are those of task.source and task.eval_source; "
+                "leave it empty"
+            )
+    best = config.evaluation.best
+    if best and best not in sets:
+        known = ", ".join(sets) or "none; set task.eval_prompts or add evaluation.sets.NAME"
+        raise ConfigError(f"{where}: evaluation.best = {best!r} is no set that is evaluated; known: {known}")
 
 
 def _check_engine(config: RunConfig, where: str) -> None:

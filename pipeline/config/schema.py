@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pipeline.config.evaluation import EvaluationConfig, EvaluationSetConfig, held_out_set
 from pipeline.config.fields import Explained, explained
 from pipeline.strategies.admission import ADMISSION
 from pipeline.strategies.filtering import FILTERING, STRAGGLERS
@@ -375,6 +376,7 @@ class RunConfig:
     staleness: StalenessConfig = StalenessConfig()
     rollout: RolloutConfig = RolloutConfig()
     training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -420,6 +422,19 @@ class RunConfig:
             and self.has_texts
             and (kind in ENVIRONMENT_KINDS or bool(self.environment.tools))
         )
+
+    @property
+    def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
+        """The sets that the model is evaluated on, by name. An emulated run, which has no policy to judge, is evaluated
+        only if [evaluation] says so."""
+        task, asked = self.task, not self.emulated or self.evaluation.every > 0
+        own = held_out_set(task.eval_prompts if asked else 0, task.eval_source, task.eval_options)
+        return own | self.evaluation.sets
+
+    @property
+    def held_out(self) -> int:
+        """Prompts of task.source, or of task.eval_source, that are kept apart from training."""
+        return self.evaluation.held_out(self.task.eval_prompts)
 
     @property
     def judges(self) -> tuple[str, ...]:

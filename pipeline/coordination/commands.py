@@ -116,4 +116,17 @@ class Retire:
     cause: str
 
 
-Command = Draw | Route | Interrupt | Abort | Forget | Pull | Score | Act | Dismiss | Train | Retire
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclude:
+    """Sum up evaluation `evaluation`, all of whose responses were sampled under `version` alone. unanswered: those that
+    no engine or environment could finish. abandoned: it ended before it was complete, as no instance serves that
+    version any more; what it has is no result."""
+
+    evaluation: int
+    version: PolicyVersion
+    unanswered: tuple[TrajectoryId, ...] = ()
+    abandoned: bool = False
+    cause: str
+
+
+Command = Draw | Route | Interrupt | Abort | Forget | Pull | Score | Act | Dismiss | Train | Retire | Conclude

@@ -13,14 +13,13 @@ reports, and answers carry the epoch of the routing they belong to, so late ones
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import assert_never
 
-from pipeline.coordination import invariants
 from pipeline.coordination.commands import (
     Abort,
     Act,
     Command,
+    Conclude,
     Dismiss,
     Draw,
     Forget,
@@ -31,9 +30,13 @@ from pipeline.coordination.commands import (
     Score,
     Train,
 )
+from pipeline.coordination.consulted import Strategies
+from pipeline.coordination.ended import EndedTrajectory
+from pipeline.coordination.evaluation_hosts import EvaluationHosts
 from pipeline.coordination.events import (
     EnvironmentAnswered,
     EnvironmentFailed,
+    EvaluationRequested,
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -58,41 +61,15 @@ from pipeline.coordination.pacing import Pacing
 from pipeline.coordination.phases import Phase, Transition
 from pipeline.coordination.placement import Placement
 from pipeline.coordination.pulls import Pulls
-from pipeline.coordination.snapshot import Snapshot, take_snapshot, waiting_for
-from pipeline.coordination.state import CoordinatorState, EndedTrajectory
+from pipeline.coordination.state import CoordinatorState
 from pipeline.coordination.trajectories import LiveTrajectory
-from pipeline.strategies.admission import Admission
-from pipeline.strategies.affinity import Affinity
-from pipeline.strategies.filtering import Filtering, Stragglers
-from pipeline.strategies.migration import Migration
-from pipeline.strategies.routing import Routing
-from pipeline.strategies.synchronization import Synchronization
+from pipeline.coordination.view import CoordinatorView
 from stores.errors import ProtocolViolation
 from stores.staleness import StalenessLedger
 from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, TrajectoryId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strategies:
-    """The strategies a coordinator consults, and its own few numbers."""
-
-    admission: Admission
-    routing: Routing
-    synchronization: Synchronization
-    filtering: Filtering
-    migration: Migration
-    stragglers: Stragglers = Stragglers()
-    max_attempts: int = 3
-    """Failures a trajectory survives: of an engine or of its environment, or lost instances."""
-    environments: bool = False
-    """Whether an environment answers each turn; else a response is one turn, which is scored."""
-    affinity: Affinity | None = None
-    """None: where a turn was sampled does not matter for the next."""
-    adapters: bool = False
-    """Whether an instance serves versions side by side, and a trajectory goes on under the one it began with."""
-
-
-class Coordinator:
+class Coordinator(CoordinatorView):
     """One run's decisions. `validate_each` re-checks all invariants of the state after every event (O(live))."""
 
     def __init__(
@@ -104,23 +81,21 @@ class Coordinator:
         *,
         validate_each: bool = False,
     ) -> None:
-        self.ledger = ledger
-        self.forecast = forecast
-        self._state = CoordinatorState(ledger, side_by_side=strategies.adapters)
+        super().__init__(CoordinatorState(ledger, side_by_side=strategies.adapters), forecast, History())
         self._pacing = pacing
         self._strategies = strategies
         self._validate_each = validate_each
         self._stopped = False
         self._num_events = 0
-        self._history = History()
         self._placement = Placement(
             self._state, strategies.admission, strategies.routing, strategies.affinity, forecast, pacing
         )
+        self._hosts = EvaluationHosts(self._state, strategies.evaluation_share)
         self._pulls = Pulls(self._state, strategies.synchronization, self._placement)
         self._moves = Moves(self._state, strategies.migration, strategies.stragglers, forecast, self._placement, pacing)
         self._commands: list[Command] = []
 
-    def handle(self, event: Event, now: float) -> list[Command]:  # noqa: PLR0912  one case per event
+    def handle(self, event: Event, now: float) -> list[Command]:  # noqa: PLR0912, PLR0915  one case per event
         """Decide what follows from `event`, heard at `now` seconds. Raises `ProtocolViolation` with the story."""
         self._num_events += 1
         self._history.now = now
@@ -159,6 +134,9 @@ class Coordinator:
                     self._on_instance_leaving(event)
                 case RunResumed():
                     self._on_run_resumed(event)
+                case EvaluationRequested():
+                    for member in self._state.begin_evaluation(event.evaluation, event.groups):
+                        self._history.note(member, f"arrived for evaluation {event.evaluation}")
                 case StopRequested():
                     self._on_stop_requested()
                 case _:
@@ -232,7 +210,8 @@ class Coordinator:
             self._act(live, f"turn {live.turns + 1} sampled, {event.tokens} tokens")
             return
         self._state.finish_sampling(live, event.tokens)
-        self.forecast.finished(live.group, event.tokens, live.forecast)
+        if not live.evaluated:  # by other rules: greedily, say
+            self.forecast.finished(live.group, event.tokens, live.forecast)
         self._score(live, f"sampled, {event.tokens} tokens")
 
     def _on_interrupted(self, event: TrajectoryInterrupted) -> None:
@@ -267,19 +246,22 @@ class Coordinator:
             attempts = self._state.restart(live)
             self._history.note(live.id, f"environment failed: {event.error}")
             if attempts > self._strategies.max_attempts:
-                self._retire(self._state.abort(live.group, AbortReason.ENVIRONMENT_FAILED, live.id))
+                self._give_up(live, AbortReason.ENVIRONMENT_FAILED)
 
     def _on_scored(self, event: TrajectoryScored) -> None:
         live = self._state.live.get(event.trajectory)
         if live is None or live.phase not in {Phase.SCORING, Phase.ACTING}:
             return
-        if live.phase is Phase.ACTING:  # of the others, sampling has told
-            self.forecast.finished(live.group, live.tokens, live.forecast)
-            acting_s = live.acting_s + self._state.now - live.since
-            self.forecast.episodes.ended(live.tokens, live.given_tokens, acting_s)
+        if live.phase is Phase.ACTING:
+            if not live.evaluated:  # of the others, sampling has told
+                self.forecast.finished(live.group, live.tokens, live.forecast)
+                acting_s = live.acting_s + self._state.now - live.since
+                self.forecast.episodes.ended(live.tokens, live.given_tokens, acting_s)
             self._forget(live.id, self._state.leave_home(live))
         complete = self._state.score(live, None if event.error else event.reward)
         self._history.note(live.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
+        if live.evaluated and self._state.end_evaluated(live):
+            self._conclude()
         if complete:
             self._judge(live.group)
 
@@ -305,6 +287,8 @@ class Coordinator:
 
     def _on_stop_requested(self) -> None:
         self._stopped = True
+        if self._state.evaluation is not None:
+            self._stop(self._state.close_evaluation()[1])
         self._retire(self._state.abort_all(AbortReason.RUN_ENDED))
 
     def _on_tick(self) -> None:
@@ -321,11 +305,13 @@ class Coordinator:
         """Decide anew what may come out differently by now: each decision after those that bear on it."""
         if self._state.take_batch_change():
             self._train()
+        self._state.release_hosts()
         if loads := self._state.take_load_changes():
             self._synchronize(loads)
         if self._state.take_room_change():
             self._draw()
         if self._state.take_routing_change():
+            self._host_evaluation()
             self._route()
 
     def _train(self) -> None:
@@ -343,8 +329,20 @@ class Coordinator:
 
     def _synchronize(self, loads: Iterable[Instance]) -> None:
         for instance in self._pulls.due(loads, self._state.now):
-            self._state.start_pull(instance)
-            self._commands.append(Pull(instance=instance.instance, version=instance.version, cause=self._history.cause))
+            self._pull(instance)
+
+    def _pull(self, instance: Instance) -> None:
+        self._state.start_pull(instance)
+        self._commands.append(Pull(instance=instance.instance, version=instance.version, cause=self._history.cause))
+
+    def _host_evaluation(self) -> None:
+        """Have as many instances as an evaluation may have sample for it; give it up if none can."""
+        for instance in self._hosts.due():
+            if self._hosts.must_pull(instance):
+                self._pull(instance)
+            self._state.stay(instance)
+        if self._hosts.hopeless:
+            self._conclude(abandoned=True)
 
     def _draw(self) -> None:
         room = self._strategies.admission.room(self.ledger)
@@ -364,7 +362,7 @@ class Coordinator:
             if level is None:
                 return
             live = queue.head(level)
-            place = self._placement.place(live, now)
+            place = self._hosts.place(live) if live.evaluated else self._placement.place(live, now)
             if isinstance(place, str):
                 self._history.refused(live.id, place, again=not self._state.refuse(live, place))
                 blocked.add(level)
@@ -373,7 +371,8 @@ class Coordinator:
 
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
         pace_s = self._placement.pace_s(live, self._state.now)
-        forecast = self.forecast.expected_remaining(live.group, 0) if live.v_traj < 0 else live.forecast
+        fresh = live.v_traj < 0 and not live.evaluated
+        forecast = self.forecast.expected_remaining(live.group, 0) if fresh else live.forecast
         # What is kept is taken over where it is routed to; elsewhere it stays, in case a later turn returns.
         self._state.leave_home(live)
         self._state.send(live, instance, pace_s=pace_s, forecast=forecast)
@@ -422,10 +421,40 @@ class Coordinator:
         attempts = self._state.fail(live, transition)
         self._history.note(live.id, what)
         if attempts > self._strategies.max_attempts:
-            self._retire(self._state.abort(live.group, AbortReason.ENGINE_FAILED, live.id))
+            self._give_up(live, AbortReason.ENGINE_FAILED)
+
+    def _give_up(self, live: LiveTrajectory, reason: AbortReason) -> None:
+        """End a queued trajectory, and its group if too few are left."""
+        if not live.evaluated:
+            self._retire(self._state.abort(live.group, reason, live.id))
+            return
+        self._history.note(live.id, f"given up: {reason.value}")
+        if self._state.end_evaluated(live):
+            self._conclude()
+
+    def _conclude(self, *, abandoned: bool = False) -> None:
+        """End the evaluation under way, and have it summed up."""
+        found, left = self._state.close_evaluation()
+        self._stop(left)
+        self._commands.append(
+            Conclude(
+                evaluation=found.number,
+                version=found.evaluated,
+                unanswered=tuple(found.unanswered),
+                abandoned=abandoned,
+                cause=self._history.cause,
+            )
+        )
 
     def _retire(self, ended: tuple[EndedTrajectory, ...]) -> None:
         """Stop those that still run, and tell the store how all of them ended."""
+        self._stop(ended)
+        if ended:
+            endings, versions = tuple(one.ending for one in ended), tuple(one.v_traj for one in ended)
+            self._commands.append(Retire(endings=endings, versions=versions, cause=self._history.cause))
+
+    def _stop(self, ended: tuple[EndedTrajectory, ...]) -> None:
+        """Stop what still runs or acts of trajectories that have ended."""
         cause = self._history.cause
         for one in ended:
             ending = one.ending
@@ -438,9 +467,6 @@ class Coordinator:
                 self._commands.append(Dismiss(trajectory=ending.trajectory, cause=cause))
             self.forecast.forget(ending.group)
             self._history.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")
-        if ended:
-            endings, versions = tuple(one.ending for one in ended), tuple(one.v_traj for one in ended)
-            self._commands.append(Retire(endings=endings, versions=versions, cause=cause))
 
     def _forget(self, trajectory: TrajectoryId, kept_on: InstanceId | None) -> None:
         if kept_on is not None:
@@ -451,48 +477,3 @@ class Coordinator:
         caps = [i.max_running for i in self._state.fleet]
         if caps:
             self._pacing.replan(len(caps), max(caps), self._state.measured.prompt_tokens.value)
-
-    # -- reading -------------------------------------------------------------------------------------------------
-
-    @property
-    def finished(self) -> bool:
-        """All planned steps are trained and published."""
-        return self.ledger.version >= self.ledger.num_steps
-
-    @property
-    def training(self) -> bool:
-        """Whether a step is being trained."""
-        return self._state.training
-
-    def loads(self) -> dict[InstanceId, int]:
-        """Trajectories that each instance is taken to be running. O(instances)."""
-        return {i.instance: i.num_running for i in self._state.fleet}
-
-    def has_left(self, instance: InstanceId) -> bool:
-        """Whether an instance may be closed: it is gone, or it is leaving and runs nothing."""
-        found = self._state.fleet.get(instance)
-        return found is None or (found.max_running == 0 and not found.trajectories)
-
-    def follow(self, trajectory: TrajectoryId) -> None:
-        """Remember this trajectory's story only, however long the run. Before its first event."""
-        self._history.follow(trajectory)
-
-    def story(self, trajectory: TrajectoryId) -> list[str]:
-        """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
-        return self._history.story(trajectory)
-
-    def latest(self, count: int) -> list[tuple[float, int, str, str]]:
-        """The latest decisions, newest first: (seconds, trajectory, what, cause)."""
-        return self._history.latest(count)
-
-    def waiting_for(self, limit: int = 6) -> str:
-        """One paragraph about a run that makes no progress: what the next step waits for, and where that is."""
-        return waiting_for(self._state, limit)
-
-    def snapshot(self) -> Snapshot:
-        """The run as it is now. O(live trajectories + groups + instances)."""
-        return take_snapshot(self._state, self._history.refusals, self.forecast.error)
-
-    def validate(self) -> None:
-        """Check every invariant of state and ledger. Raises `ProtocolViolation` on the first that is broken."""
-        invariants.validate(self._state)

@@ -36,6 +36,15 @@ class GroupsArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequested:
+    """The published version is to be evaluated: one response to each of these prompts, whose groups have negative
+    numbers and one member each. No other evaluation is under way."""
+
+    evaluation: int
+    groups: tuple[NewGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceJoined:
     """A rollout instance is ready to serve `version`."""
 
@@ -162,6 +171,7 @@ class Tick:
 Event = (
     RunResumed
     | GroupsArrived
+    | EvaluationRequested
     | InstanceJoined
     | InstanceLost
     | InstanceLeaving

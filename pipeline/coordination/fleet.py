@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stores.errors import ProtocolViolation
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, is_evaluated
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -36,6 +36,8 @@ class Instance:
     kv_tokens: int = 0
     """Of the trajectories it runs."""
     trajectories: dict[TrajectoryId, None] = field(default_factory=dict)
+    num_evaluated: int = 0
+    """Of these, the ones that belong to an evaluation."""
     pace_s: float = math.inf
     """Seconds a token may take for its most urgent trajectory to be in time; infinite if none is urgent."""
 
@@ -177,6 +179,7 @@ class MutableFleet(Fleet):
     def add(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int, pace_s: float) -> None:
         """Let an instance run one more trajectory, which is in time at `pace_s` seconds a token."""
         instance.trajectories[trajectory] = None
+        instance.num_evaluated += is_evaluated(trajectory)
         instance.kv_tokens += kv_tokens
         instance.pace_s = min(instance.pace_s, pace_s)
         self._update(instance)
@@ -184,6 +187,7 @@ class MutableFleet(Fleet):
     def remove(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
         """Take a trajectory off an instance. kv_tokens: what it was counted with."""
         del instance.trajectories[trajectory]
+        instance.num_evaluated -= is_evaluated(trajectory)
         instance.kv_tokens -= kv_tokens
         if not instance.trajectories:
             instance.pace_s = math.inf

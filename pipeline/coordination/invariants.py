@@ -9,7 +9,7 @@ from pipeline.coordination.state import CoordinatorState
 from pipeline.coordination.trajectories import LiveTrajectory
 from stores.errors import ProtocolViolation
 from stores.ledger_entries import EntryState
-from stores.trajectory import InstanceId
+from stores.trajectory import InstanceId, is_evaluated
 
 
 def validate(state: CoordinatorState) -> None:
@@ -17,8 +17,11 @@ def validate(state: CoordinatorState) -> None:
     state.ledger.validate()
     state.fleet.validate()
     held = {member for entry in state.ledger.entries.values() for member in entry.members}
+    if state.evaluation is not None:
+        held |= state.evaluation.members
     if held != state.live.keys():
         raise ProtocolViolation(f"ledger and coordinator differ about {sorted(held ^ state.live.keys())[:10]}")
+    _validate_evaluation(state)
     for live in state.live.values():
         _validate_trajectory(state, live)
     _validate_instances(state)
@@ -36,15 +39,18 @@ def validate(state: CoordinatorState) -> None:
 
 
 def _validate_trajectory(state: CoordinatorState, live: LiveTrajectory) -> None:
-    """A trajectory agrees with its instance and with its group's entry in the ledger."""
-    instance, entry = state.fleet.get(live.instance), state.ledger.entries[live.group]
+    """A trajectory agrees with its instance and with its group's entry in the ledger, if it is to be trained on."""
+    instance = state.fleet.get(live.instance)
     if (live.phase is Phase.RUNNING) != (instance is not None and live.id in instance.trajectories):
         raise ProtocolViolation(f"{live.id} is {live.phase.value} but not listed so on {live.instance}")
     if (live.phase is Phase.RUNNING) != (live.instance is not None):
         raise ProtocolViolation(f"{live.id} is {live.phase.value} on {live.instance}")
-    if (live.phase is Phase.DONE) != (live.id in entry.completed):
-        raise ProtocolViolation(f"{live.id} is {live.phase.value}, its group has {entry.completed} completed")
-    if (live.v_traj >= 0) != (live.id in entry.routed) or (live.v_traj >= 0) != (live.epoch > 0):
+    if not live.evaluated:
+        entry = state.ledger.entries[live.group]
+        if (live.phase is Phase.DONE) != (live.id in entry.completed):
+            raise ProtocolViolation(f"{live.id} is {live.phase.value}, its group has {entry.completed} completed")
+    routed = live.epoch > 0 if live.evaluated else live.id in state.ledger.entries[live.group].routed
+    if (live.v_traj >= 0) != routed or routed != (live.epoch > 0):
         raise ProtocolViolation(f"{live.id} was routed {live.epoch} times, with version {live.v_traj}")
     if not 0 <= live.safe_tokens <= live.tokens:
         raise ProtocolViolation(f"{live.id} has {live.tokens} tokens, {live.safe_tokens} of them safe")
@@ -52,6 +58,32 @@ def _validate_trajectory(state: CoordinatorState, live: LiveTrajectory) -> None:
         raise ProtocolViolation(f"{live.id} is to be cut off but {live.phase.value}")
     if live.target is not None and live.phase not in {Phase.RUNNING, Phase.QUEUED}:
         raise ProtocolViolation(f"{live.id} is to continue at {live.target} but {live.phase.value}")
+
+
+def _validate_evaluation(state: CoordinatorState) -> None:
+    """All of an evaluation is sampled under its one version, and the instances that sample for it serve that one."""
+    found = state.evaluation
+    members = {live.id for live in state.live.values() if live.evaluated}
+    if members != (set() if found is None else found.members):
+        raise ProtocolViolation(f"trajectories {sorted(members)[:10]} are evaluated, but no evaluation has them all")
+    for one in state.fleet:
+        if one.num_evaluated != sum(is_evaluated(member) for member in one.trajectories):
+            raise ProtocolViolation(f"{one.instance} is taken to run {one.num_evaluated} for an evaluation")
+    if found is None:
+        return
+    sampling = {Phase.QUEUED, Phase.RUNNING, Phase.ACTING}
+    if found.to_sample != sum(state.live[member].phase in sampling for member in members):
+        raise ProtocolViolation(f"{found.to_sample} are taken to be sampled yet for evaluation {found.number}")
+    for member in members:
+        live = state.live[member]
+        instance = state.fleet.get(live.instance)
+        if live.v_traj not in {-1, found.evaluated}:
+            raise ProtocolViolation(f"{live.id} is of version {live.v_traj}, version {found.evaluated} is evaluated")
+        if instance is not None and (instance.version != found.evaluated or instance.instance not in found.hosts):
+            raise ProtocolViolation(
+                f"{live.id} is sampled on {instance.instance} at version {instance.version}, for an evaluation of "
+                f"version {found.evaluated}"
+            )
 
 
 def _validate_instances(state: CoordinatorState) -> None:

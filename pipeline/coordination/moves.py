@@ -112,7 +112,7 @@ class Moves:
 
     def _may_leave(self, live: LiveTrajectory) -> bool:
         """At most once per version and never in transit: otherwise it could be moved for ever and never finish."""
-        return not live.leaving and live.moved_at != self._state.ledger.version
+        return not live.leaving and not live.evaluated and live.moved_at != self._state.ledger.version
 
     def _by_speed(self) -> list[Instance]:
         """Instances by the seconds of their decode step, fastest first."""

@@ -82,7 +82,7 @@ class Placement:
 
     def pace_s(self, live: LiveTrajectory, now: float) -> float:
         """Seconds a token of a trajectory may take for it to be in time; infinite if routing does not ask."""
-        if not self._routing.knows_urgency:
+        if not self._routing.knows_urgency or live.evaluated:
             return math.inf
         ledger = self._state.ledger
         version = ledger.entries[live.group].version
@@ -95,6 +95,8 @@ class Placement:
         entries = ledger.entries
         least_tokens: dict[PolicyVersion, int] = {}  # of one version, the one with most before it is the most urgent
         for live in running:
+            if live.evaluated:
+                continue
             version = entries[live.group].version
             if live.tokens < least_tokens.get(version, math.inf):
                 least_tokens[version] = live.tokens

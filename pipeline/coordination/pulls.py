@@ -11,7 +11,8 @@ from pipeline.strategies.synchronization import LaggingInstance, Synchronization
 
 
 class Pulls:
-    """Shows a synchronization rule each instance that lags, with the work it could be given with and without a pull."""
+    """Shows a synchronization rule each instance that lags, with the work it could be given with and without a pull.
+    One that samples for an evaluation stays at its version until it has nothing more to sample for it."""
 
     def __init__(self, state: CoordinatorState, rule: Synchronization, placement: Placement) -> None:
         self._state = state
@@ -21,7 +22,8 @@ class Pulls:
     def due(self, looked_at: Iterable[Instance], now: float) -> Iterator[Instance]:
         """Those of `looked_at` that should pull. Work that one gets after its pull is not counted for the next."""
         published, rule, placement = self._state.ledger.version, self._rule, self._placement
-        lagging = [i for i in looked_at if i.version < published and not i.pulling]
+        held = self._state.evaluation.hosts if self._state.evaluation is not None else ()
+        lagging = [i for i in looked_at if i.version < published and not i.pulling and i.instance not in held]
         if not lagging:
             return
         if rule.weighs:  # the cheapest to interrupt come first, and get the work that is there

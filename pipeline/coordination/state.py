@@ -11,61 +11,40 @@ The state is speculative: a command is taken to have landed the moment it is giv
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
 from types import MappingProxyType
 
+from pipeline.coordination.changes import PendingChanges
+from pipeline.coordination.ended import Consumed, EndedTrajectory
+from pipeline.coordination.evaluations import EvaluationUnderWay, MutableEvaluations
 from pipeline.coordination.events import NewGroup
 from pipeline.coordination.fleet import Fleet, Instance, MutableFleet
 from pipeline.coordination.measured import Measured
 from pipeline.coordination.phases import Phase, Transition, next_phase
 from pipeline.coordination.trajectories import LiveTrajectory
-from pipeline.coordination.work_queue import FRESH, MutableWorkQueue, WorkQueue
+from pipeline.coordination.work_queue import EVALUATION, FRESH, MutableWorkQueue, WorkQueue
 from stores.errors import ProtocolViolation
 from stores.in_flight import GroupInFlight
 from stores.ledger_entries import Ending, EntryState
 from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, is_evaluated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedTrajectory:
-    """A trajectory that has just ended without being trained on. running_on: the instance that must stop it. kept_on:
-    the instance that may keep its context. acts: it has an environment to be closed."""
-
-    ending: Ending
-    v_traj: PolicyVersion
-    epoch: int
-    running_on: InstanceId | None
-    kept_on: InstanceId | None
-    acts: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consumed:
-    """A batch that a training step has just taken. versions: v_traj, one per member. surplus: what ended by that."""
-
-    step: int
-    groups: tuple[GroupId, ...]
-    members: tuple[TrajectoryId, ...]
-    versions: tuple[PolicyVersion, ...]
-    surplus: tuple[EndedTrajectory, ...]
-
-
-class CoordinatorState:
+class CoordinatorState(PendingChanges):
     """Trajectories, instances, queued work and the ledger of one run."""
 
     def __init__(self, ledger: StalenessLedger, *, side_by_side: bool = False) -> None:
         """side_by_side: see Fleet."""
         self._live: dict[TrajectoryId, LiveTrajectory] = {}
         self._fleet = MutableFleet(side_by_side=side_by_side)
+        super().__init__(self._fleet)
         self._queue = MutableWorkQueue()
         # The same, for reading.
         self.ledger = ledger
         self.live: Mapping[TrajectoryId, LiveTrajectory] = MappingProxyType(self._live)
         self.fleet: Fleet = self._fleet
         self.queue: WorkQueue = self._queue
+        self._evaluations = MutableEvaluations(self._fleet)
         self.measured = Measured()
-
         self._now = 0.0
         self._fresh_groups: set[GroupId] = set()  # no member was routed yet
         self._groups_drawn = 0  # asked for and not arrived
@@ -73,9 +52,6 @@ class CoordinatorState:
         self._idle_since: float | None = 0.0  # None while a step is being trained
         self._published_s = 0.0
         self._pull_started_s: dict[InstanceId, float] = {}
-
-        self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = False
-        self._loads_changed: dict[InstanceId, Instance] = {}
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -88,6 +64,11 @@ class CoordinatorState:
     def training(self) -> bool:
         """Whether a step is being trained."""
         return self._training
+
+    @property
+    def evaluation(self) -> EvaluationUnderWay | None:
+        """The evaluation under way, if there is one."""
+        return self._evaluations.under_way
 
     @property
     def waited_s(self) -> float:
@@ -106,6 +87,8 @@ class CoordinatorState:
 
     def level(self, group: GroupId) -> int:
         """The level of the queue that a group's members wait in."""
+        if is_evaluated(group):
+            return EVALUATION
         version = self.ledger.entries[group].version
         return FRESH if version < 0 else version
 
@@ -120,29 +103,6 @@ class CoordinatorState:
     def _in_phase(self, phase: Phase, trajectory: TrajectoryId, epoch: int) -> LiveTrajectory | None:
         live = self._live.get(trajectory)
         return live if live is not None and live.phase is phase and live.epoch == epoch else None
-
-    # -- what has changed ----------------------------------------------------------------------------------------
-
-    def take_batch_change(self) -> bool:
-        """Whether a batch may have become ready since this was last asked."""
-        changed, self._batch_changed = self._batch_changed, False
-        return changed
-
-    def take_load_changes(self) -> list[Instance]:
-        """Instances for which a pull may have become worth it since this was last asked."""
-        changed = list(self._fleet if self._all_loads_changed else self._loads_changed.values())
-        self._loads_changed, self._all_loads_changed = {}, False
-        return changed
-
-    def take_room_change(self) -> bool:
-        """Whether there may be room for more groups than when this was last asked."""
-        changed, self._room_changed = self._room_changed, False
-        return changed
-
-    def take_routing_change(self) -> bool:
-        """Whether queued work may find an instance that found none when this was last asked."""
-        changed, self._routing_changed = self._routing_changed, False
-        return changed
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -254,14 +214,54 @@ class CoordinatorState:
             surplus=self._end([e for e in consumption.endings if e.fate is not Fate.CONSUMED]),
         )
 
+    # -- evaluations ---------------------------------------------------------------------------------------------
+
+    def begin_evaluation(self, number: int, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
+        """Queue what an evaluation samples; returns the ids."""
+        lives = self._evaluations.begin(number, groups, self.ledger.members_started, self._now)
+        for live in lives:
+            self._live[live.id] = live
+            self._enqueue(live)
+        self._routing_changed = True
+        return [live.id for live in lives]
+
+    def stay(self, instance: Instance) -> None:
+        """Have an instance stay at its version and sample for the evaluation under way."""
+        self._evaluations.stay(instance)
+
+    def release_hosts(self) -> None:
+        """Let instances pull again that have nothing more to sample for the evaluation."""
+        self._loads_changed |= {one.instance: one for one in self._evaluations.release()}
+
+    def end_evaluated(self, live: LiveTrajectory) -> bool:
+        """Note that an evaluation's trajectory has ended: scored, or, if it is queued, given up. True if it was the
+        last."""
+        queued = live.phase is Phase.QUEUED
+        if queued:
+            live.phase = next_phase(live.phase, Transition.GIVEN_UP)
+            self._queue.remove(live, live.level)
+        del self._live[live.id]
+        return self._evaluations.end(live, answered=not queued)
+
+    def close_evaluation(self) -> tuple[EvaluationUnderWay, tuple[EndedTrajectory, ...]]:
+        """End the evaluation under way; returns it, and what it still had in flight."""
+        found, step = self._evaluations.close(), self.ledger.next_step
+        self._all_loads_changed = True
+        return found, self._end(
+            Ending(trajectory=i, group=self._live[i].group, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=step)
+            for i in sorted(found.members)
+        )
+
     # -- trajectories --------------------------------------------------------------------------------------------
 
     def send(self, live: LiveTrajectory, instance: Instance, *, pace_s: float, forecast: float) -> None:
         """Route a queued trajectory, under a promise. pace_s: seconds a token may take. forecast: tokens expected of
         it; kept the first time only."""
         phase = next_phase(live.phase, Transition.ROUTED)
-        promised = self.ledger.entries[live.group].version
-        if live.v_traj < 0:
+        promised = self.level(live.group)
+        if live.evaluated:
+            live.v_traj = instance.version
+        elif live.v_traj < 0:
             self.ledger.reserve(live.group, live.id, instance.version)
             live.v_traj, live.forecast = instance.version, forecast
             self._fresh_groups.discard(live.group)
@@ -271,7 +271,7 @@ class CoordinatorState:
         live.instance, live.refused = instance.instance, ""
         live.phase, live.since = phase, self._now
         self._fleet.add(instance, live.id, live.kv_tokens, pace_s)
-        if self.ledger.entries[live.group].version != promised:
+        if self.level(live.group) != promised:
             self._change_level(live.group)
 
     def refuse(self, live: LiveTrajectory, why: str) -> bool:
@@ -296,6 +296,7 @@ class CoordinatorState:
     def finish_sampling(self, live: LiveTrajectory, tokens: int, *, cut_off: bool = False) -> None:
         """Take a trajectory off its instance to be scored with the `tokens` it has."""
         phase = next_phase(live.phase, Transition.CUT_OFF if cut_off else Transition.SAMPLED)
+        self._evaluations.sampled(live)
         self._leave_instance(live)
         self._finish_move(live)
         live.tokens = live.safe_tokens = tokens
@@ -360,7 +361,9 @@ class CoordinatorState:
     def score(self, live: LiveTrajectory, reward: float | None) -> bool:
         """Note a trajectory's reward, None if it has none. True if its group now has all the members it needs."""
         phase = next_phase(live.phase, Transition.SCORED)
-        complete = self.ledger.complete(live.group, live.id)
+        if live.phase is Phase.ACTING:
+            self._evaluations.sampled(live)
+        complete = not live.evaluated and self.ledger.complete(live.group, live.id)
         live.reward = reward
         live.phase, live.since = phase, self._now
         self._batch_changed |= complete
@@ -428,6 +431,7 @@ class CoordinatorState:
         self._fleet.finish_pull(instance)
         self.measured.pull_s.add(self._now - self._pull_started_s.pop(instance.instance, self._now))
         self._loads_changed[instance.instance] = instance
+        self._routing_changed |= self.evaluation is not None  # which may have waited for it
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.coordination.phases import Phase
-from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId, is_evaluated
 
 
 @dataclass(slots=True)
@@ -59,6 +59,11 @@ class LiveTrajectory:
     def kv_tokens(self) -> int:
         """KV tokens it needs on an instance: prompt and response so far."""
         return self.prompt_tokens + self.tokens
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether it belongs to an evaluation, and never to a batch."""
+        return is_evaluated(self.id)
 
     @property
     def leaving(self) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pipeline.coordination.trajectories import LiveTrajectory
 from stores.trajectory import TrajectoryId
 
+EVALUATION = -1
+"""Level of what is sampled to evaluate the model: before all other work, in the few places that are its."""
 FRESH = 2**62
 """Level of work that holds no promise yet."""
 
@@ -35,7 +37,7 @@ class WorkQueue:
 
     def promised(self, version: int) -> int:
         """Trajectories with a promise that an instance of `version` can continue."""
-        return sum(len(waiting) for level, waiting in self._levels.items() if level <= version)
+        return sum(len(waiting) for level, waiting in self._levels.items() if EVALUATION < level <= version)
 
     def __iter__(self) -> Iterator[tuple[int, LiveTrajectory]]:
         """(level, trajectory), level by level."""

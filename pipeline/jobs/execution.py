@@ -18,13 +18,14 @@ from pipeline.jobs.stopping import Signals
 from pipeline.runtime import fingerprints
 from pipeline.runtime.actors import Actors
 from pipeline.runtime.driver import Driver
-from pipeline.runtime.evaluation import read_evaluations
+from pipeline.runtime.evaluation import after_resuming, read_evaluations
 from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.run_folder import claimed, prepare_run_dir
 from pipeline.scheduler import board
 from pipeline.scheduler.connection import PATIENT_S
 from stores.errors import ConfigError
+from stores.trajectory import PolicyVersion
 
 if TYPE_CHECKING:
     from pipeline.jobs.reporter import Reporter
@@ -144,6 +145,7 @@ async def _train(
 
     def show(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
         tracking.steps(outcomes.steps)
+        tracking.evaluations(outcomes.evaluations)
         starts.note(outcomes)
         reporter.progress(snapshot, outcomes, doing)
         progress(snapshot, outcomes, doing)
@@ -153,7 +155,8 @@ async def _train(
         say(f"resuming from version {resumption.version}")
         version, elapsed_s, num_steps = resumption.version, resumption.elapsed_s, len(resumption.steps)
     starts = Starts(run_dir, version, elapsed_s)
-    with contextlib.closing(Tracking(config, run_dir, num_steps)) as tracking:
+    earlier = len(after_resuming(read_evaluations(run_dir), PolicyVersion(version))) if resumption is not None else 0
+    with contextlib.closing(Tracking(config, run_dir, num_steps, earlier)) as tracking:
         driver = Driver(config, actors, run_dir, show, resumption, announce=say, fingerprints=found, changed=changed)
         with starts.ending(driver.outcomes):
             outcomes = await _run_driver(driver, reporter.attend(driver, cluster), signals)

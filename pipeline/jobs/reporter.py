@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.coordination.snapshot import Snapshot
 from pipeline.jobs.summary import step_line
 from pipeline.runtime.driver import Driver
+from pipeline.runtime.evaluation import by_set, evaluating
 from pipeline.runtime.outcomes import Outcomes
 from pipeline.runtime.workers import DaskWorkers
 from pipeline.scheduler import board
@@ -26,7 +27,7 @@ REPORT_S = 0.5
 """Seconds between reports; each answer says whether to stop."""
 DECISIONS = 30
 """Number of latest decisions in a report."""
-EVALUATED = ("version", "sampled", "sampled_stderr", "greedy", "greedy_stderr")
+EVALUATED = ("name", "version", "sampled", "sampled_stderr", "greedy", "greedy_stderr")
 """What a report says of each evaluation."""
 CODEC = Codec()
 
@@ -73,6 +74,10 @@ class Reporter:
             "environments": [CODEC.encode(host) for host in outcomes.environments],
             "bound": self._bound,
             "limit": next(reversed(outcomes.limits.values()), ""),
+            "evaluating": evaluating(snapshot.evaluated_version, snapshot.num_evaluated)
+            if snapshot.num_evaluated
+            else "",
+            "evaluated": [alike[-1].line for alike in by_set(outcomes.evaluations).values()],
             "evaluations": [{name: getattr(e, name) for name in EVALUATED} for e in outcomes.evaluations],
         }
 

@@ -13,7 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.jobs.expectation import Expectation, confirmed
 from pipeline.jobs.starts import read, whole
 from pipeline.profiling.diagnosis import Diagnosis
-from pipeline.runtime.evaluation import not_comparable
+from pipeline.runtime.evaluation import by_set, not_comparable
 from pipeline.runtime.outcomes import Outcomes
 from stores.bias import Bias, bias_report
 from stores.files import replace_file, replace_text
@@ -26,6 +26,13 @@ AGES = {
     "staleness_in_flight": ("#807dba", 1),
     "staleness_in_queue": ("#fd8d3c", 1),
 }
+SETS = (
+    {"sampled": "#d94801", "greedy": "#238b45"},
+    {"sampled": "#7a0177", "greedy": "#f768a1"},
+    {"sampled": "#8c510a", "greedy": "#01665e"},
+    {"sampled": "#525252", "greedy": "#969696"},
+)
+"""Colours of the evaluation sets in summary.png; those beyond have the last."""
 LENGTHS = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
 """Metrics that summary.png draws in one plot, with colour and width of their lines."""
 
@@ -153,12 +160,18 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     reward = axes[0][0]
     reward.plot(x, [s["reward"] for s in steps], color="#9ecae1", linewidth=1, label=STEP["reward"].label)
     reward.plot(x, _smooth([s["reward"] for s in steps]), color="#08519c", linewidth=2, label="mean of last 10")
-    for label, marker, color in (("sampled", "o", "#d94801"), ("greedy", "D", "#238b45")):
-        scored = [e for e in outcomes.evaluations if getattr(e, label) is not None]
-        if scored:
-            at, means = [e.version for e in scored], [getattr(e, label) for e in scored]
-            errors = [getattr(e, f"{label}_stderr") or 0.0 for e in scored]
-            reward.errorbar(at, means, errors, fmt=marker, color=color, capsize=3, label=f"held out, {label}")
+    colours = iter(SETS)
+    for name, alike in by_set(outcomes.evaluations).items():
+        colour = next(colours, SETS[-1])
+        for label, style in (("sampled", "o-"), ("greedy", "D--")):
+            scored = [e for e in alike if getattr(e, label) is not None]
+            if scored:
+                at, means = [e.version for e in scored], [getattr(e, label) for e in scored]
+                errors = [getattr(e, f"{label}_stderr") or 0.0 for e in scored]
+                reward.errorbar(
+                    at, means, errors, fmt=style, color=colour[label], capsize=3, markersize=4, linewidth=1.2,
+                    label=f"{name}, {label}",
+                )  # fmt: skip
     title = "reward (held-out rewards cannot be compared)" if not_comparable(outcomes.evaluations) else "reward"
     reward.set(title=title, xlabel="step", ylim=(min(0.0, *(s["reward"] for s in steps)), None))
     reward.legend(fontsize=8, loc="lower right")

@@ -32,9 +32,10 @@ from typing import Any, Protocol
 
 from pipeline.config import fields, user_files
 from pipeline.config.schema import RunConfig
+from pipeline.runtime.evaluation import Evaluation
 from stores.errors import ConfigError
 from stores.files import replace_text
-from stores.metrics import REWARD_PART, STEP
+from stores.metrics import EVALUATION, OF_EVALUATION, REWARD_PART, STEP
 from tasks import user_code
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class TensorBoard:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             about = STEP[name].help if name in STEP else ""
+            if name.startswith(EVALUATION):
+                about = OF_EVALUATION[name.rpartition("/")[2]].help
             if name.startswith(REWARD_PART):
                 about = f"mean of part {name.removeprefix(REWARD_PART)} of the reward"
             self._writer.add_scalar(name, value, step, summary_description=about)
@@ -81,6 +84,7 @@ class Wandb:
     def __init__(self, run_dir: str, job: Mapping[str, Any]) -> None:
         import wandb
 
+        self._latest = 0
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
         with _quiet():
             self._run = wandb.init(
@@ -90,7 +94,8 @@ class Wandb:
             )  # fmt: skip
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._latest = max(self._latest, step)  # an evaluation ends some steps after its version; earlier is not taken
+        self._run.log(dict(metrics), step=self._latest)
 
     def close(self) -> None:
         with _quiet():
@@ -194,9 +199,10 @@ def _flat(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 class Tracking:
-    """The trackers of one run; each receives every step once. first: steps before it are already tracked."""
+    """The trackers of one run; each receives every step once. first: steps before it are already
+    tracked. evaluations: number of those that are."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, first: int = 0) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, first: int = 0, evaluations: int = 0) -> None:
         job = tomllib.loads(fields.to_toml(config))
         self._trackers: list[Tracker] = [TensorBoard(str(run_dir), job)] if config.tracking.tensorboard else []
         named = config.tracking.tracker
@@ -213,7 +219,7 @@ class Tracking:
             except (Exception, SystemExit) as error:  # user code
                 said = f"{type(error).__name__}: {user_code.said(error)}"
                 raise ConfigError(f"tracking.tracker = {named!r}: cannot be constructed: {said}") from error
-        self._next = first
+        self._next, self._next_evaluation = first, evaluations
 
     def steps(self, steps: Sequence[Mapping[str, float]]) -> None:
         """Track those of the run's steps so far that are not tracked yet."""
@@ -221,6 +227,13 @@ class Tracking:
             self._next += 1
             values = {name: value for name, value in metrics.items() if name != "step"}
             self._each("step", int(metrics["step"]), values)
+
+    def evaluations(self, found: Sequence[Evaluation]) -> None:
+        """Track those of the run's evaluations so far that are not tracked yet, at the versions they are of."""
+        for one in found[self._next_evaluation :]:
+            self._next_evaluation += 1
+            values = {f"{EVALUATION}{one.name}/{name}": getattr(one, name) for name in OF_EVALUATION}
+            self._each("step", one.version, {name: float(v) for name, v in values.items() if v is not None})
 
     def close(self) -> None:
         self._each("close")

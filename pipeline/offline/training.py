@@ -31,8 +31,7 @@ from pipeline.config.model_files import find_model
 from pipeline.config.schema import RunConfig
 from pipeline.offline.pool import Pool, making, store_at
 from pipeline.runtime import fingerprints
-from pipeline.runtime.evaluated_episodes import NO_RESPONSE
-from pipeline.runtime.evaluation import Evaluation, fewer_prompts
+from pipeline.runtime.evaluation import NO_RESPONSE, Evaluation, fewer_prompts
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
 from stores import weight_file
 from stores.errors import ConfigError, StoreError

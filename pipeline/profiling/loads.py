@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.coordination.commands import Abort, Act, Command, Pull, Retire, Route, Score, Train
+from pipeline.coordination.commands import Abort, Act, Command, Conclude, Pull, Retire, Route, Score, Train
 from pipeline.coordination.events import (
     EnvironmentAnswered,
     EnvironmentFailed,
+    EvaluationRequested,
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -36,7 +37,7 @@ from pipeline.profiling.fit import FEWEST, Fit, StepPoint, fit_steps
 from pipeline.profiling.latencies import Latencies
 from pipeline.profiling.sampling import FleetCounts, Sampling, SamplingInstance
 from pipeline.profiling.step_loads import Speed, StepLoad, slow_instances, total
-from stores.trajectory import GroupId, InstanceId, TrajectoryId
+from stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluated
 from tasks.engines.cost_model import CostModel
 
 SAMPLES_KEPT = 4096
@@ -177,6 +178,10 @@ class LoadWatch:
                     self._prompts[group.group] = group.prompt_tokens
                     first = group.group * self._members
                     self._queued.update(TrajectoryId(first + i) for i in range(self._members))
+            case EvaluationRequested():
+                for group in event.groups:
+                    self._prompts[group.group] = group.prompt_tokens
+                    self._queued.add(TrajectoryId(group.group * self._members))
             case RunResumed():
                 for found in event.groups:
                     self._prompts[found.group] = found.prompt_tokens
@@ -253,12 +258,20 @@ class LoadWatch:
                     self._prompts.pop(GroupId(trajectory // self._members), None)
             case Retire():
                 for ending in command.endings:
-                    self._leave(ending.trajectory, None, None)
-                    self._queued.discard(ending.trajectory)
-                    self._scoring.discard(ending.trajectory)
-                    self._acting.pop(ending.trajectory, None)
-                    self._homes.pop(ending.trajectory, None)
-                    self._tokens.pop(ending.trajectory, None)
+                    self._drop(ending.trajectory)
+            case Conclude():
+                for group in [group for group in self._prompts if is_evaluated(group)]:
+                    del self._prompts[group]
+                    self._drop(TrajectoryId(group * self._members))
+
+    def _drop(self, trajectory: TrajectoryId) -> None:
+        """Forget a trajectory that has ended without being trained on."""
+        self._leave(trajectory, None, None)
+        self._queued.discard(trajectory)
+        self._scoring.discard(trajectory)
+        self._acting.pop(trajectory, None)
+        self._homes.pop(trajectory, None)
+        self._tokens.pop(trajectory, None)
 
     def _end_turn(self, event: TrajectorySampled) -> None:
         on = self._on.get(event.trajectory)
@@ -317,13 +330,13 @@ class LoadWatch:
         del self._on[trajectory]
         self._fleet.count(one, 1)
         if tokens is not None and tokens > held.tokens_before:
-            self._sampled(one, held, tokens - held.tokens_before)
+            self._sampled(one, held, tokens - held.tokens_before, evaluated=is_evaluated(trajectory))
         return True
 
-    def _sampled(self, one: SamplingInstance, held: Sampling, tokens: int) -> None:
+    def _sampled(self, one: SamplingInstance, held: Sampling, tokens: int, *, evaluated: bool) -> None:
         passed_s = self._now - held.since
         seconds = passed_s - (one.pull_s - held.pull_s)
-        self._step.tokens += tokens
+        self._step.tokens += 0 if evaluated else tokens
         if seconds <= 0:
             return
         token_s = seconds / tokens

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,9 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.commands import Act, Dismiss
 from pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event, TrajectoryScored
 from pipeline.runtime.actors import DOUBTS, SERVER, Actors
-from pipeline.runtime.background import side_by_side
 from stores import errors
 from stores.trajectory import TrajectoryId
-from tasks.actors.environment_host import Acted, ActItem, PlayItem
-from tasks.episodes.answers import Answer
+from tasks.actors.environment_host import Acted, ActItem
 
 logger = logging.getLogger(__name__)
 
@@ -92,36 +90,6 @@ class Acting:
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """Endless coroutines, to be run side by side."""
         return [work for host in self._hosts for work in (self._send(host), self._hear(host))]
-
-    async def play(self, items: Sequence[PlayItem], within_s: float) -> list[Answer]:
-        """Have environments answer turns of episodes that are no trajectory's, while no others are acted. A host that
-        is lost meanwhile is replaced and asked again."""
-        return await self._each("play", items, within_s)
-
-    async def end(self, items: Sequence[PlayItem], within_s: float) -> list[Answer]:
-        """End such episodes with their rewards so far."""
-        return await self._each("end", items, within_s)
-
-    async def _each(self, method: str, items: Sequence[PlayItem], within_s: float) -> list[Answer]:
-        found: list[Answer] = [Answer()] * len(items)
-
-        async def ask(number: int, host: _Host) -> None:
-            own = [i for i, item in enumerate(items) if item.key.task % len(self._hosts) == number]
-            while own:
-                generation = host.number
-                try:
-                    answers = await self._actors.ask(host.name, method, [items[i] for i in own], within_s=within_s)
-                except (errors.ActorLost, errors.ActorFailed) as lost:
-                    if lost.who != host.name:
-                        raise
-                    await self._replace(host, generation, lost)
-                    continue
-                for i, answer in zip(own, answers, strict=True):
-                    found[i] = answer
-                return
-
-        await side_by_side(*(ask(number, host) for number, host in enumerate(self._hosts)))
-        return found
 
     async def _send(self, host: _Host) -> None:
         """Hand a host its commands, in order."""

@@ -30,6 +30,7 @@ from pipeline.coordination.commands import (
     Abort,
     Act,
     Command,
+    Conclude,
     Dismiss,
     Draw,
     Forget,
@@ -59,13 +60,8 @@ from pipeline.runtime.actors import Actors
 from pipeline.runtime.background import Background
 from pipeline.runtime.clock import now_s
 from pipeline.runtime.committing import Commits
-from pipeline.runtime.evaluation import (
-    evaluate,
-    fewer_prompts,
-    not_comparable,
-    read_evaluations,
-    write_evaluations,
-)
+from pipeline.runtime.evaluating import Evaluating
+from pipeline.runtime.evaluation import after_resuming, not_comparable, read_evaluations
 from pipeline.runtime.fingerprints import Fingerprints
 from pipeline.runtime.measurements import Measurements
 from pipeline.runtime.membership import Membership
@@ -146,11 +142,22 @@ class Driver:
         self._num_arrived = 0
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = Outcomes(losses=actors.losses, alarms=actors.alarms)  # their lists: shown while the run lasts
+        self._evaluating = Evaluating(
+            config,
+            actors,
+            run_dir,
+            self.outcomes.evaluations,
+            self._inbox.put_nowait,
+            self._note,
+            lambda: self._measurements.elapsed_s,
+            self._prints,
+            self._changed,
+        )
 
     # -- the run -------------------------------------------------------------------------------------------------
 
     async def run(self) -> Outcomes:
-        """Place the actors, evaluate, train, evaluate, store the end. Raises StaleflowError."""
+        """Place the actors, train and evaluate, store the end. Raises StaleflowError."""
         self._task = asyncio.current_task()
         for line in self._changed:
             self._note(line)
@@ -162,8 +169,6 @@ class Driver:
             starting.cancel()
         resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
-        if resumed is None or resumed.step == 0:
-            await self._evaluate(PolicyVersion(0))
         self._measurements.start()
         if resumed is not None:
             self._handle(resumed)
@@ -177,6 +182,7 @@ class Driver:
             self._background.spawn(work, "acting")
         self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
         self._membership.join_all()
+        await self._evaluating.begin(self._coordinator.ledger.version)
         self.training = True
         try:
             await self._main_loop()
@@ -184,11 +190,7 @@ class Driver:
             await self._finish_commits()
         finally:
             self._sum_up()
-        if not self.outcomes.stopped:
-            version = self._coordinator.ledger.version
-            self._membership.rest()  # the links would take the evaluation's answers for the run's
-            await self._membership.pull_all(version)
-            await self._evaluate(version)
+        self._membership.rest()
         self._note(await self._actors.ask("server", "held_out_notice"))
         await self._actors.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
         self._log_resume_points()
@@ -220,7 +222,8 @@ class Driver:
         if self._resumption is None:
             return None
         self.outcomes.steps += self._resumption.steps
-        self.outcomes.evaluations += read_evaluations(self._run_dir)
+        found = read_evaluations(self._run_dir)
+        self.outcomes.evaluations += after_resuming(found, self._resumption.version)
         self.outcomes.earlier_steps = len(self.outcomes.steps)
         self.outcomes.earlier_evaluations = len(self.outcomes.evaluations)
         return await self._take_up()
@@ -258,6 +261,7 @@ class Driver:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        await self._evaluating.best.close()
         await self._actors.close()
         self._journal.close()
 
@@ -267,7 +271,7 @@ class Driver:
     async def _main_loop(self) -> None:
         """Events in, commands out, until all steps are trained or a stop is asked for."""
         last_progress = now_s()
-        while not self._coordinator.finished:
+        while not self._coordinator.finished or self._evaluating.pending:
             item = await self._heard()
             if isinstance(item, BaseException):
                 raise item
@@ -278,6 +282,8 @@ class Driver:
             if self._is_progress(item) or self._waits_for_calls():
                 last_progress = now_s()
             self._handle(item)
+            if isinstance(item, VersionPublished):
+                self._evaluating.published(item.version)
             if self._stop_requested and not self._coordinator.training:
                 break
             self._check_progress(now_s() - last_progress)
@@ -353,6 +359,8 @@ class Driver:
                 self._acting.put(command)
             case Retire():
                 self._commits.put(command)
+            case Conclude():
+                self._background.spawn(self._conclude(command), "evaluation")
             case Train():
                 self._measurements.training_began()
                 self._background.spawn(self._train(command), "train")
@@ -441,26 +449,8 @@ class Driver:
                 )
             self._progress(snapshot, self.outcomes, "")
 
-    # -- evaluating ----------------------------------------------------------------------------------------------
-
-    async def _evaluate(self, version: PolicyVersion) -> None:
-        if not self._config.task.eval_prompts or self._config.emulated:  # there is no policy to judge
-            return
-        self._say(f"evaluating version {version}")
-        evaluation = await evaluate(
-            self._actors,
-            self._membership,
-            self._scoring,
-            self._acting,
-            self._config,
-            version,
-            self._prints,
-            self._changed,
-        )
-        asked = self._config.task
-        self._note(fewer_prompts(asked.eval_prompts, evaluation.num_prompts, asked.eval_source or asked.source))
-        self.outcomes.evaluations.append(evaluation)
-        write_evaluations(self._run_dir, self.outcomes.evaluations)
+    async def _conclude(self, command: Conclude) -> None:
+        await self._evaluating.conclude(command)
         self._say("")
         for line in not_comparable(self.outcomes.evaluations):
             self._note(line)

@@ -1,4 +1,4 @@
-"""Mean reward on held-out prompts, computed by the run's instances and reward worker while nothing else uses them.
+"""Mean reward on held-out prompts at one policy version, as a run records and shows it.
 
 Each number comes with its basis: the number of distinct prompts, the responses that could not be scored (left out of
 the mean, as in a batch's), the standard error, and fingerprints of the reward, data and template.
@@ -10,26 +10,20 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.config.schema import RunConfig
-from pipeline.runtime.background import side_by_side
-from pipeline.runtime.evaluated_episodes import NO_RESPONSE, EpisodePlayer
+from pipeline.config.evaluation import HELD_OUT
 from stores.errors import StoreError
 from stores.files import replace_text
 from tasks.scoring import ScoredResponse
 
-if TYPE_CHECKING:  # else whoever only reads evaluations would load torch
-    from pipeline.runtime.acting import Acting
-    from pipeline.runtime.actors import Actors
-    from pipeline.runtime.instance_handle import InstanceHandle
-    from pipeline.runtime.membership import Membership
-    from pipeline.runtime.scoring import Scoring
-    from tasks.actors.rollout_instance import Evaluated
-    from tasks.prompts import HeldOut
+NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
+
+NOT_ASKED = -1
+"""In place of the number of greedy responses that could not be scored, if none were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +51,14 @@ class Evaluation:
     template: str = ""
     changed: tuple[str, ...] = ()
     """Changes to them since the run began, one line each."""
+    name: str = HELD_OUT
+    """Of its set."""
+    samples: int = 1
+    """Responses that were sampled per prompt, besides the greedy one."""
+    tokens: int = 0
+    """Tokens that were sampled for it; 0 in records of earlier versions, which did not count them."""
+    seconds: float = 0.0
+    """From its request to its last score."""
 
     @classmethod
     def of(
@@ -66,21 +68,31 @@ class Evaluation:
         greedy: Sequence[ScoredResponse],
         prints: Mapping[str, str],
         changed: Sequence[str] = (),
+        *,
+        name: str = HELD_OUT,
+        samples: int = 1,
+        tokens: int = 0,
+        seconds: float = 0.0,
     ) -> Evaluation:
-        """Summarize one sampled and one greedy score per prompt. prints: fingerprints of reward, data and template."""
+        """Summarize scores that lie prompt by prompt: `samples` sampled ones of each, and a greedy one, or either.
+        prints: fingerprints of reward, data and template."""
         failures = [s.error for s in (*sampled, *greedy) if s.error]
-        one, two = _mean(sampled), _mean(greedy)
+        one, two = _mean(sampled, samples), _mean(greedy, 1)
         return cls(
             version=version,
-            num_prompts=len(sampled),
+            num_prompts=len(greedy) or len(sampled) // max(1, samples),
             sampled=one[0],
             greedy=two[0],
             sampled_stderr=one[1],
             greedy_stderr=two[1],
             sampled_failed=sum(bool(s.error) for s in sampled),
-            greedy_failed=sum(bool(s.error) for s in greedy),
+            greedy_failed=sum(bool(s.error) for s in greedy) if greedy else NOT_ASKED,
             failure=next((line for f in failures for line in f.splitlines() if line.strip()), ""),
             changed=tuple(changed),
+            name=name,
+            samples=samples,
+            tokens=tokens,
+            seconds=seconds,
             **prints,
         )
 
@@ -92,10 +104,15 @@ class Evaluation:
     @property
     def line(self) -> str:
         """A one-line summary for display."""
-        return (
-            f"held-out reward at version {self.version}: {shown(self.sampled, self.sampled_stderr)} at temperature, "
-            f"{shown(self.greedy, self.greedy_stderr)} greedy ({self.basis})"
-        )
+        sampled = f"{shown(self.sampled, self.sampled_stderr)} at temperature"
+        greedy = f"{shown(self.greedy, self.greedy_stderr)} greedy"
+        means = ", ".join([sampled] * bool(self.samples) + [greedy] * (self.greedy_failed != NOT_ASKED))
+        return f"{self.name} reward at version {self.version}: {means} ({self.basis})"
+
+    @property
+    def figure(self) -> float | None:
+        """What the version is judged by: the mean at temperature, or the greedy one if nothing was sampled."""
+        return self.sampled if self.samples else self.greedy
 
     @property
     def basis(self) -> str:
@@ -103,6 +120,8 @@ class Evaluation:
         one, two = self.sampled_failed, self.greedy_failed
         if one is None or two is None:
             return f"{self.num_prompts} prompts, counting duplicates, and failed rewards as 0"
+        if two == NOT_ASKED:
+            two = one
         failed = f", {one} not scored" if one else ""
         if one != two:
             failed = f", not scored: {one} at temperature, {two} greedy"
@@ -120,10 +139,16 @@ def shown(mean: float | None, stderr: float | None) -> str:
     return f"{mean:.3f}" if stderr is None else f"{mean:.3f} ± {stderr:.3f}"
 
 
+def evaluating(version: int, num_left: int) -> str:
+    """What is being evaluated, for display. version: -1 while none is chosen yet."""
+    what = f"version {version}" if version >= 0 else "the next version"
+    return f"evaluating {what}: {num_left} responses to come"
+
+
 def not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
     """Reasons why consecutive evaluations cannot be compared, one line per pair; empty if all can."""
     lines = []
-    for one, two in itertools.pairwise(evaluations):
+    for one, two in (pair for alike in by_set(evaluations).values() for pair in itertools.pairwise(alike)):
         pairs = (
             (one.reward, two.reward, "reward functions"), (one.data, two.data, "data"),
             (one.template, two.template, "templates"),
@@ -135,17 +160,17 @@ def not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
             reasons.append("different counting: an earlier version counted duplicates, and failed rewards as 0")
         if reasons:
             lines.append(
-                f"held-out rewards at versions {one.version} and {two.version} cannot be compared: "
+                f"{one.name} rewards at versions {one.version} and {two.version} cannot be compared: "
                 + ", ".join(reasons)
             )
     return lines
 
 
-def fewer_prompts(asked: int, found: int, source: str) -> str:
+def fewer_prompts(asked: int, found: int, source: str, key: str = "task.eval_prompts") -> str:
     """A warning that the source has fewer held-out prompts than requested; empty if it has enough."""
     if found >= asked:
         return ""
-    return f"task.eval_prompts = {asked}: {source} has only {found} distinct held-out prompts; each is evaluated once"
+    return f"{key} = {asked}: {source} has only {found} distinct held-out prompts; each is evaluated once"
 
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
@@ -163,56 +188,24 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to resume without earlier evaluations") from error
 
 
-async def evaluate(
-    actors: Actors,
-    membership: Membership,
-    scoring: Scoring,
-    acting: Acting,
-    config: RunConfig,
-    version: int,
-    prints: Mapping[str, str],
-    changed: Sequence[str] = (),
-) -> Evaluation:
-    """Evaluate a sampled and a greedy response to each held-out prompt, spread over the instances; what one that is
-    lost had to answer is answered by its replacement. prints, changed: as in `Evaluation.of`."""
-    limit_s = config.deadlines.train_s
-    prompts = await actors.ask("server", "held_out", config.task.eval_prompts, within_s=limit_s)
-    scores: dict[bool, list[ScoredResponse]] = {}
-    for greedy in (False, True):
-        if config.acts:
-            scores[greedy] = await EpisodePlayer(actors, membership, acting, config).play(prompts, greedy, version)
-        else:
-            scores[greedy] = await _answered(actors, membership, scoring, prompts, greedy, limit_s)
-    return Evaluation.of(version, scores[False], scores[True], prints, changed)
+def after_resuming(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:
+    """Those of a stored run that hold when it goes on from a version: later ones are sampled and trained anew."""
+    return [one for one in evaluations if one.version <= version]
 
 
-async def _answered(
-    actors: Actors, membership: Membership, scoring: Scoring, prompts: list[HeldOut], greedy: bool, limit_s: float
-) -> list[ScoredResponse]:
-    """The scores of one response to each prompt."""
-    places = [instance.index for instance in actors.instances.values()]
-    shares = [prompts[i :: len(places)] for i in range(len(places))]
-
-    def answering(share: list[HeldOut]) -> Callable[[InstanceHandle], Awaitable[list[Evaluated]]]:
-        asked = [p.tokens for p in share]
-        return lambda one: actors.ask(one.placed.name, "evaluate", asked, greedy, limit_s, within_s=limit_s)
-
-    answers = await side_by_side(
-        *(membership.while_resting(place, answering(share)) for place, share in zip(places, shares, strict=True))
-    )
-    tokens = [a.tokens for share in answers for a in share]
-    answered = [i for i, t in enumerate(tokens) if t is not None]
-    texts = await actors.ask("server", "decode", [tokens[i] for i in answered], within_s=limit_s)
-    records = [p.record for share in shares for p in share]
-    items = [(text, records[i]) for i, text in zip(answered, texts, strict=True)]
-    scored = await scoring.score_texts(items, limit_s)
-    found = dict(zip(answered, scored, strict=True))
-    return [found.get(i, NO_RESPONSE) for i in range(len(tokens))]
+def by_set(evaluations: Iterable[Evaluation]) -> dict[str, list[Evaluation]]:
+    """Evaluations by the name of their set, each in the order in which they were made."""
+    found: dict[str, list[Evaluation]] = {}
+    for one in evaluations:
+        found.setdefault(one.name, []).append(one)
+    return found
 
 
-def _mean(scores: Sequence[ScoredResponse]) -> tuple[float | None, float | None]:
-    """(mean, its standard error) of the scores without error."""
-    rewards = [s.reward for s in scores if not s.error]
+def _mean(scores: Sequence[ScoredResponse], per_prompt: int) -> tuple[float | None, float | None]:
+    """(mean over prompts, its standard error) of the scores without error, which lie prompt by prompt."""
+    prompts = [scores[i : i + per_prompt] for i in range(0, len(scores), max(1, per_prompt))]
+    scored = [[s.reward for s in group if not s.error] for group in prompts]
+    rewards = [statistics.fmean(group) for group in scored if group]
     if not rewards:
         return None, None
     error = statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None

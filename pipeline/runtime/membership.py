@@ -17,19 +17,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.events import Event, InstanceJoined, InstanceLeaving, InstanceLost
 from pipeline.profiling.fit import CostWatch
 from pipeline.runtime.actors import SERVER, Actors
-from pipeline.runtime.background import Background, side_by_side
+from pipeline.runtime.background import Background
 from pipeline.runtime.base import NoFreeWorker
 from pipeline.runtime.instance_handle import InstanceHandle
 from pipeline.runtime.instance_link import InstanceLink
 from stores import errors
-from stores.trajectory import InstanceId, PolicyVersion
+from stores.trajectory import InstanceId
 
 logger = logging.getLogger(__name__)
 
@@ -148,30 +148,6 @@ class Membership:
         for task in self.tasks():
             task.cancel()
 
-    async def while_resting(self, index: int, work: Callable[[InstanceHandle], Awaitable[T]]) -> T:
-        """Have instance `index` do something while the links rest; if it is lost, its replacement, or another one if
-        there is no worker for it. Raises ActorLost after too many losses, NoFreeWorker if too few instances are left.
-        """
-        while True:
-            instance = await self._present(index)
-            try:
-                return await work(instance)
-            except (errors.ActorLost, errors.ActorFailed) as lost:
-                if not self._is_lost(instance, lost):
-                    raise
-                if instance.id in self._actors.instances:
-                    self._actors.lose(instance.placed.name, lost, self._elapsed_s())
-
-    async def pull_all(self, version: PolicyVersion) -> None:
-        """Load a version, while the links rest, on every instance that serves another, on all at once."""
-
-        async def pull(instance: InstanceHandle) -> None:
-            if instance.version != version:
-                await self._actors.pull(instance, version)
-
-        instances = list(self._actors.instances.values())
-        await side_by_side(*(self.while_resting(instance.index, pull) for instance in instances))
-
     async def save_all(self) -> None:
         """Have the trajectory server given the tokens of all that is running. What an instance does not deliver in time
         starts again where it was last delivered."""
@@ -181,17 +157,6 @@ class Membership:
                 await self._actors.ask(instance.placed.name, "save", SERVER, within_s=SAVE_S)
 
         await asyncio.gather(*(save(instance) for instance in self._actors.instances.values()))
-
-    async def _present(self, index: int) -> InstanceHandle:
-        """Instance `index`, placed if it is missing, or any other if there is no worker for it."""
-        for instance in self._actors.instances.values():
-            if instance.index == index:
-                return instance
-        try:
-            return await self._actors.place_instance(index)
-        except NoFreeWorker as error:
-            self._refuse_too_few(error)
-            return next(iter(self._actors.instances.values()))
 
     @staticmethod
     def _is_lost(instance: InstanceHandle, lost: errors.ActorLost | errors.ActorFailed) -> bool:

@@ -28,6 +28,8 @@ MAY_CHANGE = (
     "cluster.",
     "deadlines.",
     "training.checkpoint_every",
+    "evaluation.every",
+    "evaluation.share",
     "training.ranks",
     "training.resume_every",
     "training.schedule_steps",

@@ -21,8 +21,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.events import TrajectoryScored
 from pipeline.runtime.actors import SERVER, Actors
 from stores import errors
-from stores.trajectory import GroupId, TrajectoryId
-from tasks.scoring import ScoredResponse
+from stores.trajectory import GroupId, TrajectoryId, is_evaluated
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +68,8 @@ class Scoring:
 
     def _completes(self, trajectory: TrajectoryId) -> bool:
         """Count a response; whether its group has as many as are trained on by now."""
+        if is_evaluated(trajectory):  # nobody waits for its group
+            return False
         group = GroupId(trajectory // self._config.members_started)
         count = self._num_sampled.pop(group, 0) + 1
         if count >= self._config.batch.group_size:
@@ -90,20 +91,6 @@ class Scoring:
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """An endless coroutine for each reward worker, to be run side by side."""
         return [self._score_on(name) for name in self._config.judges if not self._config.acts]
-
-    async def score_texts(self, items: list[tuple[str, Any]], within_s: float) -> list[ScoredResponse]:
-        """Score (response, record) pairs that belong to no trajectory, while nothing else is scored. A reward worker
-        that is lost is replaced, and scores them again."""
-        while True:
-            try:
-                asking = self._actors.ask("reward-0", "score_texts", items, within_s=within_s)
-                scored: list[ScoredResponse] = await self._watched("reward-0", asking)
-                return scored
-            except (errors.ActorLost, errors.ActorFailed) as lost:
-                if lost.who != "reward-0":
-                    raise
-                self._actors.lose("reward-0", lost, self._elapsed_s())
-                await self._actors.place_reward("reward-0")
 
     async def _watched(self, name: str, asking: Coroutine[Any, Any, T]) -> T:
         """The result of a call to a reward worker that may take long. Raises ActorLost if its process does not answer

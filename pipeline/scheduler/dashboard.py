@@ -329,7 +329,8 @@ class View:
 
     def _show_held_out(self, status: Mapping[str, Any]) -> None:
         for name, source in self._held_out.items():
-            rows = [row for row in status.get("evaluations", ()) if row[name] is not None]
+            found = status.get("evaluations", ())  # the first set's, which is the job's own if that is evaluated
+            rows = [r for r in found if r[name] is not None and r.get("name") == found[0].get("name")]
             errors = [row[f"{name}_stderr"] or 0.0 for row in rows]
             data = {
                 "version": [row["version"] for row in rows], "reward": [row[name] for row in rows],

@@ -19,6 +19,7 @@ from pipeline.coordination.commands import (
     Abort,
     Act,
     Command,
+    Conclude,
     Dismiss,
     Draw,
     Forget,
@@ -49,9 +50,10 @@ from pipeline.coordination.events import (
 )
 from pipeline.profiling.loads import LoadWatch
 from pipeline.simulator.environments import Answered, SimulatedEnvironments
+from pipeline.simulator.evaluations import SimulatedEvaluations
 from pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
 from stores.errors import RunStuck
-from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, ended_as
+from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, ended_as, is_evaluated
 from tasks.engines.decoding import DecodingInstance
 from tasks.seeds import Stream, generator
 from tasks.workload import Turn, Workload
@@ -121,6 +123,7 @@ class SimulatedRun:
             after=lambda seconds, action: self._at(self._now + seconds, action),
             tell=self._environment_told,
         )
+        self._evaluations = SimulatedEvaluations(config, workload)
         self._watch = LoadWatch(self._cost, self._members, on_pull=config.rollout.on_pull)
         self.trace = Trace(loads=self._watch.loads)
 
@@ -131,7 +134,8 @@ class SimulatedRun:
         self._at(self._simulation.report_s, self._tick, by_itself=True)
         if self._simulation.lost_every_s:
             self._at(self._faults.exponential(self._simulation.lost_every_s), self._lose_one, by_itself=True)
-        while not self.coordinator.finished:
+        self._tell_if(self._evaluations.published(0))
+        while not self.coordinator.finished or self._evaluations.pending:
             at, _, action, by_itself = heapq.heappop(self._heap)
             self._under_way -= not by_itself
             self._now = max(self._now, at)
@@ -162,6 +166,14 @@ class SimulatedRun:
             name = type(command).__name__
             self.trace.commands[name] = self.trace.commands.get(name, 0) + 1
             self._carry_out(command)
+
+    def _tell_if(self, event: Event | None) -> None:
+        if event is not None:
+            self._tell(event)
+
+    def _publish(self, version: int) -> None:
+        self._tell(VersionPublished(version=PolicyVersion(version)))
+        self._tell_if(self._evaluations.published(version))
 
     def _tick(self) -> None:
         self._quiet_ticks = 0 if self._under_way else self._quiet_ticks + 1
@@ -205,7 +217,7 @@ class SimulatedRun:
                 new = tuple(NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g)) for g in groups)
                 self._after(self._simulation.draw_s, GroupsArrived(groups=new))
             case Score():
-                reward = self._workload.reward(*divmod(command.trajectory, self._members))
+                reward = self._workload.reward(*self._place(command.trajectory))
                 self._after(self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward))
             case Act():
                 self._environments.act(command, self._tokens[command.trajectory])
@@ -213,6 +225,10 @@ class SimulatedRun:
                 self._environments.dismiss(command.trajectory)
             case Train():
                 self._train(command)
+            case Conclude():
+                self.trace.evaluations.append((int(command.version), self._now, command.abandoned))
+                self._forget_evaluated()
+                self._at(self._now, lambda: self._tell_if(self._evaluations.concluded(abandoned=command.abandoned)))
             case Retire():
                 for ending in command.endings:
                     reason = ended_as(ending.fate, ending.reason)
@@ -259,8 +275,19 @@ class SimulatedRun:
                     PullFinished(instance=one.id, version=command.version),
                 )
 
+    def _place(self, trajectory: TrajectoryId) -> tuple[int, int]:
+        """The group and the member whose response in the workload a trajectory has."""
+        return divmod(abs(trajectory), self._members)
+
+    def _forget_evaluated(self) -> None:
+        """Count the tokens of an evaluation that has ended, and forget its trajectories."""
+        for trajectory in [t for t in self._tokens if is_evaluated(t)]:
+            self.trace.evaluated_tokens += self._tokens.pop(trajectory)
+            self._given.pop(trajectory, None)
+            self._environments.ended(trajectory)
+
     def _sample(self, one: Simulated, command: Route) -> None:
-        group, member = divmod(command.trajectory, self._members)
+        group, member = self._place(command.trajectory)
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
         if self._config.acts:
@@ -302,11 +329,11 @@ class SimulatedRun:
         self.trace.steps.append(step)
         reason = Fate.CONSUMED.value
         self.trace.ended[reason] = self.trace.ended.get(reason, 0) + len(responses)
-        self._after(seconds, VersionPublished(version=PolicyVersion(command.step + 1)))
+        self._at(self._now + seconds, lambda: self._publish(command.step + 1))
 
     def _response(self, trajectory: TrajectoryId, tokens: int) -> Response:
         """Least cost of a response of `tokens`, tool answers included."""
-        group, member = divmod(trajectory, self._members)
+        group, member = self._place(trajectory)
         context = prompt = self._workload.prompt_tokens(group)
         sampled = tools = 0
         context_tokens = alone_s = 0.0

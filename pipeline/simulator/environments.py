@@ -57,7 +57,7 @@ class SimulatedEnvironments:
 
     def left_to_sample(self, trajectory: TrajectoryId, tokens: int) -> int:
         """Tokens that a trajectory of `tokens` after its prompt, given ones included, samples until its turn ends."""
-        turns = self._workload.turns(*divmod(trajectory, self._members))
+        turns = self._workload.turns(*divmod(abs(trajectory), self._members))
         return max(1, min(left_to_sample(turns, tokens), self._turn_tokens, self._max_tokens - tokens))
 
     def begun(self, trajectory: TrajectoryId) -> None:
@@ -99,7 +99,7 @@ class SimulatedEnvironments:
 
     def _outcome(self, episode: _Episode, command: Act, tokens: int) -> tuple[float, Answered]:
         trajectory, epoch, limits = episode.trajectory, command.epoch, self._limits
-        group, member = divmod(trajectory, self._members)
+        group, member = divmod(abs(trajectory), self._members)
         cut = command.cut or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
         attempt = self._failures[trajectory]
         answer = self._episodes.answer(group, member, episode.turns, attempt=attempt, cut=cut)

@@ -58,5 +58,9 @@ class Trace:
     refusals: dict[str, int] = field(default_factory=dict)
     losses: int = 0
     finished_s: float = 0.0
+    evaluations: list[tuple[int, float, bool]] = field(default_factory=list)
+    """(version, second of its end, whether it was abandoned)."""
+    evaluated_tokens: int = 0
+    """Tokens sampled for evaluations."""
     loads: list[StepLoad] = field(default_factory=list)
     """Where the time of each step went."""

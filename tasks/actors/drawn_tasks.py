@@ -1,4 +1,4 @@
-"""The tasks of the groups that a run draws: their prompts and records, from the task source."""
+"""The tasks of the groups that a run draws, or evaluates the model on: their prompts and records, from their source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stores.trajectory import GroupId, Trajectory, TrajectoryId
+from stores.trajectory import GroupId, Trajectory, TrajectoryId, is_evaluated
+from tasks.evaluation_items import EvaluationItem, EvaluationItems, ItemView
+from tasks.evaluation_sets import EvaluationSet
 from tasks.prompts import HeldOut, Prompts
 from tasks.task_source import Record
 
@@ -21,8 +23,9 @@ class DrawnTasks:
     """Draws the tasks of groups from a source, in a thread of its own, and keeps the records of live ones for their
     verifier."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, prompts: Prompts, sets: Sequence[EvaluationSet]) -> None:
         self._prompts = prompts
+        self._items = EvaluationItems(prompts, sets)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._records: dict[GroupId, Record] = {}
 
@@ -42,11 +45,23 @@ class DrawnTasks:
         asked = set(groups)
         found = {group: self._records[group] for group in asked if group in self._records}
         if unknown := sorted(asked - set(found)):
-            tasks = await self._in_thread(lambda: self._prompts.tasks(unknown))
-            drawn = {group: task.record for group, task in zip(unknown, tasks, strict=True)}
+            drawn = await self._in_thread(lambda: self._recalled(unknown))
             self._records |= drawn
             found |= drawn
         return found
+
+    async def items(self) -> list[ItemView]:
+        """What each evaluation asks for."""
+        return await self._in_thread(self._items.views)
+
+    async def evaluated(self, groups: Iterable[GroupId]) -> dict[GroupId, EvaluationItem]:
+        """The items that these groups of evaluations answer."""
+        return await self._in_thread(lambda: {group: self._items.item(group) for group in groups})
+
+    def _recalled(self, groups: Sequence[GroupId]) -> dict[GroupId, Record]:
+        drawn = [group for group in groups if not is_evaluated(group)]
+        found = {group: task.record for group, task in zip(drawn, self._prompts.tasks(drawn), strict=True)}
+        return found | {group: self._items.item(group).record for group in groups if is_evaluated(group)}
 
     def forget(self, groups: Iterable[GroupId]) -> None:
         """Drop the records of groups that have ended."""

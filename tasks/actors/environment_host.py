@@ -60,18 +60,6 @@ class Acted:
     seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayItem:
-    """A turn of an episode that is no trajectory's. turns: the texts of all so far. cut: the episode ends with it.
-    newest: the last of them, for environments that hear of ids."""
-
-    key: EpisodeKey
-    record: Record
-    turns: tuple[str, ...]
-    cut: bool
-    newest: SampledTurn | None = None
-
-
 class Environments(Protocol):
     """What answers the turns of episodes; see tasks/episodes/host.py."""
 
@@ -187,16 +175,6 @@ class EnvironmentHost:
             self._acts.pop(place).cancel()
         self._environments.cancel([self._keys.pop(t) for t in gone if t in self._keys])
 
-    async def play(self, items: list[PlayItem]) -> list[Answer]:
-        """Have environments answer turns of episodes that are no trajectory's, such as an evaluation's."""
-        act = self._environments.act
-        acts = (act(one.key, one.record, one.turns, cut=one.cut, newest=one.newest) for one in items)
-        return list(await asyncio.gather(*acts))
-
-    async def end(self, items: list[PlayItem]) -> list[Answer]:
-        """End such episodes, for whose next turn there is no room, with their rewards so far."""
-        return list(await asyncio.gather(*(self._environments.end(one.key, one.record) for one in items)))
-
     async def close(self) -> None:
         for task in self._acts.values():
             task.cancel()
@@ -222,7 +200,7 @@ class EnvironmentHost:
         state, done = await self._looked(ask, item)
         if state is None or done is not None:
             return done
-        key = EpisodeKey(task=state.task, member=state.member, attempt=state.attempt)
+        key = EpisodeKey(task=state.task, held_out=state.held_out, member=state.member, attempt=state.attempt)
         self._keys[trajectory] = key
         newest: SampledTurn | None = None
         if self._environments.hears_turns:

@@ -2,7 +2,8 @@
 
 Invariants: a trajectory's tokens are with the trajectory server before the driver learns that it was sampled; a
 response that has ended is never continued, even if its instance was lost before the driver learned of the end; a
-request is never sampled under a version older than its Route command names (checked here, not only decided elsewhere).
+request is never sampled under a version older than its Route command names, nor one of an evaluation under any other
+(checked here, not only decided elsewhere).
 Every spool_s seconds the server is given the tokens of what is still running: if this process is lost, the others go on
 from there. Each delivery begins where the one before it ended.
 """
@@ -20,7 +21,6 @@ from stores.errors import ActorLost, ProtocolViolation
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import answers_calls, call
 from tasks.engines import holding
-from tasks.engines.answering import sampled_answers
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.settings import EngineSettings
 
@@ -42,16 +42,6 @@ class Outcome:
     epoch: int
     tokens: int
     error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """The response to one evaluation prompt: token ids, None if the engine failed on it, and their logprobs. cut: a
-    limit of tokens ended it."""
-
-    tokens: tuple[int, ...] | None
-    logprobs: tuple[float, ...] = ()
-    cut: bool = False
 
 
 @answers_calls
@@ -116,12 +106,12 @@ class RolloutInstance:
             for item in items:
                 if item.trajectory not in payloads:
                     continue
-                if self._engine.version < item.version:
+                prompt, sampled, finish, in_turn, of_turn, evaluated = payloads[item.trajectory]
+                serves = self._engine.version
+                if serves < item.version or (evaluated is not None and serves != item.version):
                     raise ProtocolViolation(
-                        f"{self._instance} serves version {self._engine.version}, trajectory {item.trajectory} "
-                        f"needs {item.version}"
+                        f"{self._instance} serves version {serves}, trajectory {item.trajectory} needs {item.version}"
                     )
-                prompt, sampled, finish, in_turn, of_turn = payloads[item.trajectory]
                 if finish is not FinishReason.UNFINISHED:
                     ended = Sampled(
                         trajectory=item.trajectory, epoch=item.epoch, first=len(sampled), segments=(), finish=finish
@@ -134,10 +124,12 @@ class RolloutInstance:
                         epoch=item.epoch,
                         tokens=(*prompt, *sampled),
                         max_new_tokens=min(
-                            self._max_new_tokens - len(sampled),
+                            (self._max_new_tokens if evaluated is None else evaluated.max_new_tokens) - len(sampled),
                             min(self._turn_tokens, of_turn or self._turn_tokens) - in_turn,
                         ),
                         num_prior=len(sampled),
+                        greedy=evaluated is not None and evaluated.greedy,
+                        temperature=None if evaluated is None else evaluated.temperature,
                         may_return=self._acts,
                         version=item.version,
                     )
@@ -195,31 +187,6 @@ class RolloutInstance:
         safe, self._unreported = tuple(self._unreported.items()), {}
         return dataclasses.replace(load, safe=safe)
 
-    async def evaluate(
-        self,
-        prompts: list[tuple[int, ...]],
-        greedy: bool,
-        deadline_s: float,
-        after: list[int] | None = None,
-        turn_tokens: list[int] | None = None,
-    ) -> list[Evaluated]:
-        """Sample one turn after each prompt with the current weights. Only while the instance is otherwise idle. after:
-        how many of each one's last tokens belong to the response already. turn_tokens: most of each turn; 0 for the
-        job's."""
-        earlier = after or [0] * len(prompts)
-
-        def run() -> list[Evaluated]:
-            of_turns = turn_tokens or [0] * len(prompts)
-            most = [
-                min(self._max_new_tokens - count, self._turn_tokens, of_turn or self._turn_tokens)
-                for count, of_turn in zip(earlier, of_turns, strict=True)
-            ]
-            found = sampled_answers(self._engine, prompts, max_new_tokens=most, greedy=greedy, deadline_s=deadline_s)
-            return [Evaluated(tokens=None) if one is None else _evaluated(one) for one in found]
-
-        result: list[Evaluated] = await asyncio.get_running_loop().run_in_executor(self._waiting, run)
-        return result
-
     async def close(self) -> None:
         self._closed = True
         self._commands.shutdown(wait=False, cancel_futures=True)
@@ -272,14 +239,6 @@ class RolloutInstance:
         if self._closed:
             raise ActorLost(f"{self._instance} is closed")
         return await asyncio.get_running_loop().run_in_executor(self._commands, function, *args)
-
-
-def _evaluated(sampled: Sampled) -> Evaluated:
-    return Evaluated(
-        tokens=tuple(int(t) for s in sampled.segments for t in s.tokens),
-        logprobs=tuple(float(x) for s in sampled.segments for x in s.logprobs),
-        cut=sampled.finish is FinishReason.LENGTH,
-    )
 
 
 def _end(sampled: Sampled) -> int:

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 
 from stores.base import LedgerState
 from stores.in_flight import GroupInFlight
-from stores.trajectory import FinishReason, GroupId, TrajectoryId
+from stores.trajectory import FinishReason, GroupId, PolicyVersion, TrajectoryId
+from tasks.evaluation_items import EvaluationItem
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Message, Record
 
@@ -18,6 +19,28 @@ class DrawnGroup:
 
     group: GroupId
     prompt_tokens: int
+
+
+class EvaluatedAs(NamedTuple):
+    """How an evaluation's response is sampled. temperature: None for the engine's own."""
+
+    greedy: bool
+    temperature: float | None
+    max_new_tokens: int
+
+    @classmethod
+    def of(cls, item: EvaluationItem) -> EvaluatedAs:
+        """How an item is sampled."""
+        return cls(item.greedy, item.of.temperature, item.of.max_new_tokens)
+
+
+class EvaluatedResponse(NamedTuple):
+    """What has become of an item of an evaluation. score: None if it has none. versions: that its tokens were sampled
+    under."""
+
+    tokens: int
+    versions: tuple[PolicyVersion, ...]
+    score: ScoredResponse | None
 
 
 class Payload(NamedTuple):
@@ -31,6 +54,8 @@ class Payload(NamedTuple):
     """How many of the last tokens belong to the present turn."""
     turn_tokens: int = 0
     """Most tokens of the present turn, if its environment has said so; else 0."""
+    evaluated: EvaluatedAs | None = None
+    """How an evaluation wants it sampled; None for one that is to be trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +92,13 @@ class RewardItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeState:
-    """What an environment host needs of a trajectory whose turn has ended. task, member, attempt: which episode it is.
-    turns: their texts, the newest last. tokens: of the response so far."""
+    """What an environment host needs of a trajectory whose turn has ended. task, member, attempt, held_out: which
+    episode it is. turns: their texts, the newest last. tokens: of the response so far."""
 
     task: GroupId
     member: int
     attempt: int
+    held_out: bool
     record: Record
     turns: tuple[str, ...]
     tokens: int

@@ -43,24 +43,24 @@ from stores.spool_entries import (
     TrajectoriesRouted,
 )
 from stores.trajectory import (
-    AbortReason,
     Ended,
-    Fate,
     GroupId,
     PolicyVersion,
     Segment,
     Trajectory,
     TrajectoryId,
-    ended_as,
+    is_evaluated,
 )
 from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
 from tasks.actors.drawn_tasks import DrawnTasks
+from tasks.actors.evaluated_in_flight import EvaluatedInFlight
 from tasks.actors.given_answers import GivenAnswers, newest_turn
 from tasks.actors.server_answers import (
     Bridged,
     DrawnGroup,
     EpisodeState,
+    EvaluatedResponse,
     FoundInFlight,
     Payload,
     RewardItem,
@@ -70,12 +70,14 @@ from tasks.actors.server_answers import (
 )
 from tasks.actors.server_settings import ServerSettings
 from tasks.actors.step_batches import StepBatches, part_of
+from tasks.actors.unkept import aborted_row, all_aborted
 from tasks.directions import directions_of, role_of, split
 from tasks.endpoint.turns import SampledTurn
 from tasks.engines.base import Sampled
+from tasks.evaluation_items import ItemView
 from tasks.prompts import HeldOut, Prompts
 from tasks.scoring import ScoredResponse
-from tasks.task_source import Message, Record
+from tasks.task_source import Record
 from tasks.training.batches import check_batch
 from tasks.training.packing import BatchPart
 
@@ -106,13 +108,14 @@ class TrajectoryServer:
         self._flight = InFlight(members=settings.members_started)
         self._spool = Spool(path.with_name("spool"), settings.members_started)
         self._points = ResumePoints(path.with_name("resume"))
-        self._tasks = DrawnTasks(self._prompts)
+        self._tasks = DrawnTasks(self._prompts, prompts.sets)
         self._last_record: StepRecord | None = None
         self._again: list[Ended] = []
         """The rows of a stored step that is trained again, number `_again_step`."""
         self._again_step = -1
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._spool_thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
+        self._evaluated = EvaluatedInFlight(self._flight, self._tasks)
         self._answers = GivenAnswers(self._prompts, prompts.max_new_tokens)
         self._batches = StepBatches(
             self._flight, settings.group_size, settings.advantage, settings.overlong, self._store_thread
@@ -140,7 +143,7 @@ class TrajectoryServer:
         self._flight.forget_stored(ledger)
         for group, members in self._flight.missing(ledger).items():
             self._flight.begin(members, self._tasks.prompt(group), self._now())
-        in_flight = {group.group for group in self._flight.in_numbers()}
+        in_flight = {t.group for t in self._flight.live.values()}
         in_flight |= {t.group for t in self._flight.set_aside()}
         self._spool.stored(ledger.next_step, self._spool.groups - in_flight)
 
@@ -157,7 +160,8 @@ class TrajectoryServer:
         if not self._keeps_in_flight:
             await self._abort_unkept()
             return TakenUp(ledger=self._last_ledger)
-        begun = {t.id for t in self._flight.live.values() if t.timings.routed_s or t.segments}
+        alive = [t for t in self._flight.live.values() if not is_evaluated(t.id)]
+        begun = {t.id for t in alive if t.timings.routed_s or t.segments}
         begun |= {t.id for t in self._flight.set_aside()}
         resumed = self._resumed(again)
         self._flight.apply(resumed)
@@ -172,7 +176,7 @@ class TrajectoryServer:
             tokens=sum(t.num_tokens for t in kept),
             again=len(begun) - len(begun & {t.id for t in kept}),
         )
-        if not self._flight.live:
+        if not self._flight.live:  # nothing of an evaluation is live by now
             return taken
         ledger = replace(
             self._last_ledger,
@@ -196,15 +200,9 @@ class TrajectoryServer:
         self._keeps_in_flight = True
         if not state.live:
             return
-        lost = [TrajectoryId(i) for first, last in state.live for i in range(first, last)]
-        members = self._settings.members_started
-        key = ended_as(Fate.ABORTED, AbortReason.RUN_ENDED)
-        num_ended = {**state.num_ended, key: state.num_ended.get(key, 0) + len(lost)}
-        record = StepRecord(kind="resume", step=state.next_step, ledger=replace(state, live=(), num_ended=num_ended))
-        aborted = [
-            Ended(trajectory=t, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=state.next_step, loss_mask=False)
-            for t in await self._tasks.unsampled(lost, members)
-        ]
+        record, lost = all_aborted(state)
+        unsampled = await self._tasks.unsampled(lost, self._settings.members_started)
+        aborted = [aborted_row(t, state.next_step) for t in unsampled]
         await self._commit(record, aborted)
 
     # -- prompts -------------------------------------------------------------------------------------------------
@@ -217,34 +215,38 @@ class TrajectoryServer:
             GroupDrawn(group=GroupId(group), prompt_tokens=np.asarray(tokens, np.int32), at_s=now)
             for group, tokens in enumerate(prompts, first)
         ]
-        fresh = [entry for entry in drawn if self._flight.apply(entry)]
-        await self._write(fresh)
+        await self._write([entry for entry in drawn if self._flight.apply(entry)])
         return [DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens)) for entry in drawn]
 
     async def held_out(self, count: int) -> list[HeldOut]:
         """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
         return await self._tasks.held_out(count)
 
+    async def evaluation_items(self) -> list[ItemView]:
+        """What each evaluation of the run asks for."""
+        return await self._tasks.items()
+
+    async def evaluated(self, groups: list[GroupId]) -> list[EvaluatedResponse]:
+        """What has become of an evaluation's items."""
+        return self._evaluated.responses(groups)
+
+    async def forget_evaluated(self) -> None:
+        """Drop all that was sampled for evaluations. Idempotent."""
+        groups, entries = self._evaluated.end(self._now())
+        await self._write(entries)
+        await self._in(self._spool_thread, self._spool.stored, -1, groups)
+
     async def held_out_notice(self) -> str:
         """One line on training prompts found to be held out so far; empty if there were none."""
         return self._prompts.held_out_notice
-
-    async def bridge(
-        self, turns: list[tuple[Sequence[int], Sequence[int], tuple[Message, ...], int]]
-    ) -> list[list[int]]:
-        """The token ids that are given after turns which are no trajectory's; the arguments of `Prompts.given` for
-        each."""
-        return await asyncio.to_thread(lambda: [self._prompts.given(*turn) for turn in turns])
-
-    async def decode(self, responses: list[tuple[int, ...]]) -> list[str]:
-        """Decode token ids to texts."""
-        return await asyncio.to_thread(self._texts, responses)
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
     async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
         """The payloads of trajectories that are still live. routed: (trajectory, epoch) of each routing; what instances
         of earlier epochs deliver is ignored from now on."""
+        asked, begun = await self._evaluated.begin((member for member, _ in routed), self._now())
+        await self._write(begun)
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.source.asks_by_directions:
             live = [self._flight.live[member] for member, _ in routed if member in self._flight.live]
@@ -259,7 +261,8 @@ class TrajectoryServer:
             most = self._flight.turn_tokens.get(member, 0)
             if not t.has_answers and t.group in records:
                 most = directions_of(records[t.group]).max_tokens
-            found[member] = Payload(tuple(t.prompt_tokens.tolist()), response, t.finish, in_turn, most)
+            prompt = tuple(t.prompt_tokens.tolist())
+            found[member] = Payload(prompt, response, t.finish, in_turn, most, asked.get(member))
         await self._write([entry] if changed else [])
         return found
 
@@ -311,6 +314,7 @@ class TrajectoryServer:
             record=record,
             turns=turns,
             tokens=t.num_tokens,
+            held_out=is_evaluated(t.id),
             full=t.num_tokens >= self._settings.prompts.max_new_tokens,
             answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
             restarted=not self._flight.hears(t.id, epoch),
@@ -435,8 +439,7 @@ class TrajectoryServer:
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
-        entry = TrajectoriesRetired(endings=endings, versions=versions)
-        if self._flight.apply(entry):
+        if self._flight.apply(entry := TrajectoriesRetired(endings=endings, versions=versions)):
             await self._write([entry])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
@@ -454,7 +457,7 @@ class TrajectoryServer:
         started = record.ledger.num_started
         ids = {e.trajectory.id for e in rows}
         aside = (t.id for t in self._flight.set_aside() if t.id not in ids)
-        live = id_ranges(i for i in (*self._flight.live, *aside) if i < started)
+        live = id_ranges(i for i in (*self._flight.live, *aside) if 0 <= i < started)
         metrics = batch.metrics if batch else {}
         record = replace(
             record,
@@ -504,11 +507,9 @@ class TrajectoryServer:
 
     def _is_stored(self, record: StepRecord) -> bool:
         last = self._last_record
-        return (
-            last is not None
-            and replace(record.ledger, live=()) == replace(last.ledger, live=())
-            and ((record.kind, record.step) == (last.kind, last.step))
-        )
+        if last is None or (record.kind, record.step) != (last.kind, last.step):
+            return False
+        return replace(record.ledger, live=()) == replace(last.ledger, live=())
 
     @property
     def _last_ledger(self) -> LedgerState:

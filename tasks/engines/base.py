@@ -25,6 +25,8 @@ class Request:
     num_prior: int = 0
     """Number of `tokens` that were sampled before, on this or another instance."""
     greedy: bool = False
+    temperature: float | None = None
+    """What it is sampled at, if not at the engine's own temperature."""
     may_return: bool = False
     """Whether its trajectory may come back for another turn, with all of these tokens, what is sampled now, and more.
     If so, an engine that can keeps what it has computed when the request ends."""

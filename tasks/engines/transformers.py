@@ -61,17 +61,18 @@ class TransformersEngine:
         # two passes that overlap, the second would restore what the first has noted: every later pass is wrong.
         self._model.forward = one_at_a_time(self._model.forward)
         self._adapters = ServedAdapters(self._model, settings.lora) if settings.adapters else None
-        self._managers: dict[bool, Any] = {}
-        self._schedulers: dict[bool, KeepingScheduler] = {}
-        self._drafters: dict[bool, Drafter] = {}  # of those managers that speculate
-        self._steps: dict[bool, DraftedSteps] = {}
+        self._managers: dict[float, Any] = {}
+        """By temperature; 0 is greedy."""
+        self._schedulers: dict[float, KeepingScheduler] = {}
+        self._drafters: dict[float, Drafter] = {}  # of those managers that speculate
+        self._steps: dict[float, DraftedSteps] = {}
         self._requests = RunningRequests(instance)
         # Guards the requests and the order of pause, drain and cancel; never held while waiting for output.
         self._lock = threading.RLock()
         self._ended: list[Sampled | Failed] = []
         self._seen = self._requests.load()
         """The load when it was last looked at."""
-        self._manager(greedy=False)
+        self._manager(settings.temperature)
 
     @property
     def version(self) -> PolicyVersion:
@@ -104,10 +105,10 @@ class TransformersEngine:
                 running = self._requests.of(trajectory)
                 if running is not None:
                     self._stop(running)
-                for greedy, scheduler in self._schedulers.items():
+                for temperature, scheduler in self._schedulers.items():
                     kept = scheduler.kept_key(trajectory)
                     if kept is not None:
-                        self._managers[greedy].cancel_request(kept)
+                        self._managers[temperature].cancel_request(kept)
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = time.monotonic()
@@ -192,13 +193,17 @@ class TransformersEngine:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _manager(self, *, greedy: bool) -> Any:
-        """The manager for sampling, or the one for greedy evaluation, made when first used."""
-        if greedy not in self._managers:
+    def _temperature(self, request: Request) -> float:
+        return 0.0 if request.greedy else request.temperature or self._settings.temperature
+
+    def _manager(self, temperature: float) -> Any:
+        """The manager that samples at a temperature, made when first used: an evaluation may want others. Each has a
+        KV cache of its own."""
+        if temperature not in self._managers:
             settings = self._settings
             generation = GenerationConfig(
-                do_sample=not greedy,
-                temperature=None if greedy else settings.temperature,
+                do_sample=temperature > 0,
+                temperature=temperature or None,
                 top_k=0,
                 top_p=1.0,
                 eos_token_id=list(settings.eos) or -1,
@@ -221,24 +226,24 @@ class TransformersEngine:
                 generation_config=generation, continuous_batching_config=batching
             )
             manager.start()
-            self._managers[greedy] = manager
+            self._managers[temperature] = manager
             while manager.batch_processor is None:  # made in the manager's thread
                 self._check()
                 time.sleep(POLL_S)
             scheduler = manager.batch_processor.scheduler
             if self._adapters is not None:
                 scheduler.scheduled = self._adapters.select
-            self._schedulers[greedy] = scheduler
-            self._speculate(manager.batch_processor, greedy=greedy)
-        return self._managers[greedy]
+            self._schedulers[temperature] = scheduler
+            self._speculate(manager.batch_processor, temperature)
+        return self._managers[temperature]
 
-    def _speculate(self, processor: Any, *, greedy: bool) -> None:
+    def _speculate(self, processor: Any, temperature: float) -> None:
         """Have a manager verify drafts, if the job says so. Each has a drafter of its own, as each has a thread."""
         asked = self._settings.speculation
         if asked.length:
             drafter = Drafter(asked.length, asked.most_running, self._settings.eos)
-            self._steps[greedy] = DraftedSteps(processor, drafter)
-            self._drafters[greedy] = processor.scheduler.drafter = drafter
+            self._steps[temperature] = DraftedSteps(processor, drafter)
+            self._drafters[temperature] = processor.scheduler.drafter = drafter
 
     def _serve(self, held: ServedAdapters, version: PolicyVersion, weights: Path) -> dict[str, torch.Tensor]:
         """Serve a version's adapter beside the others; returns its tensors. Decoding goes on meanwhile."""
@@ -266,11 +271,12 @@ class TransformersEngine:
     def _start(self, running: RunningRequest) -> None:
         request = running.request
         sampled = [token for part in running.closed for token in part.tokens]
-        manager, key = self._manager(greedy=request.greedy), self._requests.enter(running)
+        temperature = self._temperature(request)
+        manager, key = self._manager(temperature), self._requests.enter(running)
         if request.may_return:
-            self._schedulers[request.greedy].returning.add(key)
+            self._schedulers[temperature].returning.add(key)
         tokens = [*request.tokens, *sampled]
-        if (drafter := self._drafters.get(request.greedy)) is not None:
+        if (drafter := self._drafters.get(temperature)) is not None:
             drafter.begin(key, request.trajectory, tokens, request.num_prior + len(sampled))
         accepted = manager.add_request(
             tokens,
@@ -284,7 +290,7 @@ class TransformersEngine:
 
     def _stop(self, running: RunningRequest) -> RunningRequest:
         """Remove a request; its current segment is closed."""
-        self._manager(greedy=running.request.greedy).cancel_request(running.key)
+        self._manager(self._temperature(running.request)).cancel_request(running.key)
         self._requests.leave(running)
         return running
 

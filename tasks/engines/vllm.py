@@ -234,7 +234,7 @@ class VllmEngine:
         from vllm import SamplingParams
 
         return SamplingParams(
-            temperature=0.0 if request.greedy else self._settings.temperature,
+            temperature=0.0 if request.greedy else request.temperature or self._settings.temperature,
             max_tokens=request.max_new_tokens,
             logprobs=0,
             stop_token_ids=list(self._settings.eos),

@@ -11,7 +11,8 @@ import pytest
 
 from pipeline.config.schema import BatchConfig, RolloutConfig, StalenessConfig
 from pipeline.coordination.commands import Abort, Command, Draw, Forget, Interrupt, Pull, Retire, Route, Score, Train
-from pipeline.coordination.coordinator import Coordinator, Strategies
+from pipeline.coordination.consulted import Strategies
+from pipeline.coordination.coordinator import Coordinator
 from pipeline.coordination.events import (
     EnvironmentAnswered,
     EnvironmentFailed,

@@ -242,6 +242,9 @@ ADDED = (
     '"commands":[{"type":"Act","trajectory":7,"epoch":1,"cause":"TrajectorySampled#7"},'
     '{"type":"Dismiss","trajectory":8,"cause":"TrajectoryScored#9"},'
     '{"type":"Forget","trajectory":8,"instance":"a","cause":"TrajectoryScored#9"}]}',
+    '{"now":1.5,"event":{"type":"EvaluationRequested","evaluation":0,"groups":['
+    '{"type":"NewGroup","group":-1,"prompt_tokens":5}]},"commands":['
+    '{"type":"Conclude","evaluation":0,"version":3,"cause":"TrajectoryScored#9","unanswered":[-8]}]}',
     '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"epoch":1,"error":"x"},"commands":[]}',
 )
 """Lines with what later versions have added."""

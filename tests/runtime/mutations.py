@@ -13,6 +13,7 @@ from pipeline.runtime import actors, background, committing, driver, instance_li
 from tests.runtime import test_actors as on_actors
 from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
+from tests.runtime import test_evaluating as on_evaluating
 from tests.runtime import test_instance_link as on_link
 from tests.runtime import test_membership as on_membership
 from tests.runtime import test_restoring as on_restoring
@@ -182,12 +183,12 @@ MUTATIONS = (
         check=check(on_driver.test_a_commit_that_fails_after_the_last_step_ends_the_run_too),
     ),
     Mutation(
-        name="links_go_on_in_evaluation",
+        name="last_version_not_evaluated",
         module="driver",
-        breaks="nothing else runs while it is evaluated",
-        old="        self._membership.rest()  #",
-        new="        pass  #",
-        check=check(on_driver.test_a_run_is_evaluated_before_and_after_and_nothing_else_runs_meanwhile),
+        breaks="a run ends only once what is due is evaluated",
+        old=" or self._evaluating.pending:",
+        new=":",
+        check=check(on_evaluating.test_a_run_is_evaluated_before_and_after_by_default),
     ),
     Mutation(
         name="background_left",

@@ -639,19 +639,6 @@ def test_a_stop_while_actors_start_ends_it_at_once(body: Body) -> None:
 # -- evaluation and the end ----------------------------------------------------------------------------------------
 
 
-def test_a_run_is_evaluated_before_and_after_and_nothing_else_runs_meanwhile(body: Body) -> None:
-    run = body.run(*EVALUATED)
-    run.check()
-    assert evaluations(run) == [0, 3]
-    calls = [c for c in run.workers.calls if c.actor.startswith("rollout")]
-    last = [c.method for c in calls[max(i for i, c in enumerate(calls) if c.method == "pull") :]]
-    assert set(last[1:]) - {"next_events", "report"} == {"evaluate", "close"}
-    evaluated = last.index("evaluate")
-    assert set(last[evaluated:]) == {"evaluate", "close"}, "links are at rest while it is evaluated"
-    served = {e.instance: e.version for _, e in run.events("PullFinished")}
-    assert all(run.workers.actor(name).engine.version == 3 for name in served)
-
-
 def test_instances_pull_the_last_version_side_by_side(body: Body) -> None:
     late = [Fault(actor=f"rollout-{i}", method="pull", nth=0, late_s=2.0) for i in range(3)]
     run = body.run(*EVALUATED, "rollout.instances=3", "staleness.eta=2", faults=late)
@@ -661,34 +648,6 @@ def test_instances_pull_the_last_version_side_by_side(body: Body) -> None:
     assert max(pulled) - min(pulled) < 1.0
 
 
-def test_the_first_evaluation_is_not_part_of_the_runs_time(body: Body) -> None:
-    plain, evaluated = body.run(), body.run(*EVALUATED)
-    evaluated.check()
-    assert evaluated.outcomes.phases["wall_s"] == pytest.approx(plain.outcomes.phases["wall_s"], abs=0.01)
-    assert evaluated.entries[0].now < 0.1
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("nth", [1, 2, 3, 4])
-def test_an_instance_lost_while_it_is_evaluated_is_replaced(body: Body, nth: int, moment: Any) -> None:
-    """Before the first step or after the last: the evaluation is the same as without a loss."""
-    run = body.run(*EVALUATED, faults=[Fault(actor="rollout-0", method="evaluate", nth=nth, dies=moment)])
-    run.check()
-    assert len(run.outcomes.losses) == 1
-    assert "rollout-0.1" in run.workers.names
-    assert [e.sampled for e in run.outcomes.evaluations] == [
-        e.sampled for e in body.run(*EVALUATED).outcomes.evaluations
-    ]
-
-
-def test_an_instance_lost_in_the_first_evaluation_without_a_worker_is_placed_while_the_run_trains(body: Body) -> None:
-    dies = Fault(actor="rollout-0", method="evaluate", nth=1, dies="before")
-    run = body.run(*EVALUATED, "steps=6", faults=[dies, NO_WORKER[0]])
-    run.check()
-    assert evaluations(run) == [0, 6]
-    assert "rollout-0.1" in run.workers.names
-
-
 def test_an_instance_lost_while_it_pulls_the_last_version_is_replaced(body: Body) -> None:
     plain = body.run(*EVALUATED)
     last = sum(c.method == "pull" and c.actor == "rollout-0" for c in plain.workers.calls)
@@ -696,13 +655,6 @@ def test_an_instance_lost_while_it_pulls_the_last_version_is_replaced(body: Body
     run.check()
     assert evaluations(run) == [0, 3]
     assert len(run.outcomes.losses) == 1
-
-
-def test_a_reward_worker_lost_while_it_scores_an_evaluation_is_replaced(body: Body) -> None:
-    run = body.run(*EVALUATED, faults=[Fault(actor="reward-0", method="score_texts", dies="before")])
-    run.check()
-    assert evaluations(run) == [0, 3]
-    assert run.workers.names.count("reward-0") == 2
 
 
 @pytest.mark.parametrize("actor", ["rollout-0", "trainer", "reward-0", "server", "parameters-one"])

@@ -7,19 +7,20 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cli.display import Display
 from pipeline.config import actor_settings, loading
 from pipeline.config.schema import RunConfig
+from pipeline.coordination.commands import Conclude
 from pipeline.jobs import summary as report
 from pipeline.jobs.execution import RunEnd
+from pipeline.runtime.evaluating import Evaluating
 from pipeline.runtime.evaluation import (
     Evaluation,
-    evaluate,
     fewer_prompts,
     not_comparable,
     read_evaluations,
@@ -29,13 +30,12 @@ from pipeline.runtime.outcomes import Outcomes
 from stores.base import LedgerState, StepRecord
 from stores.errors import StoreError
 from stores.metrics import with_rate
-from stores.trajectory import InstanceId, TrajectoryId
+from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from stores.versioned import VersionedStore
 from tasks.actors.reward_worker import RewardWorker
-from tasks.actors.rollout_instance import Evaluated
 from tasks.actors.trajectory_server import TrajectoryServer
 from tasks.engines.answering import answers
-from tasks.engines.base import Failed
+from tasks.engines.base import Failed, Sampled
 from tasks.scoring import ScoredResponse
 from tasks.texts import tokenizer_texts
 
@@ -43,33 +43,13 @@ EARLIER = {"version": 0, "num_prompts": 200, "sampled": 0.338, "greedy": 0.3}
 """As earlier versions wrote it."""
 
 
-class Answering:
-    """A rollout instance that gives prepared answers, the same to a prompt at each temperature."""
-
-    def __init__(self, answers: dict[tuple[int, ...], tuple[int, ...] | None]) -> None:
-        self._answers = answers
-
-    async def evaluate(self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float) -> list[Evaluated]:
-        return [Evaluated(tokens=self._answers[p]) for p in prompts]
-
-
 class Here:
     """The actors of a run as plain objects of this process, none of which is ever lost."""
 
     def __init__(self, actors: dict[str, Any]) -> None:
         self._actors = actors
-        self.instances = {
-            InstanceId(name): SimpleNamespace(index=i, placed=SimpleNamespace(name=name))
-            for i, name in enumerate(name for name in actors if name.startswith("rollout"))
-        }
 
-    async def while_resting(self, index: int, work: Any) -> Any:
-        return await work(list(self.instances.values())[index])
-
-    async def score_texts(self, items: list[tuple[str, Any]], within_s: float) -> Any:
-        return await self.ask("reward-0", "score_texts", items)
-
-    async def ask(self, name: str, method: str, *args: Any, within_s: float | None = None) -> Any:
+    async def ask(self, name: str, method: str, *args: Any, deadline: str = "") -> Any:
         return await getattr(self._actors[name], method)(*args)
 
 
@@ -80,17 +60,41 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
         settings = actor_settings.server_settings(config, folder / "store", 128)
         server, reward = TrajectoryServer(settings, 0.0), RewardWorker(actor_settings.scoring_settings(config), 30.0)
         ids = tokenizer_texts(config.model.path).ids
-        instance = Answering({ids(p): None if a is None else ids(a) for p, a in answer.items()})
+        answers = {ids(prompt): text for prompt, text in answer.items()}
+        actors: Any = Here({"server": server, "reward-0": reward})
+        requests: list[Any] = []
+        found: list[Evaluation] = []
+        evaluating = Evaluating(
+            config, actors, folder, found, requests.append, lambda _: None, lambda: 0.0,
+            {"reward": "r", "data": "d", "template": "t"}, ["a change"],
+        )  # fmt: skip
         try:
-            actors: Any = Here({"server": server, "reward-0": reward, "rollout-0": instance, "rollout-1": instance})
-            return await evaluate(
-                actors, actors, actors, actors, config, 3, {"reward": "r", "data": "d", "template": "t"}, ["a change"]
-            )
+            await evaluating.begin(PolicyVersion(0))
+            members = [TrajectoryId(g.group * config.members_started) for g in requests[0].groups]
+            payloads = await server.payloads(tuple((member, 1) for member in members))
+            said = {member: answers[payloads[member].prompt] for member in members}
+            await server.deliver([_sampled(member, ids(text)) for member, text in said.items() if text is not None])
+            await reward.score(server, tuple(members))
+            unanswered = tuple(member for member, text in said.items() if text is None)
+            concluded = Conclude(evaluation=0, version=PolicyVersion(3), unanswered=unanswered, cause="")
+            await evaluating.conclude(concluded)
+            assert server._flight.live == {} == server._flight.routings
         finally:
             await reward.close()
             await server.close()
+        assert read_evaluations(folder) == found
+        (one,) = found
+        return one
 
     return asyncio.run(scenario())
+
+
+def _sampled(member: TrajectoryId, tokens: tuple[int, ...]) -> Sampled:
+    segment = Segment(
+        version=PolicyVersion(3), instance=InstanceId("rollout-0"), tokens=np.asarray(tokens, np.int32),
+        logprobs=np.zeros(len(tokens), np.float32),
+    )  # fmt: skip
+    return Sampled(trajectory=member, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
 
 
 def job_on(rows: list[dict[str, Any]], job: Path, tmp_path: Path, *overrides: str) -> RunConfig:

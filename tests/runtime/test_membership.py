@@ -161,18 +161,18 @@ def test_an_instance_that_dies_while_it_is_retired_is_a_loss(body: Body) -> None
     assert "rollout-1.1" in instances(run)
 
 
-def test_an_instance_is_not_retired_while_it_is_evaluated(body: Body) -> None:
-    answers = []
-
+@pytest.mark.parametrize("host", ["rollout-0", "rollout-1"])
+def test_an_instance_that_is_retired_while_it_samples_for_an_evaluation_hands_that_over(body: Body, host: str) -> None:
     async def retire(run: Run) -> None:
-        await until(run, lambda: "evaluate" in run.workers.methods("rollout-1"))
-        answers.append(run.driver.retire("rollout-1"))
+        await until(run, lambda: any(c.trajectory < 0 for c in run.commands("Route")))
+        assert run.driver.retire(host) == ""
 
     evaluated = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=4")
     run = body.run(*evaluated, meanwhile=retire)
     run.check()
-    assert answers == ["rollout-1: the run does not train at the moment; ask again once it does"]
-    assert instances(run) == ["rollout-0", "rollout-1"]
+    assert [e.version for e in run.outcomes.evaluations] == [0, 3]
+    assert all(e.sampled_failed == 0 for e in run.outcomes.evaluations)
+    assert run.outcomes.losses == []
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tasks.actors.calls import call
 from tasks.actors.environment_host import EnvironmentHost
 from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
 from tasks.actors.reward_worker import RewardWorker
-from tasks.actors.rollout_instance import Evaluated, RolloutInstance
+from tasks.actors.rollout_instance import RolloutInstance
 from tasks.actors.server_settings import ServerSettings
 from tasks.actors.trainer import StepResult, Trainer
 from tasks.actors.trainer_rank import LONGEST_S, TrainerRank
@@ -324,8 +324,7 @@ NUM_ARGUMENTS = len(inspect.signature(RolloutInstance.__init__).parameters) - 3
 
 
 class VirtualRolloutInstance(RolloutInstance):
-    """The real rollout instance except for its evaluation, which blocks a thread on the engine, and for what becomes of
-    the engine after it: here all actors share a process."""
+    """The real rollout instance except for what becomes of the engine after it: here all actors share a process."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args[:NUM_ARGUMENTS])
@@ -335,22 +334,6 @@ class VirtualRolloutInstance(RolloutInstance):
         engine: Any = self._engine
         assert isinstance(engine, VirtualEngine)
         return engine
-
-    async def evaluate(
-        self,
-        prompts: list[tuple[int, ...]],
-        greedy: bool,
-        deadline_s: float,
-        after: list[int] | None = None,
-        turn_tokens: list[int] | None = None,
-    ) -> list[Evaluated]:
-        """Return a response with as many tokens as its prompt, three seconds later."""
-
-        async def wait() -> None:
-            await asyncio.sleep(3.0)
-
-        await asyncio.get_running_loop().run_in_executor(self._waiting, wait)
-        return [Evaluated(tokens=tuple(response(sum(prompt), len(prompt)))) for prompt in prompts]
 
 
 # -- the reward worker: the real one, its function played --------------------------------------------------------

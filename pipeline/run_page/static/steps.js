@@ -98,15 +98,18 @@ function withPoints(chart, run) {
   spec.keys = () =>
     run.evaluations.length
       ? [
-          { label: "held-out, sampled", colour: "c2" },
-          { label: "held-out, greedy", colour: "c3" },
+          { label: `${run.evaluations[0].name}, sampled`, colour: "c2" },
+          { label: `${run.evaluations[0].name}, greedy`, colour: "c3" },
         ]
       : [];
   return spec;
 }
 
+// The evaluations of the first set, which is the job's own if that is evaluated.
+const ofFirstSet = (run) => run.evaluations.filter((e) => e.name === run.evaluations[0].name);
+
 function heldOut(run) {
-  return run.evaluations.flatMap((e) =>
+  return ofFirstSet(run).flatMap((e) =>
     [
       ["sampled", "c2"],
       ["greedy", "c3"],
@@ -117,7 +120,7 @@ function heldOut(run) {
         mean: e[kind],
         error: e[`${kind}_stderr`] ?? 0,
         colour,
-        text: `held-out, ${kind}, version ${e.version}: ${withError(e[kind], e[`${kind}_stderr`])} (${e.num_prompts} prompts)`,
+        text: `${e.name}, ${kind}, version ${e.version}: ${withError(e[kind], e[`${kind}_stderr`])} (${e.num_prompts} prompts)`,
       })),
   );
 }
@@ -132,7 +135,7 @@ function tiles(run, data) {
   };
   const count = data.step.length,
     tail = Math.max(0, count - 10);
-  const held = run.evaluations.filter((e) => e.sampled !== null);
+  const held = ofFirstSet(run).filter((e) => e.sampled !== null);
   const staleness = Math.max(...(lines.staleness_max ?? []).filter((value) => value !== null), 0);
   const dropped = Object.entries(run.ended).filter(([why]) => !why.startsWith("consumed"));
   return [

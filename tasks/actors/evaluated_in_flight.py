@@ -1,0 +1,61 @@
+"""The trajectories of evaluations among those that the trajectory server holds.
+
+Such a trajectory begins when it is first routed: its number says which prompt it answers. It ends with its evaluation,
+and is in no batch, no count and no commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from stores.in_flight import InFlight
+from stores.spool_entries import Entry, EvaluationEnded, GroupDrawn
+from stores.trajectory import GroupId, TrajectoryId, is_evaluated
+from tasks.actors.drawn_tasks import DrawnTasks
+from tasks.actors.server_answers import EvaluatedAs, EvaluatedResponse
+from tasks.scoring import ScoredResponse
+
+
+class EvaluatedInFlight:
+    """Those of one run. Changes `flight` by entries, which it returns to be written."""
+
+    def __init__(self, flight: InFlight, tasks: DrawnTasks) -> None:
+        self._flight = flight
+        self._tasks = tasks
+
+    async def begin(
+        self, routed: Iterable[TrajectoryId], now: float
+    ) -> tuple[dict[TrajectoryId, EvaluatedAs], list[Entry]]:
+        """Have those of evaluations among these, with their prompts; returns how each is sampled."""
+        groups = {i: GroupId(i // self._flight.members) for i in routed if is_evaluated(i)}
+        if not groups:
+            return {}, []
+        asked = await self._tasks.evaluated(set(groups.values()))
+        entries = [
+            GroupDrawn(group=group, prompt_tokens=np.asarray(item.tokens, np.int32), at_s=now)
+            for group, item in asked.items()
+        ]
+        begun: list[Entry] = [entry for entry in entries if self._flight.apply(entry)]
+        return {i: EvaluatedAs.of(asked[group]) for i, group in groups.items()}, begun
+
+    def responses(self, groups: Sequence[GroupId]) -> list[EvaluatedResponse]:
+        """What has become of the items that these groups answer."""
+        members = [TrajectoryId(group * self._flight.members) for group in groups]
+        return [self._response(member) for member in members]
+
+    def end(self, now: float) -> tuple[set[GroupId], list[Entry]]:
+        """Drop all of them; returns their groups."""
+        groups = {t.group for t in self._flight.live.values() if is_evaluated(t.id)}
+        entry = EvaluationEnded(at_s=now)
+        self._tasks.forget(groups)
+        return groups, [entry] if self._flight.apply(entry) else []
+
+    def _response(self, member: TrajectoryId) -> EvaluatedResponse:
+        t = self._flight.live.get(member)
+        if t is None:
+            return EvaluatedResponse(0, (), None)
+        scored = ScoredResponse(reward=t.reward, parts=t.reward_parts, error=t.error)
+        versions = tuple(sorted({s.version for s in t.segments}))
+        return EvaluatedResponse(t.num_sampled, versions, scored if member in self._flight.scored else None)

@@ -1,0 +1,144 @@
+"""Evaluations beside training, over actors in the test's process: one version each, none of it in the store, and every
+result written down once, whatever is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from stores.trajectory import is_evaluated
+from tests.runtime.test_taking_up import killed, resumption_of
+from tests.support.bodies import Body, Run
+from tests.support.in_process import Fault
+from tests.support.scripted import World
+
+EVALUATED = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=4", "evaluation.every=1")
+
+
+def versions(run: Run) -> list[int]:
+    return [e.version for e in run.outcomes.evaluations]
+
+
+def check(run: Run) -> None:
+    """The run kept its promises, and nothing of an evaluation is in its store or in a batch."""
+    run.check()
+    assert not any(is_evaluated(row.trajectory.id) for row in run.store.ended())
+    assert all(first >= 0 for record in run.records for first, _ in record.ledger.live)
+    written = json.loads((run.config.run_dir / "evaluations.json").read_text())
+    assert [row["version"] for row in written] == versions(run)
+
+
+def test_every_version_is_evaluated_beside_training(body: Body) -> None:
+    run = body.run(*EVALUATED, world=World(train_s=4.0))
+    check(run)
+    assert versions(run) == [0, 1, 2, 3]
+    for found in run.outcomes.evaluations:
+        assert (found.num_prompts, found.sampled_failed, found.greedy_failed) == (4, 0, 0)
+        assert found.tokens > 0 and found.seconds > 0
+    steps = [now for now, _ in run.events("VersionPublished")]
+    requested = [now for now, _ in run.events("EvaluationRequested")]
+    assert requested[0] < steps[0], "the first version is evaluated while the first step is sampled"
+
+
+def test_a_run_is_evaluated_before_and_after_by_default(body: Body) -> None:
+    run = body.run(*EVALUATED, "evaluation.every=0")
+    check(run)
+    assert versions(run) == [0, 3]
+
+
+def test_an_instance_that_samples_for_an_evaluation_pulls_once_it_is_done(body: Body) -> None:
+    """Responses of 60 tokens at 20 a second outlast two steps: the host lags, the other instance pulls."""
+    world = World(length=lambda trajectory: 60 if is_evaluated(trajectory) else 8)
+    run = body.run(*EVALUATED, "evaluation.every=0", "steps=6", "staleness.eta=1", world=world)
+    check(run)
+    assert versions(run) == [0, 6]
+    pulls = {name: [c.args[0] for c in run.workers.calls if c.method == "pull" and c.actor == name]
+             for name in ("rollout-0", "rollout-1")}  # fmt: skip
+    skipped = [len(set(range(1, 7)) - set(pulled)) for pulled in pulls.values()]
+    assert min(skipped) == 0 < max(skipped)
+
+
+@pytest.mark.parametrize("how", ["dies", "silent"])
+@pytest.mark.parametrize("nth", range(1, 12, 3))
+@pytest.mark.parametrize("actor", ["rollout-0", "rollout-1"])
+def test_an_instance_lost_in_an_evaluation_changes_no_result(body: Body, actor: str, nth: int, how: str) -> None:
+    run = body.run(*EVALUATED, faults=[Fault(actor=actor, method="next_events", nth=nth, **{how: "after"})])
+    check(run)
+    assert versions(run)[-1] == 3
+    assert versions(run) == sorted(set(versions(run)))
+    assert len(run.outcomes.losses) == 1
+
+
+@pytest.mark.parametrize("method", ["payloads", "deliver", "rewarded", "evaluated", "evaluation_items"])
+def test_a_lost_trajectory_server_has_what_was_evaluated_again(body: Body, method: str) -> None:
+    plain = body.run(*EVALUATED)
+    run = body.run(*EVALUATED, faults=[Fault(actor="server", method=method, nth=2, dies="after")])
+    if method == "evaluation_items":
+        check(run)
+        return
+    check(run)
+    assert versions(run) == versions(plain)
+    assert [(e.sampled, e.greedy) for e in run.outcomes.evaluations] == [
+        (e.sampled, e.greedy) for e in plain.outcomes.evaluations
+    ]
+
+
+def test_a_lost_reward_worker_scores_an_evaluation_again(body: Body) -> None:
+    run = body.run(*EVALUATED, faults=[Fault(actor="reward-0", method="score", nth=1, dies="before")])
+    check(run)
+    assert versions(run)[-1] == 3
+
+
+@pytest.mark.parametrize("undone", [0, 1, 3])
+@pytest.mark.parametrize("steps", [2, 3, 4, 6])
+def test_a_run_that_goes_on_neither_repeats_nor_loses_a_result(body: Body, steps: int, undone: int) -> None:
+    """Killed after some of its six steps, mostly in the middle of an evaluation. What the store has undone by then is
+    evaluated again: it is trained again, on other responses."""
+    world = World(length=lambda trajectory: 70 if is_evaluated(trajectory) else 8, train_s=2.0)
+    job = (*EVALUATED, "evaluation.every=2", "steps=6")
+    first = body.run(*job, world=world, meanwhile=killed(lambda run: len(run.outcomes.steps) >= steps))
+    had = versions(first)
+    resumption = resumption_of(first, undone)
+    second = body.run(config=first.config, world=world, resumption=resumption)
+    if second.error is not None:
+        raise second.error
+    second.check_kept()
+    found = versions(second)
+    kept = [v for v in had if v <= resumption.version]
+    assert found[: len(kept)] == kept
+    assert found == sorted(set(found)) and found[-1] == 6
+    assert json.loads((second.config.run_dir / "evaluations.json").read_text())[0]["version"] == found[0]
+    again = [e for _, e in second.events("EvaluationRequested")]
+    assert len(again) == len(found) - len(kept)
+
+
+def test_two_sets_with_their_own_prompts_samples_and_limits(body: Body) -> None:
+    sets = ("evaluation.sets.short.prompts=3", "evaluation.sets.short.samples=2", "evaluation.sets.short.greedy=false",
+            "evaluation.sets.short.max_new_tokens=5")  # fmt: skip
+    run = body.run(*EVALUATED, *sets, world=World(train_s=4.0))
+    check_names = {(e.name, e.num_prompts, e.samples, e.greedy is None) for e in run.outcomes.evaluations}
+    run.check()
+    assert check_names == {("held-out", 4, 1, False), ("short", 3, 2, True)}
+    short = [e for e in run.outcomes.evaluations if e.name == "short"]
+    assert [e.version for e in short] == [0, 1, 2, 3]
+    assert all(e.tokens == 3 * 2 * 5 for e in short)
+
+
+def test_the_best_version_is_kept(body: Body) -> None:
+    run = body.run(*EVALUATED, "evaluation.best=held-out", world=World(train_s=4.0))
+    run.check()
+    saved: Any = [call.args[0] for call in run.workers.calls if call.method == "save_checkpoint"]
+    assert [path.rpartition("/")[2] for path in saved][:3] == [f"evaluated-{v:06d}" for v in (1, 2, 3)]
+
+
+def test_a_run_that_is_stopped_gives_its_evaluation_up(body: Body) -> None:
+    async def stop(run: Run) -> None:
+        await asyncio.sleep(2.0)
+        run.driver.stop("interrupted")
+
+    run = body.run(*EVALUATED, meanwhile=stop)
+    assert run.error is None
+    run.check_kept()

@@ -1,0 +1,104 @@
+"""Evaluations beside training, in virtual time: one version each, no promise of the ledger, whatever goes wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import actor_settings
+from pipeline.coordination.commands import Command, Conclude, Pull, Route, Train
+from pipeline.coordination.events import EvaluationRequested, Event, InstanceJoined
+from pipeline.simulator.body import SimulatedRun
+from stores.trajectory import is_evaluated
+from tests.simulator.test_simulator import job, run
+
+EVALUATED = {"evaluation__every": 2, "task__eval_prompts": 10}
+
+
+class Watch:
+    """Follows what each instance serves, and what is sampled for evaluations where."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, int] = {}
+        self.sampled: dict[int, set[int]] = {}
+        """Versions that each trajectory was routed under, by what its instance served."""
+        self.requested: list[EvaluationRequested] = []
+        self.concluded: list[Conclude] = []
+        self.trained: set[int] = set()
+
+    def __call__(self, now: float, event: Event, commands: list[Command]) -> None:
+        if isinstance(event, InstanceJoined):
+            self.versions[event.instance] = event.version
+        if isinstance(event, EvaluationRequested):
+            self.requested.append(event)
+        for command in commands:
+            match command:
+                case Pull():
+                    self.versions[command.instance] = command.version
+                case Route():
+                    self.sampled.setdefault(command.trajectory, set()).add(self.versions[command.instance])
+                case Train():
+                    self.trained |= set(command.trajectories)
+                case Conclude():
+                    self.concluded.append(command)
+
+
+def evaluated(**changes: Any) -> tuple[Watch, Any]:
+    watch = Watch()
+    config = job(**{**EVALUATED, **changes})
+    trace = SimulatedRun(config, actor_settings.make_workload(config), validate_each=True, observe=watch).run()
+    assert not any(is_evaluated(t) for t in watch.trained)
+    for done in watch.concluded:
+        if done.abandoned:
+            continue
+        (groups,) = [e.groups for e in watch.requested if e.evaluation == done.evaluation]
+        members = [g.group * config.members_started for g in groups]
+        for member in members:
+            assert watch.sampled[member] == {done.version}, "one version from the first token to the last"
+    return watch, trace
+
+
+def test_every_second_version_is_evaluated_and_the_first_and_the_last() -> None:
+    watch, trace = evaluated()
+    assert [done.version for done in watch.concluded] == [0, 2, 4, 6, 8]
+    assert not any(done.abandoned or done.unanswered for done in watch.concluded)
+    assert trace.evaluated_tokens > 0
+
+
+def test_a_job_without_evaluations_has_none() -> None:
+    assert run(job()).commands.keys().isdisjoint({"Conclude"})
+
+
+def test_training_goes_on_beside_an_evaluation() -> None:
+    """Steps take no more than a little longer: it has a quarter of the places, and the others pull as ever."""
+    plain = run(job(rollout__instances=4, steps=20))
+    _, beside = evaluated(rollout__instances=4, steps=20, evaluation__every=5)
+    assert beside.steps[-1].finished_s < 1.15 * plain.steps[-1].finished_s
+
+
+@pytest.mark.parametrize("eta", [0, 1, 3])
+@pytest.mark.parametrize("instances", [1, 3])
+def test_it_ends_whatever_the_bound(eta: int, instances: int) -> None:
+    watch, _ = evaluated(staleness__eta=eta, rollout__instances=instances, evaluation__every=1)
+    assert watch.concluded[0].version == 0 and watch.concluded[-1].version == 8
+
+
+@given(seed=st.integers(0, 2**16), lost=st.sampled_from([0.5, 2.0, 8.0]), eta=st.integers(0, 2))
+@settings(max_examples=15, deadline=None)
+def test_it_survives_lost_instances(seed: int, lost: float, eta: int) -> None:
+    watch, _ = evaluated(
+        seed=seed, simulation__lost_every_s=lost, simulation__replace_s=0.5, staleness__eta=eta,
+        rollout__max_attempts=100,
+    )  # fmt: skip
+    assert watch.concluded[-1].version == 8 and not watch.concluded[-1].abandoned
+
+
+def test_it_plays_episodes_of_many_turns() -> None:
+    watch, _ = evaluated(
+        workload__kind="agentic", task__environment="yes", workload__turns=3.0, workload__tool_tokens=5,
+        workload__tool_s=0.2,
+    )  # fmt: skip
+    assert [done.version for done in watch.concluded] == [0, 2, 4, 6, 8]
