@@ -45,12 +45,12 @@ class TestTransformersEngine(ReusingEngineTests):
 
     def kill(self, engine: Engine) -> None:
         assert isinstance(engine, TransformersEngine)
-        engine._managers[False].stop(block=True, timeout=10, hard_stop=True)
+        engine._managers[1.0].stop(block=True, timeout=10, hard_stop=True)
 
     @contextmanager
     def hang(self, engine: Engine) -> Iterator[None]:
         assert isinstance(engine, TransformersEngine)
-        with engine._managers[False].pause():
+        with engine._managers[1.0].pause():
             yield
 
     @contextmanager
