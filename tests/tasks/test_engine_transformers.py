@@ -167,7 +167,7 @@ class TestKeptContexts:
     def test_new_requests_begin_after_all_that_ran_was_stopped_for_want_of_memory(self, engine: Engine) -> None:
         """What was preempted goes on before anything new begins, which must not wait for what is no longer there."""
         assert isinstance(engine, TransformersEngine)
-        scheduler = engine._schedulers[False]
+        scheduler = engine._schedulers[1.0]
         engine.submit([request(i, self.prompt(i), max_new_tokens=80) for i in range(6)])
         deadline = time.monotonic() + 60
         while not scheduler.block_new_requests:
