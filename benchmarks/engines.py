@@ -80,7 +80,8 @@ def settings(engine: str, model: str, running: int, dtype: str = "float32", **ch
 
 def offline(model: str, count: int, running: int) -> float:
     """vLLM's own generate, with the engine's arguments."""
-    from tasks.engines.vllm import ENVIRONMENT, cache_bytes
+    from tasks.engines.vllm import ENVIRONMENT
+    from tasks.engines.vllm_sizes import cache_bytes
 
     os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")
     from vllm import LLM, SamplingParams

@@ -64,6 +64,10 @@ METRICS = (
            "before", label="found cached"),
     Metric(name="kept_tokens", unit="tokens", doc="KV tokens kept for turns to come, on all instances, when the step "
            "ended"),
+    Metric(name="drafted_tokens", unit="tokens", doc="drafted tokens that instances verified, since the step before",
+           label="drafted"),
+    Metric(name="accepted_tokens", unit="tokens", doc="drafted tokens that the policy sampled too, since the step "
+           "before", label="accepted"),
     Metric(name="truncated_share", unit="share", doc="responses cut off at max_new_tokens"),
     Metric(name="staleness_mean", unit="versions", doc="mean of step - v_traj over the batch", label="consumed, mean"),
     Metric(name="staleness_max", unit="versions", doc="largest step - v_traj of the batch; at most eta",

@@ -164,6 +164,27 @@ def _check_engine(config: RunConfig, where: str) -> None:
         raise ConfigError(
             f'{where}: rollout.on_pull = "keep" is not supported by the {engine.name} engine; use "interrupt"'
         )
+    speculation = engine.speculation
+    if speculation.length and not settings.drafts:
+        raise ConfigError(
+            f"{where}: rollout.engine.speculation.length = {speculation.length}: the {engine.name} engine verifies no "
+            "drafts; use 0"
+        )
+    if speculation.length and speculation.source not in settings.drafts:
+        raise ConfigError(
+            f"{where}: rollout.engine.speculation.source = {speculation.source!r} is not supported by the "
+            f"{engine.name} engine; use {' or '.join(map(repr, settings.drafts))}"
+        )
+    if speculation.length and speculation.source == "responses" and values(engine)["tensor_parallel"] > 1:
+        raise ConfigError(
+            f"{where}: rollout.engine.speculation.source = 'responses' needs tensor_parallel = 1, since vLLM drafts in "
+            "processes of its own otherwise; use 'ngram' or 'suffix'"
+        )
+    if speculation.length and config.training.lora.rank:
+        raise ConfigError(
+            f"{where}: rollout.engine.speculation.length = {speculation.length}: drafts are not verified under "
+            "adapters (training.lora.rank) yet; use 0"
+        )
     _check_adapters(config, where)
     for option in values(engine)["options"]:
         if "options" not in knobs(settings):

@@ -21,7 +21,7 @@ from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from tasks.columns import Columns
 from tasks.endpoint.settings import EndpointConfig
-from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
+from tasks.engines.settings import ENGINES, SAMPLING_REFUSED, Speculation
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.knobs import knob
 from tasks.names import ENVIRONMENT_KINDS
@@ -148,6 +148,7 @@ class EngineConfig:
     page_tokens: int = knob(32, "tokens per cache page", low=4)
     max_batch_tokens: int = knob(1024, "most tokens in one forward pass (prefill and decode together)", low=1)
     time_scale: float = knob(1.0, "emulated: cost-model seconds that pass in one second of real time", above=0)
+    speculation: Speculation = Speculation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

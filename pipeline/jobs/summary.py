@@ -78,6 +78,8 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "tokens_per_s": tokens_per_s(outcomes.steps),
         "prefilled_tokens": int(sum(s.get("prefilled_tokens", 0.0) for s in outcomes.steps)),
         "cached_tokens": int(sum(s.get("cached_tokens", 0.0) for s in outcomes.steps)),
+        "drafted_tokens": int(sum(s.get("drafted_tokens", 0.0) for s in outcomes.steps)),
+        "accepted_tokens": int(sum(s.get("accepted_tokens", 0.0) for s in outcomes.steps)),
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
         "staleness_bound": config.bound,
         "ended": outcomes.snapshot.ended if outcomes.snapshot else {},
@@ -129,6 +131,8 @@ def step_line(step: Mapping[str, float], num_steps: int, limit: str = "") -> str
     turns = f"turns {step['turns_mean']:.1f}  tools {step['tool_s']:.1f} s  " if step.get("given_tokens") else ""
     if turns and (cached := step.get("cached_tokens", 0.0)):
         turns += f"cached {cached / (cached + step['prefilled_tokens']):.0%}  "
+    if drafted := step.get("drafted_tokens", 0.0):
+        turns += f"drafts accepted {step['accepted_tokens'] / drafted:.0%}  "
     return (
         f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}{failed}  "
         f"length {step['response_mean']:.1f}  {turns}"

@@ -10,6 +10,9 @@ from pipeline.runtime.base import Placed
 from stores.trajectory import InstanceId, PolicyVersion
 from tasks.engines.base import EngineLoad
 
+COUNTS = ("prefilled_tokens", "cached_tokens", "drafted_tokens", "accepted_tokens")
+"""Fields of EngineLoad that are counted since start, and metrics of a step of the same names."""
+
 
 @dataclass(slots=True)
 class InstanceHandle:
@@ -40,12 +43,11 @@ class InstanceHandle:
     """Its load as last reported."""
 
     @property
-    def context_tokens(self) -> tuple[int, int]:
-        """Tokens of contexts that its engine computed, and that it found cached, as last reported."""
+    def counts(self) -> dict[str, int]:
+        """Tokens that its engine counts since it began, by COUNTS, as last reported."""
         if self.before is None or self.load is None:
-            return 0, 0
-        computed = self.load.prefilled_tokens - self.before.prefilled_tokens
-        return computed, self.load.cached_tokens - self.before.cached_tokens
+            return dict.fromkeys(COUNTS, 0)
+        return {name: getattr(self.load, name) - getattr(self.before, name) for name in COUNTS}
 
     @property
     def kept_tokens(self) -> int:

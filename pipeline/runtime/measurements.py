@@ -18,7 +18,7 @@ from pipeline.profiling.loads import LoadWatch
 from pipeline.profiling.measure import Profile, measured_latencies
 from pipeline.profiling.step_loads import steady
 from pipeline.runtime.clock import now_s
-from pipeline.runtime.instance_handle import InstanceHandle
+from pipeline.runtime.instance_handle import COUNTS, InstanceHandle
 from stores.trajectory import InstanceId
 
 
@@ -37,7 +37,7 @@ class Measurements:
         self._ages: list[tuple[float, float]] = []
         self._decide_s = 0.0
         self._begin_cpu_s = 0.0
-        self._contexts: dict[InstanceId, tuple[int, int]] = {}
+        self._counts: dict[InstanceId, dict[str, int]] = {}
         """Tokens of contexts by instance, computed and found cached, when the last step ended."""
         self.start()
 
@@ -86,7 +86,7 @@ class Measurements:
         now = now_s()
         metrics.update(
             **self._mean_ages(),
-            **self._context_tokens(instances),
+            **self._engine_counts(instances),
             wait_s=self._training_since - self._idle_since,
             overhead_s=now - self._training_since - metrics["train_s"] - metrics["publish_s"],
             elapsed_s=now - self._begin_s,
@@ -138,18 +138,14 @@ class Measurements:
             return None
         return Profile(source=source, fit=fit, latencies=measured_latencies(self._watch, fit))
 
-    def _context_tokens(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
-        """What instances did with contexts since the last step ended, and what they keep."""
-        before, self._contexts = self._contexts, {i.id: i.context_tokens for i in instances}
-        since = [
-            tuple(now - then for now, then in zip(counts, before.get(name, (0, 0)), strict=True))
-            for name, counts in self._contexts.items()
-        ]
-        return {
-            "prefilled_tokens": float(sum(computed for computed, _ in since)),
-            "cached_tokens": float(sum(cached for _, cached in since)),
-            "kept_tokens": float(sum(i.kept_tokens for i in instances)),
+    def _engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
+        """What instances did with contexts and drafts since the last step ended, and what they keep."""
+        before, self._counts = self._counts, {i.id: i.counts for i in instances}
+        since = {
+            name: float(sum(now[name] - before.get(i, {}).get(name, 0) for i, now in self._counts.items()))
+            for name in COUNTS
         }
+        return since | {"kept_tokens": float(sum(i.kept_tokens for i in instances))}
 
     def _mean_ages(self) -> dict[str, float]:
         """Staleness in flight and in queue, mean over the ticks since the last step ended."""

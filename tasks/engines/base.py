@@ -84,6 +84,10 @@ class EngineLoad:
     """Tokens of contexts that were computed."""
     cached_tokens: int = 0
     """Tokens of contexts that were found cached, and not computed."""
+    drafted_tokens: int = 0
+    """Drafted tokens that were verified since start."""
+    accepted_tokens: int = 0
+    """Those that the policy sampled too."""
     safe: tuple[tuple[TrajectoryId, int], ...] = ()
 
 

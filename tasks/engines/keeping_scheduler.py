@@ -25,6 +25,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from stores.trajectory import PolicyVersion, TrajectoryId
+from tasks.engines.drafting import Drafter
 from tasks.engines.requests import version_of
 
 NAME = "staleflow"
@@ -41,8 +42,10 @@ class KeptContext:
 
 
 class KeepingScheduler(FIFOScheduler):
-    """Serves requests in the order they arrive, as its base does. Keys are those of `RunningRequests`."""
+    """Serves requests in the order they arrive, as its base does. Keys are those of `RunningRequests`. With a drafter,
+    requests that decode get drafted tokens to verify while nothing waits or prefills, as far as there is room."""
 
+    drafter: Drafter | None = None
     scheduled: Callable[[list[tuple[PolicyVersion, int]]], object] | None = None
     """Called before each pass with the versions of its tokens, and how many are of each, in their order."""
 
@@ -76,6 +79,7 @@ class KeepingScheduler(FIFOScheduler):
     def clear_cancelled_requests(self) -> Any:
         for key in self._requests_to_cancel:
             self.returning.discard(key)
+            self._end_drafts(key)
             kept = self._kept.get(_trajectory(key))
             if kept is not None and kept.key == key:
                 self._forget(_trajectory(key))
@@ -87,6 +91,8 @@ class KeepingScheduler(FIFOScheduler):
             self.block_new_requests = False
         if self._kept:
             self._make_room(token_budget)
+        if self.drafter is not None:
+            self._draft(self.drafter, token_budget)
         found = super().schedule_batch(token_budget, cache_budget)
         if self.scheduled is not None and found[0]:
             self.scheduled([(version_of(one.state.request_id), one.query_length) for one in found[0]])
@@ -98,11 +104,13 @@ class KeepingScheduler(FIFOScheduler):
         # One that is preempted is finished too; it has no pages then, and returns under the same key.
         if state is not None and state.status == RequestStatus.FINISHED and held and request_id in self.returning:
             self.returning.discard(request_id)
+            self._end_drafts(request_id)
             del self.active_requests[request_id]
             self._keep(request_id, (state.initial_tokens + state.generated_tokens)[: state.position_offset])
             return
         if held:
             self.returning.discard(request_id)
+            self._end_drafts(request_id)
         super().finish_request(request_id)
 
     def _infer_request_tokens(self, state: Any, request_ids_to_remove_from_waiting: set[str]) -> Any:
@@ -163,8 +171,29 @@ class KeepingScheduler(FIFOScheduler):
         kept = self._taken_over(state) if state.status == RequestStatus.PENDING else None
         if kept is not None:
             key, held, tokens = kept.key, len(kept.tokens), tokens - len(kept.tokens)
-        step = 1 if state.status == RequestStatus.DECODING else min(tokens, most)
+        step = len(state.tokens_to_process) if state.status == RequestStatus.DECODING else min(tokens, most)
         return {name: one.needs_new_blocks(key, held, step) for name, one in self.cache.cache_allocators.items()}
+
+    def _draft(self, drafter: Drafter, token_budget: int) -> None:
+        """Give the requests that decode drafted tokens to compute after their last ones, or none."""
+        active = list(self.active_requests.values())
+        decoding = [state for state in active if state.status == RequestStatus.DECODING]
+        for state in decoding:
+            del state.tokens_to_process[1:]  # what was drafted for a step that it was not part of
+        if self.waiting_requests or len(decoding) < len(active):
+            return
+        room = token_budget - len(decoding)
+        for state in decoding:
+            draft = drafter.draft(state.request_id, min(room, state._new_tokens_limit - state.generated_len() - 1))
+            state.tokens_to_process += draft
+            room -= len(draft)
+        if not self._fits([self._wanted(state, token_budget) for state in decoding]):
+            for state in decoding:
+                del state.tokens_to_process[1:]
+
+    def _end_drafts(self, key: str) -> None:
+        if self.drafter is not None:
+            self.drafter.end(key)
 
     def _fits(self, wanted: list[dict[str, int]]) -> bool:
         return self.cache.count_storable_requests(wanted) == len(wanted)  # type: ignore[no-any-return]  # untyped

@@ -37,6 +37,20 @@ SAMPLING_REFUSED = dict.fromkeys(
 """Sampling options of other systems, and why a job may not set them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Drafted tokens, which the policy verifies several at once: what is sampled does not change, only how fast."""
+
+    length: int = knob(0, "most tokens drafted for a step; 0: no speculation", low=0, high=32)
+    source: str = knob(
+        "responses",
+        "what drafts come from; responses: the prompt, the response so far, and other responses to the same prompt; "
+        "ngram, suffix: vLLM's own",
+        choices=("responses", "ngram", "suffix"),
+    )
+    most_running: int = knob(4, "most requests that an instance runs at once while it drafts", low=1)
+
+
 class EngineSettings(Protocol):
     """Settings from which a worker builds its engine. Picklable."""
 
@@ -44,6 +58,8 @@ class EngineSettings(Protocol):
     """Name of the engine's module."""
     keeps: ClassVar[bool]
     """Whether running requests can keep their old cache while weights change (rollout.on_pull)."""
+    drafts: ClassVar[tuple[str, ...]]
+    """The sources of drafts it can verify (rollout.engine.speculation.source)."""
     refused_options: ClassVar[Mapping[str, str]]
     """Keys of rollout.engine.options that a job may not set, and why."""
 
@@ -58,6 +74,7 @@ VllmSettings; cost, workload, members and pull_s, see EmulatedSettings."""
 class _Built:
     module: ClassVar[str]
     keeps: ClassVar[bool] = False
+    drafts: ClassVar[tuple[str, ...]] = ()
     refused_options: ClassVar[Mapping[str, str]] = {}
 
     def build(self, instance: InstanceId, threads: int) -> Engine:
@@ -82,6 +99,7 @@ class ModelSettings(_Built):
     max_batch_tokens: int
     eos: tuple[int, ...]
     seed: int
+    speculation: Speculation = Speculation()
     lora: LoraConfig = LoraConfig()
     adapters: int = 0
 
@@ -92,6 +110,7 @@ class TransformersSettings(ModelSettings):
     """Settings of the transformers engine: the common ones only."""
 
     module: ClassVar[str] = "tasks.engines.transformers"
+    drafts: ClassVar[tuple[str, ...]] = ("responses",)
 
 
 @ENGINES.register("vllm")
@@ -105,6 +124,7 @@ class VllmSettings(ModelSettings):
 
     module: ClassVar[str] = "tasks.engines.vllm"
     keeps: ClassVar[bool] = True
+    drafts: ClassVar[tuple[str, ...]] = ("responses", "ngram", "suffix")
     refused_options: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("model", "dtype", "seed", "tensor_parallel_size", "max_num_seqs", "block_size"), "has its own key"
@@ -121,8 +141,9 @@ class VllmSettings(ModelSettings):
             ),
             "tokens could no longer be attributed to their version and logprob",
         ),
+        "speculative_config": "set rollout.engine.speculation instead",
         **dict.fromkeys(
-            ("logits_processors", "override_generation_config", "generation_config", "speculative_config"),
+            ("logits_processors", "override_generation_config", "generation_config"),
             "stored logprobs would not be those of the policy that sampled",
         ),
         **dict.fromkeys(

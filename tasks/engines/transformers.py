@@ -26,6 +26,8 @@ from stores.errors import ActorLost
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from stores.weight_hash import fingerprint
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.drafted_steps import DraftedSteps
+from tasks.engines.drafting import Drafter
 from tasks.engines.keeping_scheduler import NAME as KEEPING
 from tasks.engines.keeping_scheduler import KeepingScheduler
 from tasks.engines.requests import RunningRequest, RunningRequests
@@ -62,6 +64,8 @@ class TransformersEngine:
         self._managers: dict[float, Any] = {}
         """By temperature; 0 is greedy."""
         self._schedulers: dict[float, KeepingScheduler] = {}
+        self._drafters: dict[float, Drafter] = {}  # of those managers that speculate
+        self._steps: dict[float, DraftedSteps] = {}
         self._requests = RunningRequests(instance)
         # Guards the requests and the order of pause, drain and cancel; never held while waiting for output.
         self._lock = threading.RLock()
@@ -172,6 +176,10 @@ class TransformersEngine:
             for scheduler in self._schedulers.values():
                 scheduler.forget_all()
                 scheduler.prefilled_tokens = scheduler.cached_tokens = 0
+            for drafter in self._drafters.values():
+                drafter.forget_all()
+            for steps in self._steps.values():
+                steps.drafted_tokens = steps.accepted_tokens = 0
             self._instance, self._ended = instance, []
             self._requests.begin_again(instance)
             if self._adapters is not None:
@@ -228,7 +236,16 @@ class TransformersEngine:
             if self._adapters is not None:
                 scheduler.scheduled = self._adapters.select
             self._schedulers[temperature] = scheduler
+            self._speculate(manager.batch_processor, temperature)
         return self._managers[temperature]
+
+    def _speculate(self, processor: Any, temperature: float) -> None:
+        """Have a manager verify drafts, if the job says so. Each has a drafter of its own, as each has a thread."""
+        asked = self._settings.speculation
+        if asked.length:
+            drafter = Drafter(asked.length, asked.most_running, self._settings.eos)
+            self._steps[temperature] = DraftedSteps(processor, drafter)
+            self._drafters[temperature] = processor.scheduler.drafter = drafter
 
     def _serve(self, held: ServedAdapters, version: PolicyVersion, weights: Path) -> dict[str, torch.Tensor]:
         """Serve a version's adapter beside the others; returns its tensors. Decoding goes on meanwhile."""
@@ -260,8 +277,11 @@ class TransformersEngine:
         manager, key = self._manager(temperature), self._requests.enter(running)
         if request.may_return:
             self._schedulers[temperature].returning.add(key)
+        tokens = [*request.tokens, *sampled]
+        if (drafter := self._drafters.get(temperature)) is not None:
+            drafter.begin(key, request.trajectory, tokens, request.num_prior + len(sampled))
         accepted = manager.add_request(
-            [*request.tokens, *sampled],
+            tokens,
             request_id=key,
             max_new_tokens=request.max_new_tokens - len(sampled),
             streaming=True,
@@ -283,6 +303,8 @@ class TransformersEngine:
             kept_tokens=sum(one.kept_tokens for one in schedulers),
             prefilled_tokens=sum(one.prefilled_tokens for one in schedulers),
             cached_tokens=sum(one.cached_tokens for one in schedulers),
+            drafted_tokens=sum(one.drafted_tokens for one in self._steps.values()),
+            accepted_tokens=sum(one.accepted_tokens for one in self._steps.values()),
         )
 
     def _check(self) -> None:

@@ -24,7 +24,10 @@ from tasks import adapters
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.requests import RunningRequest, RunningRequests
 from tasks.engines.settings import VllmSettings
+from tasks.engines.vllm_drafting import VllmSpeculation
+from tasks.engines.vllm_drafting import arguments as speculation_arguments
 from tasks.engines.vllm_scheduler import Figures, VllmScheduler, salt
+from tasks.engines.vllm_sizes import adapted_layers, cache_bytes, checkpoint_shapes, longest_sequence
 
 if TYPE_CHECKING:
     from tasks.engines.vllm_adapters import VllmAdapters
@@ -68,6 +71,7 @@ class VllmEngine:
         self._engine: Any = None
         self._scheduler: VllmScheduler
         self._adapters: VllmAdapters | None = None
+        self._speculation: VllmSpeculation
         self._shapes = checkpoint_shapes(settings.model)
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._drive, args=(started,), name="vllm", daemon=True)
@@ -140,7 +144,8 @@ class VllmEngine:
         error: BaseException | None = None
         try:
             self._engine = make_engine(self._settings)
-            self._scheduler = VllmScheduler(self._engine, self._settings.page_tokens)
+            self._speculation = VllmSpeculation(self._engine, self._settings.speculation, self._settings.eos)
+            self._scheduler = VllmScheduler(self._engine, self._settings.page_tokens, self._speculation)
             if self._settings.adapters:
                 from tasks.engines.vllm_adapters import VllmAdapters
 
@@ -188,12 +193,14 @@ class VllmEngine:
             running = RunningRequest(request)
             with self._changed:
                 key = self._requests.enter(running)
+            if (drafter := self._speculation.drafter) is not None:
+                drafter.begin(key, request.trajectory, request.tokens, request.num_prior)
             try:
                 self._add(key, request.tokens, self._sampling(request), running.version, salt(running.version))
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
                 failed = Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error))
                 with self._changed:
-                    self._requests.leave(running)
+                    self._leave(running)
                     self._ended.append(failed)
                     self._changed.notify_all()
 
@@ -249,6 +256,12 @@ class VllmEngine:
         else:
             self._probes[name] = answer
 
+    def _leave(self, running: RunningRequest) -> None:
+        """Remove a request that vLLM has no longer; for whoever holds the lock."""
+        self._requests.leave(running)
+        if (drafter := self._speculation.drafter) is not None:
+            drafter.end(running.key)
+
     def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[RunningRequest]:
         """Stop and remove requests; unknown ones are ignored."""
         stopped = [r for t in trajectories if (r := self._requests.of(t)) is not None]
@@ -259,7 +272,7 @@ class VllmEngine:
             raise ActorLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
         with self._changed:
             for running in stopped:
-                self._requests.leave(running)
+                self._leave(running)
             self._figures = self._scheduler.figures()
         return stopped
 
@@ -338,7 +351,7 @@ class VllmEngine:
                     self._requests.extend(running, output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
                 if output.finish_reason is None:
                     continue
-                self._requests.leave(running)
+                self._leave(running)
                 if output.finish_reason in (Reason.STOP, Reason.LENGTH):
                     stopped = output.finish_reason == Reason.STOP
                     self._ended.append(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
@@ -422,6 +435,7 @@ def make_engine(settings: VllmSettings) -> Any:
         "tensor_parallel_size": settings.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        **speculation_arguments(settings),
     } | updating(settings)
     if current_platform.is_cpu():
         for name, value in CPU_ENVIRONMENT.items():
@@ -453,47 +467,3 @@ def updating(settings: VllmSettings) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=vllm_weights.BACKEND),
         "worker_extension_cls": f"{vllm_weights.__name__}.{vllm_weights.WorkerExtension.__name__}",
     }
-
-
-def longest_sequence(settings: VllmSettings) -> int:
-    """The most tokens a request may have: the model's context length, limited by the cache's size."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(settings.model).get_text_config()
-    return min(int(getattr(config, "max_position_embeddings", settings.kv_tokens)), settings.kv_tokens)
-
-
-def cache_bytes(settings: VllmSettings) -> int:
-    """Bytes of the KV cache: keys and values of every layer, for kv_tokens rounded up to pages."""
-    import torch
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(settings.model).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    a_token = 2 * config.num_hidden_layers * heads * width * getattr(torch, settings.dtype).itemsize
-    return int(a_token * (settings.kv_tokens + settings.page_tokens))
-
-
-def checkpoint_shapes(model: str) -> parameters.Shapes:
-    """Names and shapes of the tensors that a trainer of this model publishes. Allocates nothing."""
-    return parameters.shapes(dict(empty_model(model).named_parameters()))
-
-
-def adapted_layers(settings: VllmSettings) -> list[str]:
-    """The last parts of the names of the layers that may have an adapter. Allocates nothing."""
-    from torch import nn
-
-    empty = empty_model(settings.model)
-    output = empty.get_output_embeddings()
-    linear = (name for name, module in empty.named_modules() if isinstance(module, nn.Linear) and module is not output)
-    return list(settings.lora.targets) or sorted({name.rpartition(".")[2] for name in linear})
-
-
-def empty_model(model: str) -> Any:
-    """A model without weights, as transformers lays it out."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))

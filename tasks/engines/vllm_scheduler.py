@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from stores.errors import ActorLost
 from stores.trajectory import PolicyVersion
+from tasks.engines.vllm_drafting import VllmSpeculation
 
 
 class Figures(NamedTuple):
@@ -21,6 +22,8 @@ class Figures(NamedTuple):
     kept_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def salt(version: PolicyVersion) -> str:
@@ -32,8 +35,9 @@ def salt(version: PolicyVersion) -> str:
 class VllmScheduler:
     """The scheduler of an LLMEngine in this process."""
 
-    def __init__(self, engine: Any, page_tokens: int) -> None:
+    def __init__(self, engine: Any, page_tokens: int, speculation: VllmSpeculation) -> None:
         self._engine = engine
+        self._speculation = speculation
         self._page_tokens = page_tokens
         self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
         self._count()
@@ -52,6 +56,8 @@ class VllmScheduler:
             kept_tokens=self._page_tokens * max(0, len(pool.cached_block_hash_to_block) - used_and_cached),
             prefilled_tokens=self._prefilled_tokens,
             cached_tokens=self._cached_tokens,
+            drafted_tokens=self._speculation.drafted_tokens,
+            accepted_tokens=self._speculation.accepted_tokens,
         )
 
     def begin_again(self) -> None:
@@ -60,6 +66,7 @@ class VllmScheduler:
         if not self._engine.reset_prefix_cache():
             raise ActorLost("vLLM keeps pages of its cache, though nothing runs")
         self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
+        self._speculation.begin_again()
 
     def change_version(self, version: PolicyVersion, *, keep: bool) -> None:
         """Have all requests use pages of the loaded version only; keep: except those that have pages, which go on with

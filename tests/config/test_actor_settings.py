@@ -9,7 +9,7 @@ import pytest
 from pipeline.config import loading
 from pipeline.config.actor_settings import engine_settings, trainer_settings
 from pipeline.config.deciding import cost_model
-from tasks.engines.settings import ENGINES, EmulatedSettings, TransformersSettings, VllmSettings
+from tasks.engines.settings import ENGINES, EmulatedSettings, Speculation, TransformersSettings, VllmSettings
 from tasks.seeds import engine_seed
 
 JOB = ("model.path=somewhere", "seed=3", "rollout.engine.max_running=7", "rollout.engine.page_tokens=8")
@@ -23,6 +23,7 @@ MODEL = {
 def test_each_engine_is_given_what_the_job_says(name: str) -> None:
     own = {
         "vllm": ("rollout.engine.tensor_parallel=2", "rollout.engine.options={a=1}", "rollout.on_pull=keep"),
+        "transformers": ("rollout.engine.speculation.length=5", "rollout.engine.speculation.most_running=2"),
         "emulated": ("rollout.engine.time_scale=9", "simulation.pull_s=2", "rollout.on_pull=keep"),
     }.get(name, ())
     config = loading.load("examples/longtail.toml", (*JOB, f"rollout.engine.name={name}", *own))
@@ -36,7 +37,7 @@ def test_each_engine_is_given_what_the_job_says(name: str) -> None:
         known = MODEL | {"kv_tokens": config.rollout.engine.kv_tokens}
         known["max_batch_tokens"] = config.rollout.engine.max_batch_tokens
         expected = {
-            "transformers": lambda: TransformersSettings(**known),
+            "transformers": lambda: TransformersSettings(**known, speculation=Speculation(length=5, most_running=2)),
             "vllm": lambda: VllmSettings(**known, keep=True, tensor_parallel=2, options={"a": 1}),
         }[name]()
         assert pickle.loads(pickle.dumps(settings)) == settings == expected

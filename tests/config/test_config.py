@@ -119,6 +119,13 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("staleness={admission='pipeline_depth', depth=0.5}", "depth = 0.5 is out of range; it must be >= 1"),
         ("staleness={admission='windowed_fifo', ahead=1}", "lets groups lag 2 steps, staleness.eta allows 1; lower"),
         ("rollout.engine.options={a=1}", "not supported by the transformers engine"),
+        ('rollout.engine.speculation={length=4,source="ngram"}', "not supported by the transformers engine"),
+        (
+            'rollout.engine={name="vllm",tensor_parallel=2,speculation={length=4}}',
+            "source = 'responses' needs tensor_parallel = 1",
+        ),
+        ('rollout.engine={name="emulated",speculation={length=4}}', "the emulated engine verifies no drafts"),
+        ('rollout.engine={name="vllm",options={speculative_config=1}}', "set rollout.engine.speculation instead"),
         (
             "rollout.engine={name='vllm', options={logprobs_mode='raw_logprobs'}}",
             "options.logprobs_mode: tokens could no",
@@ -148,6 +155,10 @@ ADAPTER = "rollout.on_pull=adapter"
         (("training.lora.rank=8",), 'rank = 8 makes versions adapters, .* set rollout.on_pull = "adapter" in place of'),
         ((ADAPTER,), 'rollout.on_pull = "adapter" needs versions that are adapters; set training.lora.rank'),
         (("training.lora.alpha=8",), "training.lora.rank = 0 trains no adapter"),
+        (
+            (ADAPTER, "training.lora.rank=8", "rollout.engine.speculation.length=4"),
+            "drafts are not verified under adapters",
+        ),
         ((ADAPTER, "training.lora.rank=8", "staleness.admission=backlog"), "any number of adapters could be needed"),
         (
             (ADAPTER, "training.lora.rank=8", "rollout.engine={name='vllm', options={max_loras=1}}"),

@@ -1,0 +1,122 @@
+"""Tokens per processor second of vLLM with and without speculation, by requests that run at once and source of drafts.
+
+    python -m benchmarks.speculation --model FOLDER
+
+Each kind of engine samples the same groups in turn, in one process per kind that takes its turns with the others: each
+round, each kind samples `--running` requests of one prompt to their end. Rounds after the first see prompts again, as
+epochs do: what `responses` knows then is what ran here before. A processor second is that of the whole process, which
+other work on the machine changes little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+from multiprocessing.connection import Connection
+from typing import Any
+
+PROMPTS = (
+    "What is 17 + 25 + 8? Show the sum step by step.",
+    "List the days of the week, then the months of the year.",
+    "Write a short story about a fox and a crow.",
+)
+KINDS = {"off": (0, "responses"), "responses": (4, "responses"), "ngram": (4, "ngram")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of a causal LM with its tokenizer")
+    parser.add_argument("--kinds", nargs="+", default=["off", "responses"], choices=KINDS)
+    parser.add_argument("--running", nargs="+", type=int, default=[1, 4, 16], help="requests of a group")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a response")
+    parser.add_argument("--rounds", type=int, default=2, help="times that each prompt is sampled")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="prompts of a round")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--quick", action="store_true", help="smallest sizes: that it works")
+    args = parser.parse_args()
+    if args.quick:
+        args.running, args.tokens, args.rounds, args.prompts = [1, 2], 16, 1, 1
+    context = multiprocessing.get_context("spawn")
+    engines: dict[str, Connection] = {}
+    for kind in args.kinds:
+        ours, theirs = context.Pipe()
+        context.Process(target=serve, args=(theirs, kind, args), daemon=True).start()
+        engines[kind] = ours
+        ours.recv()
+    print(f"{'running':>8} {'round':>6} {'kind':>10} {'tokens/s':>9} {'ratio':>6} {'drafted':>8} {'accepted':>9}")
+    for running in args.running:
+        for turn in range(args.rounds):
+            speeds: dict[str, float] = {}
+            for kind, engine in engines.items():
+                engine.send((running, turn))
+                tokens, seconds, drafted, accepted = engine.recv()
+                speeds[kind] = tokens / seconds
+                share = f"{accepted / drafted:.0%}" if drafted else "-"
+                print(
+                    f"{running:>8} {turn:>6} {kind:>10} {speeds[kind]:>9.1f} "
+                    f"{speeds[kind] / speeds[args.kinds[0]]:>6.2f} {drafted / tokens:>8.2f} {share:>9}",
+                    flush=True,
+                )
+    for engine in engines.values():
+        engine.send(None)
+
+
+def serve(asked: Connection, kind: str, args: Any) -> None:
+    """Build an engine and answer (requests at once, round) with (tokens, processor seconds, drafted, accepted)."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from transformers import AutoTokenizer
+
+    from stores.trajectory import InstanceId, TrajectoryId
+    from tasks.engines.base import Request, Sampled
+    from tasks.engines.settings import Speculation, VllmSettings
+
+    length, source = KINDS[kind]
+    settings = VllmSettings(
+        model=args.model, dtype="float32", device="cpu", temperature=args.temperature, max_running=64, kv_tokens=16384,
+        page_tokens=32, max_batch_tokens=1024, eos=(), seed=0,
+        speculation=Speculation(length=length, source=source, most_running=1000),
+    )  # fmt: skip
+    engine = settings.build(InstanceId(kind), 1)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts = [
+        tuple(
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+        )
+        if tokenizer.chat_template
+        else tuple(tokenizer("1+2")["input_ids"])
+        for text in PROMPTS[: args.prompts]
+    ]
+    asked.send("built")
+    number = 0
+    while (group := asked.recv()) is not None:
+        running, _ = group
+        before, begin = engine.load_statistics(), _processor_s()
+        for prompt in prompts:
+            ids = range(number, number := number + running)
+            engine.submit(
+                [Request(trajectory=TrajectoryId(i), epoch=1, tokens=prompt, max_new_tokens=args.tokens) for i in ids]
+            )
+            left = running
+            while left:
+                left -= sum(isinstance(event, Sampled) for event in engine.events(1.0))
+        after = engine.load_statistics()
+        asked.send(
+            (
+                after.tokens_sampled - before.tokens_sampled,
+                _processor_s() - begin,
+                after.drafted_tokens - before.drafted_tokens,
+                after.accepted_tokens - before.accepted_tokens,
+            )
+        )
+    engine.close()
+
+
+def _processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()

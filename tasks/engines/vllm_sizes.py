@@ -1,0 +1,52 @@
+"""Sizes and names that vLLM is started with, by a model's configuration. Nothing here allocates its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stores import parameters
+from tasks.engines.settings import VllmSettings
+
+
+def longest_sequence(settings: VllmSettings) -> int:
+    """The most tokens a request may have: the model's context length, limited by the cache's size."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.model).get_text_config()
+    return min(int(getattr(config, "max_position_embeddings", settings.kv_tokens)), settings.kv_tokens)
+
+
+def cache_bytes(settings: VllmSettings) -> int:
+    """Bytes of the KV cache: keys and values of every layer, for kv_tokens rounded up to pages."""
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    a_token = 2 * config.num_hidden_layers * heads * width * getattr(torch, settings.dtype).itemsize
+    return int(a_token * (settings.kv_tokens + settings.page_tokens))
+
+
+def checkpoint_shapes(model: str) -> parameters.Shapes:
+    """Names and shapes of the tensors that a trainer of this model publishes. Allocates nothing."""
+    return parameters.shapes(dict(empty_model(model).named_parameters()))
+
+
+def adapted_layers(settings: VllmSettings) -> list[str]:
+    """The last parts of the names of the layers that may have an adapter. Allocates nothing."""
+    from torch import nn
+
+    empty = empty_model(settings.model)
+    output = empty.get_output_embeddings()
+    linear = (name for name, module in empty.named_modules() if isinstance(module, nn.Linear) and module is not output)
+    return list(settings.lora.targets) or sorted({name.rpartition(".")[2] for name in linear})
+
+
+def empty_model(model: str) -> Any:
+    """A model without weights, as transformers lays it out."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))

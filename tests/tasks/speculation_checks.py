@@ -1,0 +1,160 @@
+"""What speculation must not change, for every engine that speculates: the distribution of tokens, their logprobs, and
+greedy responses. Drafts come from several sources, good and bad."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tasks.engines import drafting
+from tasks.engines.base import Engine, EngineLoad, Sampled
+from tasks.engines.drafting import Drafter
+from tests.tasks.engine_conformance import collect, logprobs_of, request, tokens_of
+
+PROMPT = (3, 10, 14, 7)
+LENGTH = 4
+"""Tokens of a response: the first one is never drafted, of the others up to two are, before one that is not."""
+ALPHA = 1e-6
+"""Probability with which a right engine fails the test of a distribution."""
+FEW = 5.0
+"""Expected counts below which tokens are counted together."""
+
+
+def sharpened(model: Path, to: Path, factor: float = 5.0) -> Path:
+    """A copy of a model whose distributions differ from context to context, so that drafts are right and wrong."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(factor)
+    found.save_pretrained(to)
+    AutoTokenizer.from_pretrained(model).save_pretrained(to)
+    return to
+
+
+class Exact:
+    """The model's own distribution after PROMPT and up to LENGTH - 1 tokens, by plain forward passes."""
+
+    def __init__(self, model: Path, temperature: float) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._temperature = temperature
+        self._found: dict[tuple[int, ...], np.ndarray] = {}
+
+    def after(self, responses: list[tuple[int, ...]]) -> list[np.ndarray]:
+        """Probabilities of the next token after responses of equal length."""
+        new = sorted(set(responses) - set(self._found))
+        for start in range(0, len(new), 512):
+            part = new[start : start + 512]
+            with torch.no_grad():
+                logits = self._model(torch.tensor([[*PROMPT, *response] for response in part])).logits[:, -1]
+            found = (logits.double() / self._temperature).softmax(-1).numpy()
+            self._found |= dict(zip(part, found, strict=True))
+        return [self._found[response] for response in responses]
+
+
+def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float | None:
+    """Of Pearson's chi-squared test of one context; None if there are too few tokens for it."""
+    expected = probabilities * counts.sum()
+    many = expected >= FEW
+    cells, wanted = counts[many], expected[many]
+    if expected[~many].sum() >= FEW:
+        cells, wanted = np.append(cells, counts[~many].sum()), np.append(wanted, expected[~many].sum())
+    elif counts[~many].sum() and len(cells):
+        cells[-1] += counts[~many].sum()
+        wanted[-1] += expected[~many].sum()
+    if len(cells) < 2:
+        return None
+    statistic = float(((cells - wanted) ** 2 / wanted).sum())
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def least_p_value(exact: Exact, responses: list[tuple[int, ...]]) -> float:
+    """The smallest p-value of all contexts, times their number."""
+    following: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for response in responses:
+        for at, token in enumerate(response):
+            following[response[:at]][token] += 1
+    found = []
+    for length in range(LENGTH):
+        contexts = [context for context in following if len(context) == length]
+        for context, probabilities in zip(contexts, exact.after(contexts), strict=True):
+            counts = np.array([following[context][token] for token in range(len(probabilities))], np.float64)
+            if (value := p_value(counts, probabilities)) is not None:
+                found.append(value)
+    return min(found) * len(found)
+
+
+def drafter_of(source: str, exact: Exact) -> type[Drafter]:
+    """A Drafter that always drafts. source: likely, absurd or random tokens, or those of responses."""
+
+    class Forced(Drafter):
+        def draft(self, key: str, most: int) -> list[int]:
+            if source == "responses":
+                return super().draft(key, most)
+            running = self._running[key]
+            response = tuple(running.text.tokens) if running.texts else running.response
+            drafted: list[int] = []
+            for _ in range(min(most, self._most)):
+                if source == "random":
+                    drafted.append(random.randrange(len(exact.after([()])[0])))
+                    continue
+                probabilities = exact.after([(*response, *drafted)])[0]
+                drafted.append(int(probabilities.argmax() if source == "likely" else probabilities.argmin()))
+            return drafted
+
+    if source == "responses":
+        drafting.LIKELY = 0.0  # undone by the test that asked for it
+    return Forced
+
+
+def check_distribution(engine: Engine, exact: Exact, responses: int, at_once: int = 256) -> EngineLoad:
+    """Sample responses and check that tokens are distributed as the model's, and have its logprobs."""
+    done: dict[int, Sampled] = {}
+    for start in range(0, responses, at_once):
+        count = min(at_once, responses - start)
+        engine.submit([request(start + i, prompt=PROMPT, max_new_tokens=LENGTH) for i in range(count)])
+        done = collect(engine, start + count, done)
+    sampled = [tuple(tokens_of(one)) for one in done.values()]
+    for at in range(LENGTH):
+        exactly = exact.after([response[:at] for response in sampled])
+        wanted = [float(np.log(p[response[at]])) for p, response in zip(exactly, sampled, strict=True)]
+        np.testing.assert_allclose([logprobs_of(one)[at] for one in done.values()], wanted, atol=2e-4)
+    assert least_p_value(exact, sampled) > ALPHA
+    return engine.load_statistics()
+
+
+def check_that_it_would_show(exact: Exact, responses: int = 1000) -> None:
+    """Check that these tests find what speculation does wrong if it accepts each draft: tokens of the draft's."""
+    rng = np.random.default_rng(0)
+
+    def drawn(accepts: Callable[[float], bool]) -> list[tuple[int, ...]]:
+        found = []
+        for _ in range(responses):
+            response: tuple[int, ...] = ()
+            while len(response) < LENGTH:
+                probabilities = exact.after([response])[0]
+                likely = int(probabilities.argmax())
+                token = int(rng.choice(len(probabilities), p=probabilities))
+                response += (likely if response and accepts(probabilities[likely]) else token,)
+            found.append(response)
+        return found
+
+    assert least_p_value(exact, drawn(lambda p: False)) > ALPHA
+    assert least_p_value(exact, drawn(lambda p: rng.random() < 0.2)) < ALPHA
+
+
+def greedy_responses(engine: Engine) -> list[list[int]]:
+    prompts = [(3, 10, 14, 7), (4, 9, 8, 15, 6), (3, 3, 11), (5, 16, 10, 12)]
+    engine.submit([request(10**6 + i, prompt=prompts[i % 4], max_new_tokens=60, greedy=True) for i in range(8)])
+    done = collect(engine, 8)
+    return [tokens_of(done[10**6 + i]) for i in range(8)]

@@ -1,0 +1,178 @@
+"""Drafts: what is proposed, from which texts, and what is forgotten."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from stores.trajectory import TrajectoryId
+from tasks.engines import drafting
+from tasks.engines.drafting import Drafter
+
+PROMPT = (3, 10, 14, 7)
+RESPONSE = (20, 21, 22, 23, 24, 25, 26, 27)
+
+
+def drafter(**changes: int) -> Drafter:
+    return Drafter(**({"length": 4, "most_running": 100} | changes))
+
+
+def begun(one: Drafter, key: str, response: tuple[int, ...] = (), trajectory: int | None = None) -> None:
+    """A request for PROMPT that has sampled this."""
+    one.begin(key, TrajectoryId(int(key) if trajectory is None else trajectory), PROMPT, 0)
+    one.extend(key, response)
+
+
+def test_a_sibling_is_followed_where_it_said_the_same() -> None:
+    one = drafter()
+    begun(one, "0", RESPONSE)
+    begun(one, "1", (50, 22, 23))
+    assert one.draft("1", 4) == [24]  # one place alone is not followed far before it has proved right
+    one.extend("1", (24,))
+    assert one.draft("1", 4)[:1] == [25]
+    one.extend("1", (60,))
+    assert one.draft("1", 4) == []
+
+
+def test_those_that_ended_are_followed_and_those_of_other_prompts_are_not() -> None:
+    one = drafter()
+    begun(one, "0", RESPONSE)
+    one.end("0")
+    one.begin("1", TrajectoryId(1), (5, 6), 0)
+    one.extend("1", RESPONSE[:3])
+    begun(one, "2", RESPONSE[:3])
+    assert one.draft("1", 4) == []
+    assert one.draft("2", 4)[:1] == [23]
+
+
+def test_a_response_follows_itself_and_its_prompt() -> None:
+    one = drafter()
+    begun(one, "0", (3, 10))
+    assert one.draft("0", 4)[:1] == [14]
+    begun(one, "1", (80, 81, 82, 80, 81))
+    assert one.draft("1", 4)[:1] == [82]
+
+
+def test_the_longest_match_decides_and_among_equals_the_majority() -> None:
+    one = drafter()
+    begun(one, "0", (1, 2, 3, 30))
+    for key in ("1", "2", "3"):
+        begun(one, key, (9, 2, 3, 40))
+    begun(one, "4", (8, 2, 3))
+    assert one.draft("4", 4)[:1] == [40]
+    begun(one, "5", (1, 2, 3))
+    assert one.draft("5", 4)[:1] == [30]
+
+
+def test_a_draft_has_its_length_and_ends_with_the_response() -> None:
+    one = drafter(ends=(26,), length=16)  # type: ignore[arg-type]
+    for key in "01234567":
+        begun(one, key, RESPONSE)
+    begun(one, "8", RESPONSE[:3])
+    for _ in range(3):
+        one.extend("8", (one.draft("8", 16)[0],))
+    assert one.draft("8", 0) == []
+    assert one.draft("8", -3) == []
+    begun(one, "9", RESPONSE[:2])
+    assert one.draft("9", 2) == [22, 23]
+    assert one.draft("9", 16) == [22, 23, 24, 25, 26]
+
+
+def test_drafts_that_are_never_sampled_are_given_up_and_come_back_when_they_are() -> None:
+    one, rng = drafter(), random.Random(0)
+    begun(one, "0", RESPONSE)
+
+    def drafts(sampled_too: bool) -> list[list[int]]:
+        found = []
+        for _ in range(100):
+            key = str(rng.randrange(1, 1 << 30))
+            begun(one, key, RESPONSE[:3])
+            found.append(one.draft(key, 4))
+            one.extend(key, (RESPONSE[3] if sampled_too else 1000 + rng.randrange(10**6),))
+            one.end(key)
+        return found
+
+    # Of what was sampled instead each is another text: the place that was drafted from is the only one that recurs.
+    assert drafts(sampled_too=True)[-1]
+    given_up = drafts(sampled_too=False)
+    assert given_up[0]
+    assert not given_up[-1]
+    assert drafts(sampled_too=True)[-1]
+
+
+def test_nothing_is_drafted_while_too_many_run() -> None:
+    one = drafter(most_running=2)
+    begun(one, "0", RESPONSE)
+    begun(one, "1", RESPONSE[:4])
+    begun(one, "2")
+    assert one.draft("1", 4) == []
+    one.end("2")
+    assert one.draft("1", 4)[:1] == [24]
+
+
+def test_a_request_that_goes_on_under_another_key_continues_its_text() -> None:
+    one = drafter()
+    begun(one, "0", RESPONSE)
+    one.end("0")
+    one.begin("7", TrajectoryId(0), (*PROMPT, *RESPONSE), len(RESPONSE))
+    assert one.length("7") == len(PROMPT) + len(RESPONSE)
+    one.extend("7", (1, 2))
+    assert one.length("7") == len(PROMPT) + len(RESPONSE) + 2
+    assert one.num_tokens == len(PROMPT) + len(RESPONSE) + 2
+    one.begin("8", TrajectoryId(0), (*PROMPT, 77), 1)  # its episode began again
+    assert one.draft("8", 4) == []
+    assert one.num_tokens == len(PROMPT) + len(RESPONSE) + 3
+
+
+def test_unknown_requests_have_no_drafts() -> None:
+    one = drafter()
+    one.extend("0", (1,))
+    one.end("0")
+    assert one.draft("0", 4) == []
+    assert one.length("0") is None
+
+
+@pytest.mark.parametrize("prompts", [1, 50])
+def test_what_is_known_is_bounded_and_what_runs_is_kept(prompts: int) -> None:
+    one, rng = drafter(most_tokens=2000), random.Random(1)
+    begun(one, "0", RESPONSE)
+    for i in range(1, 500):
+        prompt = (*PROMPT, i % prompts)
+        one.begin(str(i), TrajectoryId(i), prompt, 0)
+        one.extend(str(i), [rng.randrange(100) for _ in range(20)])
+        if i > 10:
+            one.end(str(i - 10))
+        assert one.num_tokens <= 2000 + 25
+    begun(one, "1000", RESPONSE[:3])
+    assert one.draft("1000", 4)[:1] == [23]
+
+
+def test_drafts_are_the_same_whatever_is_forgotten_elsewhere() -> None:
+    """Against a plain search of all texts: the longest match, the majority among its places."""
+    rng = random.Random(2)
+    texts = [tuple(rng.randrange(6) for _ in range(12)) for _ in range(30)]
+    one = drafter()
+    for i, text in enumerate(texts):
+        begun(one, str(i), text)
+    for i in range(30, 130):
+        end = tuple(rng.randrange(6) for _ in range(5))
+        begun(one, str(i), end)
+        match, places = one._running[str(i)].texts.matches(one._running[str(i)].text)  # type: ignore[union-attr]
+        own = [PROMPT, *texts, *(one._running[str(j)].text.tokens.tolist() for j in range(30, i)), end]
+        best = max((shared(end, text[:at]) for text in map(tuple, own) for at in range(2, len(text))), default=0)
+        assert match == best if places else match == 0
+        assert all(shared(end, tuple(text.tokens[:at])) == match for text, at in places)
+
+
+def shared(end: tuple[int, ...], before: tuple[int, ...]) -> int:
+    count = 0
+    while count < min(len(end), len(before)) and end[-1 - count] == before[-1 - count]:
+        count += 1
+    return count
+
+
+def test_priors_are_probabilities_that_grow_with_agreement() -> None:
+    assert list(drafting.PRIORS) == sorted(drafting.PRIORS)
+    found = [drafting._agreement(votes, places) for places in (1, 2, 3, 4, 16) for votes in range(1, places + 1)]
+    assert set(found) == set(range(len(drafting.PRIORS)))

@@ -1,0 +1,127 @@
+"""Speculation in the transformers engine changes no token's distribution, no logprob, and no greedy response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stores.errors import ConfigError
+from stores.trajectory import InstanceId
+from tasks.engines import drafting, transformers
+from tasks.engines.drafted_steps import accepted
+from tasks.engines.settings import Speculation, TransformersSettings
+from tasks.engines.transformers import TransformersEngine
+from tests.tasks import test_engine_transformers
+from tests.tasks.engine_conformance import model_settings
+from tests.tasks.speculation_checks import (
+    Exact,
+    check_distribution,
+    check_that_it_would_show,
+    drafter_of,
+    greedy_responses,
+    sharpened,
+)
+
+SOURCES = ("likely", "absurd", "random", "responses")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharpened(tiny_model, tmp_path_factory.mktemp("sharp"))
+
+
+@contextmanager
+def speculating(model: Path, length: int = 3, **changes: Any) -> Iterator[TransformersEngine]:
+    torch.set_num_threads(1)
+    speculation = Speculation(length=length, most_running=1000)
+    given = model_settings(model) | {"eos": (), "max_running": 256, "kv_tokens": 16384, "speculation": speculation}
+    one = TransformersEngine(TransformersSettings(**(given | changes)), InstanceId("rollout-0"))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exact], None]:
+    """Have engines made from now on draft always, from this source."""
+
+    def force(source: str, exact: Exact) -> None:
+        monkeypatch.setattr(drafting, "LIKELY", drafting.LIKELY)
+        monkeypatch.setattr(transformers, "Drafter", drafter_of(source, exact))
+
+    return force
+
+
+def check_source(model: Path, source: str, forced: Callable[[str, Exact], None], responses: int) -> None:
+    exact = Exact(model, 0.8)
+    forced(source, exact)
+    with speculating(model, temperature=0.8) as engine:
+        load = check_distribution(engine, exact, responses)
+    assert load.drafted_tokens >= responses / 4
+    share = load.accepted_tokens / load.drafted_tokens
+    assert share > 0.1 if source == "likely" else share < 0.05 if source == "absurd" else 0 < share < 1
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_tokens_are_distributed_as_without(model: Path, source: str, forced: Callable[[str, Exact], None]) -> None:
+    check_source(model, source, forced, 500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_hundred_thousand_tokens_are(model: Path, source: str, forced: Callable[[str, Exact], None]) -> None:
+    check_source(model, source, forced, 25_000)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_tokens_are_without(model: Path) -> None:
+    with speculating(model, length=0) as engine:
+        assert check_distribution(engine, Exact(model, 1.0), 25_000).drafted_tokens == 0
+
+
+def test_a_distribution_that_is_not_right_shows(model: Path) -> None:
+    check_that_it_would_show(Exact(model, 1.0))
+
+
+def test_greedy_responses_are_the_same_token_by_token(model: Path, forced: Callable[[str, Exact], None]) -> None:
+    with speculating(model, length=0) as engine:
+        expected = greedy_responses(engine)
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    for source in ("responses", "random"):
+        forced(source, Exact(model, 1.0))
+        with speculating(model) as engine:
+            assert greedy_responses(engine) == expected
+            load = engine.load_statistics()
+            assert load.drafted_tokens > load.accepted_tokens > 0
+
+
+def test_a_response_keeps_no_drafted_token_behind_its_end_or_its_limit() -> None:
+    assert accepted([5, 6, 7], [5, 6, 7, 8], set(), 10) == 3
+    assert accepted([5, 6, 7], [5, 9, 7, 8], set(), 10) == 1
+    assert accepted([5, 6, 7], [5, 6, 7, 8], {6}, 10) == 1
+    assert accepted([5, 6, 7], [5, 6, 7, 8], set(), 2) == 1
+    assert accepted([], [8], set(), 1) == 0
+
+
+def test_a_model_with_sliding_windows_is_refused() -> None:
+    class Processor:
+        class cache:
+            cache_allocators = {"full_attention": None, "sliding_attention": None}  # noqa: RUF012
+
+    with pytest.raises(ConfigError, match="sliding_attention"):
+        transformers.DraftedSteps(Processor(), drafting.Drafter(4, 4))
+
+
+@pytest.mark.slow
+class TestSpeculatingTransformersEngine(test_engine_transformers.TestTransformersEngine):
+    """The conformance suite while every request is drafted for at every step."""
+
+    @pytest.fixture
+    def engine(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransformersEngine]:
+        monkeypatch.setattr(drafting, "LIKELY", 0.0)
+        with speculating(tiny_model, eos=(1,), max_running=32, kv_tokens=4096) as one:
+            yield one

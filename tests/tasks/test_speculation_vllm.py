@@ -1,0 +1,106 @@
+"""Speculation in vLLM changes no token's distribution, no logprob, and no greedy response. Runs where vllm is installed
+(`make test-vllm`)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stores.errors import ConfigError
+from stores.trajectory import InstanceId
+from tasks.engines import drafting
+from tasks.engines.settings import Speculation, VllmSettings
+from tests.tasks import test_engine_vllm
+from tests.tasks.engine_conformance import model_settings
+from tests.tasks.speculation_checks import Exact, check_distribution, drafter_of, greedy_responses, sharpened
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed", allow_module_level=True)
+
+from tasks.engines import vllm_drafting
+from tasks.engines.vllm import VllmEngine
+
+SOURCES = ("likely", "absurd", "random", "responses")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharpened(tiny_model, tmp_path_factory.mktemp("sharp"))
+
+
+@contextmanager
+def speculating(model: Path, length: int = 3, source: str = "responses", **changes: Any) -> Iterator[VllmEngine]:
+    speculation = Speculation(length=length, source=source, most_running=1000)
+    given = model_settings(model) | {"eos": (), "max_running": 128, "kv_tokens": 16384, "speculation": speculation}
+    one = VllmEngine(VllmSettings(**(given | changes)), InstanceId("rollout-0"))
+    yield one
+    one.close()
+
+
+def check_source(model: Path, source: str, monkeypatch: pytest.MonkeyPatch, responses: int) -> None:
+    exact = Exact(model, 0.8)
+    monkeypatch.setattr(drafting, "LIKELY", drafting.LIKELY)
+    monkeypatch.setattr(vllm_drafting, "Drafter", drafter_of(source, exact))
+    with speculating(model, temperature=0.8) as engine:
+        load = check_distribution(engine, exact, responses)
+    assert load.drafted_tokens >= responses / 4
+    share = load.accepted_tokens / load.drafted_tokens
+    assert share > 0.1 if source == "likely" else share < 0.05 if source == "absurd" else 0 < share < 1
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_tokens_are_distributed_as_without(model: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_source(model, source, monkeypatch, 500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_hundred_thousand_tokens_are(model: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_source(model, source, monkeypatch, 25_000)
+
+
+def test_a_package_that_is_missing_is_said(model: Path) -> None:
+    if importlib.util.find_spec("arctic_inference"):
+        pytest.skip("arctic-inference is installed")
+    with pytest.raises(ConfigError, match="needs arctic-inference"), speculating(model, source="suffix"):
+        pass
+
+
+def test_greedy_responses_are_the_same_token_by_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with speculating(model, length=0) as engine:
+        expected = greedy_responses(engine)
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    monkeypatch.setattr(drafting, "LIKELY", 0.0)
+    with speculating(model) as engine:
+        assert greedy_responses(engine) == expected
+        load = engine.load_statistics()
+    assert load.drafted_tokens > load.accepted_tokens > 0
+
+
+class TestSpeculatingVllmEngine(test_engine_vllm.TestVllmEngine):
+    """The conformance suite while every request is drafted for at every step."""
+
+    @pytest.fixture
+    def engine(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
+        monkeypatch.setattr(drafting, "LIKELY", 0.0)
+        with speculating(tiny_model, eos=(1,), max_running=32, kv_tokens=4096) as one:
+            yield one
+
+
+@pytest.mark.parametrize("source", ["ngram", "suffix"])
+def test_vllms_own_drafts_do_not_change_it_either(model: Path, source: str) -> None:
+    """The last test: once numba is loaded, vLLM 0.32 makes no further engine in a process (its dispatcher stumbles)."""
+    if importlib.util.find_spec(vllm_drafting.NEEDED[source][0]) is None:
+        pytest.skip(f"{vllm_drafting.NEEDED[source][1]} is not installed")
+    with speculating(model, length=0) as engine:
+        expected = greedy_responses(engine)
+    with speculating(model, source=source, temperature=0.8) as engine:
+        check_distribution(engine, Exact(model, 0.8), 2000)
+        assert greedy_responses(engine) == expected
+        load = engine.load_statistics()
+    assert load.drafted_tokens > load.accepted_tokens > 0
