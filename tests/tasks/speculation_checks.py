@@ -3,6 +3,7 @@ greedy responses. Drafts come from several sources, good and bad."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -48,6 +49,9 @@ class Exact:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._temperature = temperature
         self._found: dict[tuple[int, ...], np.ndarray] = {}
+        vocabulary = range(self._model.config.vocab_size)
+        for length in range(LENGTH - 1):  # all that drafters ask for one by one, in few passes
+            self.after(list(itertools.product(vocabulary, repeat=length)))
 
     def after(self, responses: list[tuple[int, ...]]) -> list[np.ndarray]:
         """Probabilities of the next token after responses of equal length."""
@@ -104,10 +108,9 @@ def drafter_of(source: str, exact: Exact) -> type[Drafter]:
             running = self._running[key]
             response = tuple(running.text.tokens) if running.texts else running.response
             drafted: list[int] = []
-            for _ in range(min(most, self._most)):
-                if source == "random":
-                    drafted.append(random.randrange(len(exact.after([()])[0])))
-                    continue
+            if source == "random":
+                return random.choices(range(len(exact.after([()])[0])), k=max(0, min(most, self._most)))
+            for _ in range(min(most, self._most, LENGTH - 1 - len(response))):
                 probabilities = exact.after([(*response, *drafted)])[0]
                 drafted.append(int(probabilities.argmax() if source == "likely" else probabilities.argmin()))
             return drafted
