@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+AGENTS_VENV ?= .venv-agents
+AGENTS_STAMP := $(AGENTS_VENV)/.installed
 # Processes that share the tests; most tests start several of their own.
 TEST_PROCESSES ?= 2
 export OMP_NUM_THREADS ?= 1
@@ -12,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test check install smollm2-model smollm2 tools tools-vllm test-vllm nightly-vllm nightly bench soak clean
+.PHONY: demo demo-agent test check install smollm2-model smollm2 tools tools-vllm test-vllm test-agents nightly-vllm nightly bench soak clean
 
 install: $(STAMP)
 
@@ -53,6 +55,18 @@ test-vllm: $(VLLM_STAMP)  ## vLLM's CPU build in an environment of its own: the 
 
 nightly-vllm: $(VLLM_STAMP)  ## the same and the slow ones: a thousand random episodes
 	$(VLLM_VENV)/bin/pytest -W default -m 'not gpu' $(VLLM_TESTS)
+
+$(AGENTS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(AGENTS_VENV)
+	$(AGENTS_VENV)/bin/pip install -q -c constraints.txt -e '.[test,agents,renderers]' 'verifiers>=0.4,<0.5'
+	# Each of the two pins another version of a package that neither needs for what is tested here.
+	$(AGENTS_VENV)/bin/pip install -q -c constraints.txt 'openenv>=0.10,<0.11'
+	touch $@
+
+AGENT_TESTS := tests/tasks/test_endpoint.py tests/tasks/test_agents.py tests/tasks/test_agent_clients.py
+
+test-agents: $(AGENTS_STAMP)  ## the endpoint with its clients' own packages: openai, verifiers, openenv
+	$(AGENTS_VENV)/bin/pytest -W default $(AGENT_TESTS)
 
 nightly: install  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'

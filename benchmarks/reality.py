@@ -2,6 +2,7 @@
 
     python benchmarks/reality.py emulated      the demo's shape: real actors, emulated engine, against simulate
     python benchmarks/reality.py overhead      8 instances, 2,000 trajectories: what the system costs, and where
+    python benchmarks/reality.py short         the same with the demo's 30-token responses, where messages weigh most
     python benchmarks/reality.py transformers  the demo's job and engine, after `staleflow profile`, against simulate
 
 Real and simulated runs are compared by seconds for the same steps, consumed tokens, staleness and commands.
@@ -14,6 +15,7 @@ import asyncio
 import dataclasses
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,10 @@ OVERHEAD = (
     "rollout.engine.kv_tokens=1000000", "workload.median=300", "workload.sigma=0.8", "workload.prompt_tokens=200",
     "simulation.train_s=3.0", "simulation.pull_s=0.1", "simulation.reward_s=0.0", "simulation.report_s=0.5",
 )  # fmt: skip
+
+
+SHORT = (*EMULATED, "simulation.reward_s=0.0")
+"""Nothing is slow but what the emulated engine and trainer wait for themselves: decoding, loading weights, a step."""
 
 
 def real(config: RunConfig) -> dict[str, Any]:
@@ -88,12 +94,28 @@ def emulated(quick: bool) -> None:
 
 def overhead(quick: bool) -> None:
     config = loading.load(DEMO, (*OVERHEAD, *(("steps=2", "rollout.instances=2") if quick else ())))
+    costs(config)
+
+
+def short(quick: bool) -> None:
+    config = loading.load(DEMO, ("name=short", *SHORT, *(("steps=2",) if quick else ())))
+    at_once = dataclasses.replace(config, simulation=dataclasses.replace(config.simulation, pull_s=0.0))
+    wall_s = costs(config)
+    ideal_s = simulated(at_once)[1].steps[-1].finished_s
+    share = wall_s / ideal_s - 1
+    print(f"{share:.2%} of {ideal_s:.2f} s, if an engine loaded weights at once; the job has it take a while")
+
+
+def costs(config: RunConfig) -> float:
+    """Print what the system adds to the seconds of a job, and where; returns the seconds of the real run."""
     m, trace = simulated(config)
+    before_s = time.process_time()
     summary = real(config)
+    cpu_s = time.process_time() - before_s
     compare(summary, m, trace)
     ideal_s, seconds = trace.steps[-1].finished_s, summary["seconds"]
-    print(f"\noverhead: {seconds['wall_s'] / ideal_s - 1:.2%} of the ideal (simulated) {ideal_s:.1f} s")
-    wall_s = seconds["wall_s"]
+    wall_s: float = seconds["wall_s"]
+    print(f"\noverhead: {wall_s / ideal_s - 1:.2%} of the ideal (simulated) {ideal_s:.2f} s")
     parts = {
         "deciding, all events": seconds["decide_s"],
         "instances wait though work is routed (commands, payloads)": seconds["rollout_idle_with_work_s"],
@@ -103,6 +125,12 @@ def overhead(quick: bool) -> None:
     }
     for what, part in parts.items():
         print(f"  {part:7.2f} s  {part / wall_s:6.2%}  {what}")
+    num_sampled = summary["commands"]["Score"]
+    print(
+        f"driver and scheduler, start and end included: {cpu_s:.2f} CPU-s, {cpu_s / num_sampled * 1e3:.2f} ms a "
+        f"trajectory; while it trains: {seconds['driver_cpu_s'] / num_sampled * 1e3:.2f} ms"
+    )
+    return wall_s
 
 
 def transformers(quick: bool) -> None:
@@ -130,10 +158,10 @@ def transformers(quick: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("emulated", "overhead", "transformers"))
+    parser.add_argument("what", choices=("emulated", "overhead", "short", "transformers"))
     parser.add_argument("--quick", action="store_true", help="few steps: whether it works")
     args = parser.parse_args()
-    {"emulated": emulated, "overhead": overhead, "transformers": transformers}[args.what](args.quick)
+    {"emulated": emulated, "overhead": overhead, "short": short, "transformers": transformers}[args.what](args.quick)
 
 
 if __name__ == "__main__":

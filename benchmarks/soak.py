@@ -3,12 +3,13 @@
     python -m benchmarks.soak --faults 1000 --seed 1      the long one: hours
     python -m benchmarks.soak --faults 30                  minutes
     python -m benchmarks.soak --only "kill -9 trainer"     one kind of fault
+    python -m benchmarks.soak --job-kind turns             episodes of several turns; ranks: two trainer processes
     python -m benchmarks.soak --mode kill-all --times 100  kill -9 of everything in the middle of a step, the demo's job
 
-A scheduler, six workers and the run are processes of their own; the engine is emulated. Faults strike one after
-another, some before the last one has passed. Whatever has ended is started again by this program, as an operator's
-tools would, and what the run does by itself is left to it. After each resume the store is audited; at the end the run
-is stopped, and every prompt is counted against the source.
+A scheduler, workers and the run are processes of their own; the engine is emulated. Faults strike one after another,
+some before the last one has passed. Whatever has ended is started again by this program, as an operator's tools would,
+and what the run does by itself is left to it. After each resume the store is audited; at the end the run is stopped,
+and every prompt is counted against the source.
 
 It fails (exit 1) if an audit has findings, a prompt was skipped or trained on twice, or the run did not train again
 within its deadlines.
@@ -31,8 +32,8 @@ from pathlib import Path
 
 from benchmarks.soaking.cluster import Cluster
 from benchmarks.soaking.counting import Recoveries, audited, prompts, sampled
-from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, Scene
-from benchmarks.soaking.job import STEPS, Job
+from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, Scene, left_out
+from benchmarks.soaking.job import KINDS, STEPS, Job
 from benchmarks.soaking.killing import kill_all
 from benchmarks.soaking.machine import Machine, isolated
 from benchmarks.soaking.running import Run
@@ -89,11 +90,8 @@ class Soak:
 
     async def strike(self) -> tuple[str, str, float]:
         """Choose a fault that can strike now; returns its name, what it did, and when."""
-        machine = self.scene.machine
-        left_out = set(NEEDS_ROOT[:1] if machine.disk is None else ()) | set(
-            () if machine.namespace else NEEDS_ROOT[1:]
-        )
-        names = [name for name in FAULTS if (not self.only or name in self.only) and name not in left_out]
+        never = left_out(self.scene.machine, self.scene.job.kind)
+        names = [name for name in FAULTS if (not self.only or name in self.only) and name not in never]
         while True:
             name = self.rng.choices(names, [FAULTS[n][0] for n in names])[0]
             at = time.monotonic()
@@ -233,9 +231,9 @@ class Soak:
 
 async def soak(args: argparse.Namespace, folder: Path, machine: Machine) -> list[str]:
     rng = random.Random(args.seed)
-    job = Job(folder=folder, seed=args.seed, eta=rng.choice((1, 2, 3)))
+    job = Job(folder=folder, seed=args.seed, eta=rng.choice((1, 2, 3)), kind=args.job_kind)
     job.write()
-    cluster = Cluster(folder, machine)
+    cluster = Cluster(folder, machine, job.kind)
     watch = Watch(cluster.file, job.run_dir)
     scene = Scene(job, cluster, machine, watch, Run(job, cluster, watch, rng), rng)
     one = Soak(scene=scene, every_s=args.every, rng=rng, only=tuple(args.only))
@@ -259,6 +257,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=100, help="kill-all: how often")
     parser.add_argument("--job", default="examples/demo.toml", help="kill-all: the job; `make demo` makes its model")
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="kill-all: override of the job")
+    parser.add_argument("--job-kind", choices=KINDS, default="", help="by default one that the seed chooses")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="FAULT", help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--folder", type=Path, help="kept; by default a temporary one, kept if there are findings")
@@ -268,12 +267,16 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # that the scheduler is gone is no news here
     if unknown := set(args.only) - set(FAULTS):
         parser.error(f"no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
+    args.job_kind = args.job_kind or KINDS[args.seed % len(KINDS)]
+    if unfit := set(args.only) & left_out(Machine("second", Path()), args.job_kind):
+        parser.error(f"--job-kind {args.job_kind} has no fault {min(unfit)!r}")
     if args.quick:
         args.faults = 3
     folder = args.folder or Path(tempfile.mkdtemp(prefix="staleflow-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     planned = f"{args.faults} faults" if args.mode == "faults" else f"{args.times} kills of everything"
-    print(f"seed {args.seed}, {planned}, in {folder}", flush=True)
+    kind = "" if args.mode == "kill-all" else f", job kind {args.job_kind}"
+    print(f"seed {args.seed}, {planned}{kind}, in {folder}", flush=True)
     if args.mode == "kill-all":
         overrides = (
             "task.eval_prompts=0",

@@ -64,10 +64,17 @@ def replace_text(path: Path, text: str, remedy: str) -> None:
 def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, failures: Failures = ()) -> None:
     """Call `write` with a temporary, empty folder, and rename it to `path` once it is complete. Raises StoreError; then
     `path` is unchanged."""
+    with replacing_folder(path, remedy, failures=failures) as part:
+        write(part)
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Iterator[Path]:
+    """`replace_folder` for a folder that is filled bit by bit: the temporary one, renamed when the block ends well."""
     with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()
         with _part(path, folder=True) as part:
-            write(part)
+            yield part
             if not path.exists():
                 publish(part, path)
                 return

@@ -97,6 +97,8 @@ class InFlight:
     """Of the live ones that were routed: what an instance of an earlier epoch still delivers is not taken."""
     restarts: dict[TrajectoryId, int] = field(default_factory=dict)
     """How often live ones began again with their prompt."""
+    turn_tokens: dict[TrajectoryId, int] = field(default_factory=dict)
+    """Most tokens of the turns of live ones whose environments have said so."""
     batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
     """By step: what it has taken, in the trainer's order."""
     ended: list[Ended] = field(default_factory=list)
@@ -211,6 +213,7 @@ class InFlight:
             scored=set(self.scored),
             routings=dict(self.routings),
             restarts=dict(self.restarts),
+            turn_tokens=dict(self.turn_tokens),
             batches=dict(self.batches),
             ended=list(self.ended),
         )
@@ -272,6 +275,7 @@ class InFlight:
             timings=replace(t.timings, rewarded_s=0.0),
         )  # fmt: skip
         self.scored.discard(t.id)
+        self.turn_tokens.pop(t.id, None)
         self.routings[t.id] = LatestRouting(epoch, 0)
         self.restarts[t.id] = attempt
 
@@ -305,6 +309,9 @@ class InFlight:
             return False
         given = Given(role=entry.role, tokens=entry.tokens, seconds=entry.seconds)
         self.live[t.id] = replace(t, spans=(*t.spans, given), finish=FinishReason.UNFINISHED)
+        self.turn_tokens.pop(t.id, None)
+        if entry.turn_tokens:
+            self.turn_tokens[t.id] = entry.turn_tokens
         return True
 
     def _restart(self, entry: EpisodeRestarted) -> bool:
@@ -350,6 +357,7 @@ class InFlight:
         held = [*self.live.values(), *self.set_aside()]
         scored = self.scored
         self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
+        self.turn_tokens = {}
         for t in sorted(held, key=lambda t: t.id):
             whole = all(s.version <= entry.version for s in t.segments)
             fresh = _started(t.id, t.group, t.prompt_tokens, min(t.timings.arrived_s, entry.at_s))
@@ -374,6 +382,7 @@ class InFlight:
     def _drop(self, trajectory: TrajectoryId) -> Trajectory:
         self.routings.pop(trajectory, None)
         self.restarts.pop(trajectory, None)
+        self.turn_tokens.pop(trajectory, None)
         return self.live.pop(trajectory)
 
 

@@ -98,7 +98,11 @@ METRICS = (
            label="largest"),
     Metric(name="probe_drift", unit="nats", doc="largest |logprob of the probe - the trainer's| of all instances"),
     Metric(name="learning_rate", unit="", doc="learning rate of the step"),
-    Metric(name="tokens_trained", unit="tokens", doc="tokens that contributed to the gradient"),
+    Metric(
+        name="tokens_trained",
+        unit="tokens",
+        doc="tokens that contributed to the gradient, each once, however many epochs it is trained in",
+    ),
     Metric(name="fetch_s", unit="s", doc="time to fetch the batch from the trajectory server"),
     Metric(name="train_s", unit="s", doc="time of forward, backward and optimizer"),
     Metric(name="publish_s", unit="s", doc="time to write and fingerprint the new weights"),

@@ -9,11 +9,12 @@ torch is loaded only where there are tensors: who hands a version's file on need
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from stores import weight_file
+from stores import weight_delta, weight_file
 from stores.errors import StoreError
 from stores.files import replace_folder, replacing
 from stores.incoming import PIECE_BYTES, Incoming
 from stores.trajectory import PolicyVersion
-from stores.weight_hash import Array, Tensors, Weights
+from stores.weight_delta import Changes
+from stores.weight_hash import Array, OneByOne, Tensors, matches
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +76,9 @@ def check_shapes(held: Shapes, loaded: Shapes, path: Path) -> None:
         if shape != loaded[name]:
             raise StoreError(f"{path}: {name} has shape {loaded[name]}, the model's has {shape}")
 
+
+SHARD = "2GB"
+"""Size of a checkpoint's files, at most: no more of a model is copied at once."""
 
 OWNER = ".owner"
 """A file in each folder on which every user holds a shared lock; the lock is released however the process ends."""
@@ -134,35 +139,69 @@ class ParameterFolder:
     def versions(self) -> list[PolicyVersion]:
         return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.safetensors"))
 
-    def publish(self, version: PolicyVersion, weights: Weights) -> str:
-        """Write a version, and make it visible atomically. Returns its fingerprint. Raises StoreError."""
-        with self._replacing(version) as part:
-            return weight_file.write(part, weights)
+    def delta_path(self, version: PolicyVersion) -> Path:
+        """Where what has changed since the version before is, if it is here."""
+        return self.folder / f"v{version:08d}.delta"
+
+    def publish(self, version: PolicyVersion, weights: Tensors | OneByOne, *, delta: bool = False) -> str:
+        """Write a version, and make it visible atomically. Returns its fingerprint. delta: write besides what has
+        changed since the version before, if that is here, has the same tensors, and has not changed altogether. Raises
+        StoreError."""
+        with self._replacing(self.path(version)) as part:
+            if not delta or version == 0:
+                return weight_file.write(part, weights)
+            before = PolicyVersion(version - 1)
+            changes = Changes(path=part.with_suffix(".delta"), base=before, old=self.path(before))
+            try:
+                held = weight_file.write(part, weights, changes)
+                with contextlib.suppress(FileNotFoundError):  # there is none
+                    changes.path.replace(self.delta_path(version))  # before the version itself is seen
+                return held
+            finally:
+                changes.path.unlink(missing_ok=True)
+
+    def size(self, path: Path) -> int:
+        """Bytes of a file here; 0 if it is not."""
+        return path.stat().st_size if path.exists() else 0
 
     @contextlib.contextmanager
-    def incoming(self, version: PolicyVersion, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[Incoming]:
-        """A version that is on its way to this host; visible when the block ends, if it is complete by then, else
-        removed. Raises StoreError."""
-        with self._replacing(version) as part:
+    def incoming(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[Incoming]:
+        """A file of this folder that is on its way to this host; visible when the block ends, if it is complete by
+        then, else removed. Raises StoreError."""
+        with self._replacing(path) as part:
             incoming = Incoming(part, num_bytes, piece_bytes)
             yield incoming
             if incoming.missing:
-                raise StoreError(f"{part}: {len(incoming.missing)} pieces of version {version} have not arrived")
+                raise StoreError(f"{path}: {len(incoming.missing)} pieces have not arrived")
 
-    def read_chunk(self, version: PolicyVersion, offset: int, size: int) -> bytes:
-        """Read `size` bytes of a published file from `offset`; fewer at its end."""
-        with self.path(version).open("rb") as file:
+    def rebuild(self, version: PolicyVersion, base: PolicyVersion, recorded: str) -> None:
+        """Make a version of an older one by the deltas of all since, which are here. recorded: its fingerprint. Raises
+        StoreError if it cannot be written, or another version comes out."""
+        with self._replacing(self.path(version)) as part:
+            shutil.copyfile(self.path(base), part)
+            for before in range(base, version):
+                weight_delta.apply(part, self.delta_path(PolicyVersion(before + 1)), PolicyVersion(before))
+            if not matches(weight_file.stored(part), recorded):
+                raise StoreError(f"version {version}, made of version {base} and what has changed, is another one")
+
+    def read_chunk(self, path: Path, offset: int, size: int) -> bytes:
+        """Read `size` bytes of a file of this folder from `offset`; fewer at its end."""
+        with path.open("rb") as file:
             file.seek(offset)
             return file.read(size)
 
     def prune(self, used: Iterable[PolicyVersion]) -> list[PolicyVersion]:
-        """Remove all versions except those in use and the newest; returns the removed ones. A reader that has a removed
-        file open keeps it."""
+        """Remove all versions except those in use and the newest; returns the removed ones. Deltas are kept for those
+        that have one of these. A reader that has a removed file open keeps it."""
         versions = self.versions()
         keep = {*used, *versions[-1:]}
         gone = [v for v in versions if v not in keep]
         for version in gone:
             self.path(version).unlink(missing_ok=True)
+        oldest = min(keep, default=0)
+        for path in self.folder.glob("v*.delta"):
+            if int(path.stem[1:]) <= oldest:
+                path.unlink(missing_ok=True)
         return gone
 
     def remove(self) -> None:
@@ -170,18 +209,31 @@ class ParameterFolder:
         self._release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _replacing(self, version: PolicyVersion) -> AbstractContextManager[Path]:
+    def _replacing(self, path: Path) -> AbstractContextManager[Path]:
         remedy = "free memory, or set cluster.shared_memory to a larger folder"
-        return replacing(self.path(version), remedy, failures=(SafetensorError,), flush=False)
+        return replacing(path, remedy, failures=(SafetensorError,), flush=False)
 
 
-def checkpoint(model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+def checkpoint(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    also: Callable[[Path], None] | None = None,
+) -> None:
     """Save a model and tokenizer for `from_pretrained`, atomically. Replaces a checkpoint of the same step, which
-    exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards. Raises
+    exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards, and others of
+    another type; they are written file by file, SHARD of each. also: writes what else belongs into the folder. Raises
     StoreError."""
+    (kind,) = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
 
     def write(part: Path) -> None:
-        model.save_pretrained(part, state_dict=dict(weights))
+        model.save_pretrained(part, state_dict=dict(weights), max_shard_size=SHARD)
+        config = copy.deepcopy(model.config)
+        config.dtype = kind  # not that of the weights that are trained
+        config.save_pretrained(part)
         tokenizer.save_pretrained(part)
+        if also is not None:
+            also(part)
 
     replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stores.errors import StoreError
-from stores.files import remove, replace_file, replace_folder
+from stores.files import remove, replacing, replacing_folder
 from stores.trajectory import PolicyVersion
 
 KEPT = 3
@@ -53,11 +53,20 @@ class ResumePoints:
     def write(self, version: PolicyVersion, write: Callable[[Path], None], *, sharded: bool = False) -> None:
         """Have `write` create the file of `version`, or fill its folder; then remove the oldest beyond `KEPT`. Raises
         StoreError."""
+        with self.writing(version, sharded=sharded) as part:
+            write(part)
+
+    @contextlib.contextmanager
+    def writing(self, version: PolicyVersion, *, sharded: bool = False) -> Iterator[Path]:
+        """`write` for a point that is written bit by bit: the temporary path of its file or folder. It is there, whole,
+        when the block has ended well. Raises StoreError."""
         remedy = "free space, move runs_dir or set training.resume_every"
+        path = self.path(version, sharded=sharded)
         # torch.save raises RuntimeError on a full disk.
-        replace = replace_folder if sharded else replace_file
+        replacement = replacing_folder if sharded else replacing
+        with replacement(path, remedy, failures=(RuntimeError,)) as part:
+            yield part
         remove(self.path(version, sharded=not sharded))  # of another number of processes; what is there is never both
-        replace(self.path(version, sharded=sharded), write, remedy, failures=(RuntimeError,))
         for old in self.versions()[:-KEPT]:
             self._remove(old)
 

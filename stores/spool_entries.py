@@ -66,7 +66,8 @@ class TokensDelivered:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerGiven:
     """An environment has answered a turn. first: the position in the response of the first token of the answer; what
-    was sampled before it is the turn. seconds: it took so long."""
+    was sampled before it is the turn. seconds: it took so long. turn_tokens: most of the turn that follows, if it has
+    said so; else 0."""
 
     trajectory: TrajectoryId
     first: int
@@ -75,6 +76,7 @@ class AnswerGiven:
     seconds: float
     at_s: float
     attempt: int = UNKNOWN
+    turn_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ def encode(entry: Entry) -> bytes:
             arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
         case AnswerGiven():
             head = ["given", entry.trajectory, entry.first, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
-            head += [entry.attempt]
+            head += [entry.attempt, *([entry.turn_tokens] if entry.turn_tokens else ())]
             arrays = (entry.tokens.astype("<i4"),)
         case EpisodeRestarted():
             head = ["restarted", entry.trajectory, entry.tokens, entry.epoch, entry.attempt]
@@ -247,7 +249,7 @@ _DECODERS: dict[str, Any] = {
         routed=tuple((TrajectoryId(t), epoch) for t, epoch in routed), at_s=at_s
     ),
     "tokens": _tokens,
-    "given": lambda data, at, trajectory, first, role, count, seconds, at_s, attempt=UNKNOWN: AnswerGiven(
+    "given": lambda data, at, trajectory, first, role, count, seconds, at_s, attempt=UNKNOWN, most=0: AnswerGiven(
         trajectory=TrajectoryId(trajectory),
         first=first,
         role=role,
@@ -255,6 +257,7 @@ _DECODERS: dict[str, Any] = {
         seconds=seconds,
         at_s=at_s,
         attempt=attempt,
+        turn_tokens=most,
     ),
     "restarted": lambda data, at, trajectory, tokens, epoch, attempt=UNKNOWN: EpisodeRestarted(
         trajectory=TrajectoryId(trajectory), tokens=tokens, epoch=epoch, attempt=attempt

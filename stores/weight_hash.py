@@ -26,7 +26,20 @@ if TYPE_CHECKING:
     import torch
 
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as it is in a file. dtype: torch's name of its type, such as torch.bfloat16, which numpy may not have.
+    data: its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+
+
 Tensors: TypeAlias = "Mapping[str, torch.Tensor] | Mapping[str, Array]"
+AnyTensor: TypeAlias = "torch.Tensor | Array | StoredTensor"
 
 SCHEME = "sha256-tree"
 """The scheme of new fingerprints."""
@@ -49,10 +62,10 @@ class OneByOne:
     come: Iterator[tuple[str, torch.Tensor]]
 
 
-Weights: TypeAlias = "Tensors | OneByOne"
+Weights: TypeAlias = "Tensors | Mapping[str, StoredTensor] | OneByOne"
 
 
-def in_order(weights: Weights) -> Iterator[tuple[str, torch.Tensor | Array]]:
+def in_order(weights: Weights) -> Iterator[tuple[str, AnyTensor]]:
     """Tensors in the order of their names. Those that come one by one have come then."""
     if isinstance(weights, OneByOne):
         yield from weights.come
@@ -115,14 +128,16 @@ def _scheme(recorded: str) -> str:
     return recorded.rpartition(":")[0]
 
 
-def _header(name: str, tensor: torch.Tensor | Array) -> bytes:
+def _header(name: str, tensor: AnyTensor) -> bytes:
     kind = f"torch.{tensor.dtype}" if isinstance(tensor, np.ndarray) else tensor.dtype
     return f"{name}:{tuple(tensor.shape)}:{kind};".encode()
 
 
-def _pieces(tensor: torch.Tensor | Array) -> Iterator[tuple[int, torch.Tensor | Array]]:
+def _pieces(tensor: AnyTensor) -> Iterator[tuple[int, torch.Tensor | Array]]:
     """Views of a tensor's bytes with their place in it, PIECE_BYTES each and the rest."""
     flat: torch.Tensor | Array
+    if isinstance(tensor, StoredTensor):
+        tensor = tensor.data
     if isinstance(tensor, np.ndarray):
         flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
         return ((begin, flat[begin : begin + PIECE_BYTES]) for begin in range(0, len(flat), PIECE_BYTES))

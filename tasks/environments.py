@@ -14,8 +14,9 @@ from typing import Any
 from stores.errors import ConfigError
 from tasks import user_code
 from tasks.columns import Columns
+from tasks.endpoint.settings import EndpointSettings
 from tasks.episodes.limits import EnvironmentConfig
-from tasks.episodes.loading import PACKAGED, is_environment
+from tasks.episodes.loading import AGENT, PACKAGED, is_environment
 from tasks.episodes.source import EnvironmentSource
 from tasks.names import REWARD_TOKEN
 from tasks.reward_part import RewardPart
@@ -208,7 +209,7 @@ class WithEvaluation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSettings:
     """Settings of a task source; see TaskConfig. evaluation: source of the held-out prompts; empty: this one's own.
-    limits: of environments of many turns."""
+    limits: of environments of many turns. endpoint: of agents."""
 
     source: str
     options: Mapping[str, Any]
@@ -217,6 +218,12 @@ class SourceSettings:
     evaluation: str = ""
     evaluation_options: Mapping[str, Any] = field(default_factory=dict)
     limits: EnvironmentConfig = EnvironmentConfig()
+    endpoint: EndpointSettings = EndpointSettings()
+
+    @property
+    def asks_by_directions(self) -> bool:
+        """Whether prompts may say how their first turns are asked for."""
+        return self.source.startswith(f"{AGENT}:")
 
     @property
     def at_once(self) -> int:
@@ -233,7 +240,7 @@ class SourceSettings:
         return WithEvaluation(training, self._made(self.evaluation, self.evaluation_options, Use.EVALUATION))
 
     def _made(self, source: str, options: Mapping[str, Any], use: Use) -> TaskSource:
-        return make_source(source, options, self.seed, self.columns, use, self.limits)
+        return make_source(source, options, self.seed, self.columns, use, self.limits, self.endpoint)
 
 
 def make_source(
@@ -243,9 +250,10 @@ def make_source(
     columns: Columns | None = None,
     use: Use = Use.BOTH,
     limits: EnvironmentConfig | None = None,
+    endpoint: EndpointSettings | None = None,
 ) -> TaskSource:
     """Create the task source named `kind:name`. columns, use: of a data set's rows. limits: of an environment of many
-    turns. Raises ConfigError."""
+    turns. endpoint: of an agent. Raises ConfigError."""
     key = "task.eval_source" if use is Use.EVALUATION else "task.source"
     where = f"{key} = {source!r}"
     kind, _, name = source.partition(":")
@@ -256,12 +264,15 @@ def make_source(
     if source == "emulated":
         return Emulated()
     if name and is_environment(source, key):
-        return EnvironmentSource(source, options, seed, key, limits or EnvironmentConfig())
+        return EnvironmentSource(
+            source, options, seed, key, limits or EnvironmentConfig(), endpoint or EndpointSettings()
+        )
     if name:
         return UserEnvironment(source, options, seed, key)
     raise ConfigError(
         f"{where}: expected reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:NAME, "
-        f"{', '.join(f'{kind}:NAME' for kind in PACKAGED)}, file.py:NAME or module:NAME"
+        f"{', '.join(f'{kind}:NAME' for kind in PACKAGED)}, agent:FILE.py:NAME, file.py:NAME or "
+        "module:NAME"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from stores.errors import ConfigError
 from tasks.bridging import Bridge, make_bridge
+from tasks.directions import split
 from tasks.drawn_texts import DrawnTexts
 from tasks.engines.emulated import words
 from tasks.environments import SourceSettings
@@ -149,13 +150,18 @@ class TokenizedPrompts:
         return ids
 
     def _ids(self, task: Task) -> tuple[int, ...]:
-        prompt, template = task.prompt, self._settings.template
+        directions, prompt = split(task.prompt)
+        template = self._settings.template
+        if directions.token_ids is not None:
+            return directions.token_ids
         if self._settings.chat:
             *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
             messages = [*before, last._replace(content=template.format(prompt=last.content))]
             if self._settings.system and messages[0].role != "system":
                 messages.insert(0, Message("system", self._settings.system))
-            return self._texts.chat_ids(messages)
+            return self._texts.chat_ids(messages, directions.tools)
+        if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0].role == "user":
+            prompt = prompt[0].content
         if isinstance(prompt, str):
             return self._texts.ids(template.format(prompt=prompt))
         raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
@@ -198,4 +204,7 @@ class TokenizedPrompts:
         return self._texts.text(tokens)
 
     def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        return self.bridge.ids(before, turn, messages, number)
+        directions, shown = split(tuple(messages))
+        if directions.token_ids is not None:
+            return list(directions.token_ids)
+        return self.bridge.ids(before, turn, [m for m in shown if isinstance(m, Message)], number)

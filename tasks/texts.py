@@ -48,18 +48,29 @@ class TokenizerTexts:
         with self._lock:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def chat_ids(self, messages: Sequence[Message], tools: str = "") -> tuple[int, ...]:
         """Token ids of a conversation in the tokenizer's chat template, up to where the assistant's answer begins.
-        Raises ConfigError if the template fails."""
-        return self.ids(self.chat_text(messages))
+        tools: their definitions as JSON, for the template. Raises ConfigError if the template fails, or leaves them
+        out."""
+        text = self.chat_text(messages, tools)
+        if tools and text == self.chat_text(messages):
+            raise ConfigError(
+                "task.chat = true: the chat template leaves out the definitions of tools; describe them in a message, "
+                "or put a template that has a place for them into the model's folder (chat_template.jinja)"
+            )
+        return self.ids(text)
 
-    def chat_text(self, messages: Sequence[Message]) -> str:
+    def chat_text(self, messages: Sequence[Message], tools: str = "") -> str:
         """That conversation as text. Raises ConfigError if the template fails."""
+        with_tools = {"tools": json.loads(tools)} if tools else {}
         with self._lock:
             try:
                 return str(
                     self._tokenizer.apply_chat_template(
-                        [message._asdict() for message in messages], tokenize=False, add_generation_prompt=True
+                        [message._asdict() for message in messages],
+                        tokenize=False,
+                        add_generation_prompt=True,
+                        **with_tools,
                     )
                 )
             except Exception as error:  # a model's template may raise anything

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks.soaking.counting import Recoveries, prompts, sampled
-from benchmarks.soaking.job import DIGITS, Job, number_of
+from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, left_out
+from benchmarks.soaking.job import DIGITS, KINDS, Job, Kind, number_of
 from benchmarks.soaking.killing import kept
+from benchmarks.soaking.machine import Machine
 from pipeline.coordination.events import (
     InstanceReported,
     PullFinished,
@@ -115,12 +117,21 @@ def test_recoveries_are_told_by_fault() -> None:
     assert line.split() == ["kill", "-9", "trainer", "3", "median", "2.0", "s", "most", "9.0", "s"]
 
 
-def test_the_job_is_valid(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_job_is_valid(tmp_path: Path, kind: Kind) -> None:
     from pipeline.config import checks, loading
 
-    job = Job(folder=tmp_path, seed=1)
+    job = Job(folder=tmp_path, seed=1, kind=kind)
     job.write()
     assert checks.check_job(loading.load(job.file)) == []
+
+
+def test_each_kind_of_job_has_the_faults_of_its_own_roles() -> None:
+    by_kind = {kind: set(FAULTS) - left_out(Machine("second", Path()), kind) for kind in KINDS}
+    assert "kill -9 reward" in by_kind["plain"] & by_kind["ranks"]
+    assert by_kind["turns"] - by_kind["plain"] == {"kill -9 environment", "SIGSTOP environment"}
+    assert by_kind["ranks"] - by_kind["plain"] == {"kill -9 rank", "SIGSTOP rank"}
+    assert set(FAULTS) - left_out(Machine(), "plain") == by_kind["plain"] - set(NEEDS_ROOT)
 
 
 def soak(tmp_path: Path, *words: str) -> None:
@@ -132,10 +143,23 @@ def soak(tmp_path: Path, *words: str) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_run_outlives_the_loss_of_its_trainer_its_server_and_its_driver(tmp_path: Path) -> None:
-    soak(tmp_path, "--faults", "3", "--seed", "1", "--only", "kill -9 trainer", "kill -9 server", "kill -9 driver")
+    soak(
+        tmp_path,
+        "--faults",
+        "3",
+        "--seed",
+        "1",
+        "--job-kind",
+        "plain",
+        "--only",
+        "kill -9 trainer",
+        "kill -9 server",
+        "kill -9 driver",
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_outlives_thirty_faults(tmp_path: Path) -> None:
-    soak(tmp_path, "--faults", "30", "--seed", "1")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_outlives_thirty_faults(tmp_path: Path, kind: Kind) -> None:
+    soak(tmp_path, "--faults", "30", "--seed", "1", "--job-kind", kind)

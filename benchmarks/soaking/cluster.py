@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.soaking.job import Kind
 from benchmarks.soaking.machine import THERE, Machine
 
 ROLES = {
@@ -28,6 +29,12 @@ ROLES = {
     "rollout-c": "rollout=1",
 }
 """Workers by name, and the roles they declare: one instance more than the job needs, and no other spare."""
+MORE_ROLES: dict[Kind, dict[str, str]] = {
+    "plain": {},
+    "turns": {"light-b": "reward=1"},
+    "ranks": {"trainer-b": "trainer=1"},
+}
+"""Workers that a kind of job needs besides."""
 FAR = ("rollout-b", "rollout-c")
 """Those on the second host."""
 REVIVE_S = 1.0
@@ -61,6 +68,7 @@ class Cluster:
 
     folder: Path
     machine: Machine
+    kind: Kind = "plain"
     processes: dict[str, Process] = field(default_factory=dict)
     port: int = 0
 
@@ -74,7 +82,7 @@ class Cluster:
             free.bind((self.machine.address, 0))
             self.port = free.getsockname()[1]
         self._launch("scheduler", ["scheduler", "--port", str(self.port), "--host", self.machine.address])
-        for name, resources in ROLES.items():
+        for name, resources in {**ROLES, **MORE_ROLES[self.kind]}.items():
             self.join(name, resources)
 
     def join(self, name: str, resources: str) -> None:

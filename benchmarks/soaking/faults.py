@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from benchmarks.soaking.cluster import Cluster, send
-from benchmarks.soaking.job import Job
+from benchmarks.soaking.job import Job, Kind
 from benchmarks.soaking.machine import Machine
 from benchmarks.soaking.running import Run
 from benchmarks.soaking.watching import Watch
@@ -27,6 +27,8 @@ APART_S = (0.5, 15.0)
 """Least and most seconds that something is wrong between the hosts: below and beyond call_s."""
 NEEDS_ROOT = ("disk full", "transfers slow", "transfers torn", "transfers refused")
 ROLES = ("trainer", "server", "reward", "rollout", "driver", "scheduler")
+OWN_ROLES: dict[Kind, str] = {"turns": "environment", "ranks": "rank"}
+"""The role that only a job of some kind has: an environment host, and a process of the trainer that does not lead."""
 
 
 @dataclass(slots=True)
@@ -49,7 +51,9 @@ class Scene:
             return role, self.cluster.scheduler
         if role == "driver":
             return (role, pid) if (pid := self.run.driver) is not None else None
-        actors = sorted(self.watch.actors(role).items())
+        actors = sorted(self.watch.actors("trainer" if role == "rank" else role).items())
+        if role == "rank":
+            actors = [actor for actor in actors if actor[0] != "trainer"]
         return self.rng.choice(actors) if actors else None
 
     def later(self, work: Awaitable[None]) -> None:
@@ -196,5 +200,18 @@ FAULTS: dict[str, tuple[float, Fault]] = {
     "transfers slow": (0.4, network(Machine.slow_network, Machine.fast_network)),
     "transfers torn": (0.4, network(Machine.cut_connections)),
     "transfers refused": (0.4, network(Machine.part_network, Machine.join_network)),
+    **{f"kill -9 {role}": (2.0, killing(role)) for role in OWN_ROLES.values()},
+    **{f"SIGSTOP {role}": (1.5, stopping(role)) for role in OWN_ROLES.values()},
 }
 """Faults by name, with how often they strike in proportion."""
+
+
+def left_out(machine: Machine, kind: Kind) -> set[str]:
+    """Faults that cannot strike on this machine, or in a job of this kind."""
+    others = [role for own, role in OWN_ROLES.items() if own != kind]
+    names = {f"{what} {role}" for role in others for what in ("kill -9", "SIGSTOP")}
+    if kind == "turns":  # nothing is scored by reward workers
+        names |= {"kill -9 reward", "SIGSTOP reward", "reward hangs"}
+    return (
+        names | set(NEEDS_ROOT[:1] if machine.disk is None else ()) | set(() if machine.namespace else NEEDS_ROOT[1:])
+    )

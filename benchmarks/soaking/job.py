@@ -1,11 +1,17 @@
-"""The soak's job: emulated engine and trainer, prompts that carry their number, a reward that hangs on request."""
+"""The soak's jobs: emulated engine and trainer, prompts that carry their number. What rewards a response and what
+trains on it differs by kind."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
+Kind = Literal["plain", "turns", "ranks"]
+"""plain: a reward function, which hangs on request. turns: episodes of some turns in a user's environment, on two
+hosts. ranks: a trainer of two processes, and a reward function."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 NAME = "soak"
 STEPS = 1_000_000
 """More than any soak trains: it ends when its faults are spent."""
@@ -20,15 +26,7 @@ seed = {seed}
 [model]
 path = "{folder}/model"
 
-[task]
-source = "{folder}/code/numbered.py:Numbers"
-eval_prompts = 0
-
-[reward]
-function = "{folder}/code/numbered.py:score"
-timeout_s = 3
-max_error_share = 1.0
-
+{task}
 [batch]
 groups_per_step = 4
 group_size = 4
@@ -72,6 +70,37 @@ sample_s = 20
 train_s = 60
 stuck_s = 60
 """
+TASKS: dict[Kind, str] = {
+    "plain": """[task]
+source = "{folder}/code/numbered.py:Numbers"
+eval_prompts = 0
+
+[reward]
+function = "{folder}/code/numbered.py:score"
+timeout_s = 3
+max_error_share = 1.0
+""",
+    "turns": """[task]
+source = "{folder}/code/numbered.py:Episode"
+environment = "yes"
+eval_prompts = 0
+
+[environment]
+hosts = 2
+step_s = 5
+max_failed_share = 1.0
+
+[reward]
+max_error_share = 1.0
+""",
+}
+TASKS["ranks"] = (
+    TASKS["plain"]
+    + """
+[training]
+ranks = 2
+"""
+)
 CODE = '''
 import time
 from pathlib import Path
@@ -92,6 +121,21 @@ class Numbers:
         return 0.0
 
 
+class Episode:
+    """An episode of three turns, each answered after a moment. Task number i begins with the number i."""
+
+    repeatable = True
+
+    def reset(self, seed, options):
+        self.turns = 0
+        return f"{{options['index']:0{digits}d}}", {{}}
+
+    def step(self, action):
+        time.sleep(0.1)
+        self.turns += 1
+        return str(len(action) % 10), float(len(action) % 2), self.turns == 3, False, {{}}
+
+
 def score(answer, record):
     try:
         HANG.unlink()  # one call takes it
@@ -110,6 +154,7 @@ class Job:
     seed: int
     eta: int = 2
     instances: int = 2
+    kind: Kind = "plain"
 
     @property
     def file(self) -> Path:
@@ -137,7 +182,13 @@ class Job:
         (self.folder / "code").mkdir()
         (self.folder / "code" / "numbered.py").write_text(CODE.format(folder=self.folder, digits=DIGITS))
         text = JOB.format(
-            folder=self.folder, name=NAME, steps=STEPS, seed=self.seed, eta=self.eta, instances=self.instances
+            folder=self.folder,
+            name=NAME,
+            steps=STEPS,
+            seed=self.seed,
+            eta=self.eta,
+            instances=self.instances,
+            task=TASKS[self.kind].format(folder=self.folder),
         )
         self.file.write_text(text)
         model = self.folder / "model"

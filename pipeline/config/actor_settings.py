@@ -48,6 +48,7 @@ def run_header(config: RunConfig) -> RunHeader:
 
 def source_settings(config: RunConfig) -> SourceSettings:
     """Settings of the source of prompts and of evaluation prompts."""
+    from tasks.endpoint.settings import EndpointSettings
     from tasks.environments import SourceSettings
 
     task = config.task
@@ -61,6 +62,7 @@ def source_settings(config: RunConfig) -> SourceSettings:
         evaluation=task.eval_source,
         evaluation_options=dict(task.eval_options),
         limits=config.environment,
+        endpoint=EndpointSettings(config=config.endpoint, model=config.name, temperature=config.rollout.temperature),
     )
 
 
@@ -224,6 +226,8 @@ def engine_settings(
         "eos": eos,
         "seed": engine_seed(config.seed, index, attempt, earlier_starts),
         "keep": config.rollout.on_pull == "keep",
+        "lora": config.training.lora,
+        "adapters": config.served_versions,
         "cost": instance_cost(config, index),
         "members": config.members_started,
         "pull_s": config.simulation.pull_s,

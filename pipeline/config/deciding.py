@@ -66,6 +66,7 @@ def make_strategies(config: RunConfig) -> Strategies:
         max_attempts=rollout.max_attempts,
         environments=config.acts,
         affinity=Affinity(cost) if config.acts and rollout.affinity else None,
+        adapters=config.served_versions > 0,
     )
 
 

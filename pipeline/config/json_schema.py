@@ -38,7 +38,11 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
     kind = TYPES[typing.get_origin(hint) or hint]
     if kind == "array":
         item = TYPES[typing.get_args(hint)[0]]
-        items = {"anyOf": _or_own(item, spec)} if spec.own else {"type": item, "enum": list(spec.choices)}
+        items: dict[str, Any] = {"type": item}
+        if spec.own:
+            items = {"anyOf": _or_own(item, spec)}
+        elif spec.choices:
+            items["enum"] = list(spec.choices)
         return schema | {"type": kind, "items": items}
     if spec.choices and spec.own:
         return schema | {"anyOf": _or_own(kind, spec)}

@@ -11,6 +11,7 @@ from pipeline.strategies.admission import ADMISSION
 from pipeline.strategies.routing import ROUTING
 from stores.bucket_url import HOW, parsed
 from stores.errors import ConfigError
+from tasks.adapters import LoraConfig
 from tasks.engines.settings import ENGINES
 from tasks.knobs import knobs, shown, values
 from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP
@@ -136,6 +137,7 @@ def _check_engine(config: RunConfig, where: str) -> None:
         raise ConfigError(
             f'{where}: rollout.on_pull = "keep" is not supported by the {engine.name} engine; use "interrupt"'
         )
+    _check_adapters(config, where)
     for option in values(engine)["options"]:
         if "options" not in knobs(settings):
             raise ConfigError(f"{where}: rollout.engine.options: not supported by the {engine.name} engine; remove it")
@@ -145,6 +147,31 @@ def _check_engine(config: RunConfig, where: str) -> None:
         raise ConfigError(
             f"{where}: rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}"
+        )
+
+
+def _check_adapters(config: RunConfig, where: str) -> None:
+    """Check that adapters are trained where they are served, and the other way round."""
+    rank, on_pull = config.training.lora.rank, config.rollout.on_pull
+    if rank and on_pull != "adapter":
+        raise ConfigError(
+            f"{where}: training.lora.rank = {rank} makes versions adapters, served side by side; set rollout.on_pull = "
+            f'"adapter" in place of "{on_pull}"'
+        )
+    if on_pull == "adapter" and not rank:
+        raise ConfigError(
+            f'{where}: rollout.on_pull = "adapter" needs versions that are adapters; set training.lora.rank, such as '
+            'to 32, or use "interrupt"'
+        )
+    if rank and config.kept_bound is None:
+        raise ConfigError(
+            f'{where}: staleness.admission = "backlog" keeps no bound, so any number of adapters could be needed at '
+            "once; use another one with training.lora"
+        )
+    lora = config.training.lora
+    if not rank and (lora.targets or lora.alpha != LoraConfig().alpha):
+        raise ConfigError(
+            f"{where}: training.lora.rank = 0 trains no adapter; set it above 0, or remove [training.lora]"
         )
 
 

@@ -18,6 +18,7 @@ from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from tasks.columns import Columns
+from tasks.endpoint.settings import EndpointConfig
 from tasks.engines.settings import ENGINES, SAMPLING_REFUSED
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.knobs import knob
@@ -43,7 +44,8 @@ class TaskConfig:
     source: str = knob(
         "reasoning_gym:chain_sum",
         "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, an environment of many turns "
-        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), or your own class or coroutine, path/to/file.py:NAME",
+        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), an agent that asks over HTTP (agent:path/to/file.py:NAME), or "
+        "your own class or coroutine, path/to/file.py:NAME",
     )
     options: dict[str, Any] = knob(
         {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"
@@ -193,8 +195,9 @@ class RolloutConfig:
     )
     on_pull: str = knob(
         "interrupt",
-        "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one",
-        choices=("interrupt", "keep"),
+        "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one, "
+        "adapter (with training.lora) ends them under the version they began with",
+        choices=("interrupt", "keep", "adapter"),
     )
     migration: str = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
     drift_limit: float = knob(
@@ -229,6 +232,13 @@ class ClusterConfig:
     threads: int = knob(1, "torch threads per process; more than its cores slows them down", low=1, high=1024)
     dashboard: bool = knob(True, "serve the Dask dashboard and its staleflow page (kind = local)")
     shared_memory: str = knob("/dev/shm", "in-memory folder on each host that weights are published in")
+    delta_versions: int = knob(
+        0,
+        "a host whose weights are no more than so many versions old fetches only what has changed since; 0: all of "
+        "them, always",
+        low=0,
+        high=100,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +251,12 @@ class DeadlineConfig:
         120.0, "seconds an instance with work may sample nothing; after that it is replaced", above=0
     )
     train_s: float = knob(3600.0, "seconds for one training step", above=0)
+    silent_s: float = knob(
+        180.0,
+        "seconds in which the process of the trainer or the trajectory server answers nothing, at work or not; after "
+        "that it counts as lost",
+        above=0,
+    )
     commit_s: float = knob(
         3600.0, "seconds for the commit of one step; training goes on meanwhile, at most two steps ahead", above=0
     )
@@ -353,6 +369,7 @@ class RunConfig:
     task: TaskConfig = TaskConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    endpoint: EndpointConfig = EndpointConfig()
     batch: BatchConfig = BatchConfig()
     staleness: StalenessConfig = StalenessConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -424,6 +441,12 @@ class RunConfig:
     def kept_bound(self) -> int | None:
         """eta; None with an admission rule that keeps no bound."""
         return None if self.staleness.admission in BOUNDLESS else self.staleness.eta
+
+    @property
+    def served_versions(self) -> int:
+        """Versions that an instance serves side by side: eta + 1 adapters, all that the bound allows to be sampled; 0
+        if it holds one set of weights."""
+        return self.staleness.eta + 1 if self.rollout.on_pull == "adapter" else 0
 
     @property
     def drift_limit(self) -> float:

@@ -13,7 +13,7 @@ from pipeline.config.deciding import make_strategies
 from pipeline.config.schema import TRACKERS, RunConfig
 from stores.errors import ConfigError
 from tasks import user_code
-from tasks.episodes.loading import is_environment
+from tasks.episodes.loading import AGENT, is_environment
 from tasks.episodes.own_tools import TOOLS_KEY
 from tasks.training.advantage import ADVANTAGES
 from tasks.training.loss import LOSSES
@@ -36,6 +36,8 @@ SOURCES = ("task.source", "task.eval_source")
 """Keys that may name a data set."""
 DATA = ("jsonl:", "parquet:", "datasets:")
 """How the name of a data set begins."""
+AGENTS = f"{AGENT}:"
+"""How the name of an agent begins, whose file follows."""
 
 
 def code_keys(reward_parts: Iterable[str], num_tools: int) -> tuple[str, ...]:
@@ -58,7 +60,7 @@ def located(config: RunConfig) -> RunConfig:
     for key in _code_keys(config):
         file, name = _named(config, key)
         if file:
-            config = _set(config, key, f"{Path(file).resolve()}:{name}")
+            config = _set_named(config, key, str(Path(file).resolve()), name)
     config = models_located(config)
     for key in SOURCES:
         kind, path = data_file(_get(config, key))
@@ -135,7 +137,7 @@ def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[Run
                 raise ConfigError(f"{key} = {_get(config, key)!r}: cannot be read: {error}") from error
             while code.setdefault(sent_as, text) != text:  # files of one name, from two folders
                 sent_as = f"{prefix}{sent_as}"
-            config = _set(config, key, f"{sent_as}:{name}")
+            config = _set_named(config, key, sent_as, name)
     return config, code
 
 
@@ -144,14 +146,20 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
     for key in _code_keys(config):
         file, name = _named(config, key)
         if file in code:
-            config = _set(config, key, f"{folder / file}:{name}")
+            config = _set_named(config, key, str(folder / file), name)
     return config
 
 
 def _named(config: RunConfig, key: str) -> tuple[str, str]:
     """The file that a key names, and the name within it; empty if it names no file."""
-    file, _, name = _get(config, key).rpartition(":")
+    file, _, name = _get(config, key).removeprefix(AGENTS).rpartition(":")
     return (file, name) if file.endswith(".py") else ("", "")
+
+
+def _set_named(config: RunConfig, key: str, file: str, name: str) -> RunConfig:
+    """The job in which a key names something in a file, of the same kind as before."""
+    kind = AGENTS if _get(config, key).startswith(AGENTS) else ""
+    return _set(config, key, f"{kind}{file}:{name}")
 
 
 def _get(config: RunConfig, key: str) -> Any:

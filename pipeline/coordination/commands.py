@@ -18,7 +18,8 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Sample `trajectory` on `instance`, which must serve `version` or newer when the first token is sampled."""
+    """Sample `trajectory` on `instance`, which must serve `version` or newer when the first token is sampled; if it
+    serves several, under the oldest of these."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -59,7 +60,8 @@ class Forget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """Load the weights of `version`; running trajectories continue under it with the tokens they have."""
+    """Load the weights of `version`; running trajectories continue under it with the tokens they have, or, where
+    versions are served side by side, end under their own."""
 
     instance: InstanceId
     version: PolicyVersion

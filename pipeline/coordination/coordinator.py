@@ -88,6 +88,8 @@ class Strategies:
     """Whether an environment answers each turn; else a response is one turn, which is scored."""
     affinity: Affinity | None = None
     """None: where a turn was sampled does not matter for the next."""
+    adapters: bool = False
+    """Whether an instance serves versions side by side, and a trajectory goes on under the one it began with."""
 
 
 class Coordinator:
@@ -104,7 +106,7 @@ class Coordinator:
     ) -> None:
         self.ledger = ledger
         self.forecast = forecast
-        self._state = CoordinatorState(ledger)
+        self._state = CoordinatorState(ledger, side_by_side=strategies.adapters)
         self._pacing = pacing
         self._strategies = strategies
         self._validate_each = validate_each

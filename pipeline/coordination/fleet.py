@@ -46,9 +46,11 @@ class Instance:
 
 class Fleet:
     """A read-only view of all instances; the arrays have one element per instance, in the order they joined
-    until one is lost."""
+    until one is lost. side_by_side: whether instances serve a version beside those before it, so that what they have
+    cached outlives a pull."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, side_by_side: bool = False) -> None:
+        self._side_by_side = side_by_side
         self._by_id: dict[InstanceId, Instance] = {}
         self._rows: list[Instance] = []
         self._numbers = np.zeros((6, 8))
@@ -65,6 +67,11 @@ class Fleet:
 
     def get(self, instance: InstanceId | None) -> Instance | None:
         return self._by_id.get(instance) if instance is not None else None
+
+    def keeping(self, instance: InstanceId | None, version: PolicyVersion) -> Instance | None:
+        """An instance, if what it has cached since it served `version` is still of use."""
+        found = self.get(instance)
+        return found if found is not None and (self._side_by_side or found.version == version) else None
 
     @property
     def running(self) -> npt.NDArray[np.float64]:

@@ -128,9 +128,8 @@ class Placement:
 
     def _home(self, live: LiveTrajectory, fitting: BoolArray) -> Instance | None:
         """The instance that may hold a trajectory's context in its cache, if it fits there."""
-        home = self._state.fleet.get(live.home)
-        cached = home is not None and home.version == live.home_version and fitting[home.row]
-        return home if cached else None
+        home = self._state.fleet.keeping(live.home, live.home_version)
+        return home if home is not None and fitting[home.row] else None
 
     def _stays(self, live: LiveTrajectory, home: Instance, other: Instance) -> bool:
         if self._affinity is None or home is other:

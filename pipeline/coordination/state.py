@@ -54,9 +54,10 @@ class Consumed:
 class CoordinatorState:
     """Trajectories, instances, queued work and the ledger of one run."""
 
-    def __init__(self, ledger: StalenessLedger) -> None:
+    def __init__(self, ledger: StalenessLedger, *, side_by_side: bool = False) -> None:
+        """side_by_side: see Fleet."""
         self._live: dict[TrajectoryId, LiveTrajectory] = {}
-        self._fleet = MutableFleet()
+        self._fleet = MutableFleet(side_by_side=side_by_side)
         self._queue = MutableWorkQueue()
         # The same, for reading.
         self.ledger = ledger
@@ -358,8 +359,8 @@ class CoordinatorState:
     def leave_home(self, live: LiveTrajectory) -> InstanceId | None:
         """Note that what is kept of a trajectory where it took its latest turn is taken over now, or of no use any
         more. Returns the instance if there may be something."""
-        home, live.home = self._fleet.get(live.home), None
-        return home.instance if home is not None and home.version == live.home_version else None
+        home, live.home = self._fleet.keeping(live.home, live.home_version), None
+        return home.instance if home is not None else None
 
     def score(self, live: LiveTrajectory, reward: float | None) -> bool:
         """Note a trajectory's reward, None if it has none. True if its group now has all the members it needs."""

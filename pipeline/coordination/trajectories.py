@@ -39,7 +39,7 @@ class LiveTrajectory:
     home: InstanceId | None = None
     """Where its latest turn was sampled, until the next one is: what it has so far may be cached there."""
     home_version: PolicyVersion = PolicyVersion(-1)
-    """The version that `home` served then; under another, nothing is cached."""
+    """The version that `home` served then; under another, nothing is cached, unless it serves them side by side."""
     reward: float | None = None
     """None until it is scored, and for good if it could not be."""
     since: float = 0.0

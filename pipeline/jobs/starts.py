@@ -22,7 +22,14 @@ from stores.files import replace_file
 
 CODEC = Codec()
 FILE = "starts.json"
-OF_A_START = ("decide_s", "rollout_busy_s", "rollout_assigned_s", "rollout_idle_with_work_s", "tokens_sampled")
+OF_A_START = (
+    "decide_s",
+    "driver_cpu_s",
+    "rollout_busy_s",
+    "rollout_assigned_s",
+    "rollout_idle_with_work_s",
+    "tokens_sampled",
+)
 """Phases that a driver measures from its own start on; the others it knows of the whole run."""
 
 

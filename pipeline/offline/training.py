@@ -15,6 +15,7 @@ import json
 import pickle
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from pipeline.runtime import fingerprints
 from pipeline.runtime.evaluated_episodes import NO_RESPONSE
 from pipeline.runtime.evaluation import Evaluation, fewer_prompts
 from pipeline.runtime.run_folder import LOCK, load_job, only_here
+from stores import weight_file
 from stores.errors import ConfigError, StoreError
 from stores.files import publish, replace_text
 from stores.reading import Damaged
@@ -215,7 +217,7 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report) -> Traine
     for number in range(training.version, len(steps)):
         report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
     checkpoint = part / "checkpoints" / f"step-{len(steps):06d}"
-    training.policy.save(checkpoint)
+    training.save(checkpoint)
     after = _evaluated(plan, str(checkpoint), len(steps), context, report)
     result = Trained(
         out=plan.out,
@@ -308,6 +310,13 @@ class _Training:
             self._points.write(PolicyVersion(number + 1), self.policy.save_state)
             self._saved_at = time.monotonic()
         return metrics
+
+    def save(self, checkpoint: Path) -> None:
+        """Save the present weights for `from_pretrained`."""
+        with tempfile.NamedTemporaryFile(dir=self._part, prefix=".weights-") as file:
+            weights = Path(file.name)
+            self.policy.published(lambda found: weight_file.write(weights, found))
+            self.policy.save(checkpoint, weights)
 
     def same_steps(self) -> int | None:
         """The value of Trained.same_steps."""

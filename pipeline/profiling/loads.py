@@ -67,12 +67,12 @@ class Sample(NamedTuple):
 
 
 class LoadWatch:
-    """Watches one run. members: trajectories of a group. recomputes: whether instances prefill all they run after
-    loading weights. The loads of its steps so far are in `loads`."""
+    """Watches one run. members: trajectories of a group. on_pull: the job's rollout.on_pull, which says what loading
+    weights does to what an instance runs. The loads of its steps so far are in `loads`."""
 
-    def __init__(self, cost: CostModel, members: int, *, recomputes: bool = False) -> None:
+    def __init__(self, cost: CostModel, members: int, *, on_pull: str = "keep") -> None:
         self._cost = cost
-        self._recomputes = recomputes
+        self._on_pull = on_pull
         self._members = members
         self._now = 0.0
         self._training = False
@@ -276,11 +276,13 @@ class LoadWatch:
             self._homes.pop(trajectory, None)
 
     def _set_pulling(self, one: SamplingInstance, *, pulling: bool) -> None:
+        if self._on_pull == "adapter":
+            return  # it goes on as before, and what it has cached stays of use
         self._fleet.count(one, -1)
         one.pass_to(self._now)
         one.pulling = pulling
         one.pulls += pulling
-        if not pulling and self._recomputes:
+        if not pulling and self._on_pull == "interrupt":
             one.prefilled += one.kv_tokens
         self._fleet.count(one, 1)
 

@@ -193,7 +193,7 @@ def profile_run(run_dir: Path) -> Profile:
     tree = loading.read_tree(job) if job.is_file() else {}
     batch, rollout = tree.get("batch", {}), tree.get("rollout", {})
     members = batch.get("group_size", 1) + batch.get("extra_members", 0)
-    watch = LoadWatch(REFERENCE, members, recomputes=rollout.get("on_pull") != "keep")
+    watch = LoadWatch(REFERENCE, members, on_pull=rollout.get("on_pull", "interrupt"))
     for entry in journal.read(run_dir / "events.jsonl"):
         watch.observe(entry.now, entry.event, entry.commands)
     fit = watch.fit()

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +63,7 @@ SLOW_PULL_S = 5.0
 """Pulls that take longer, in seconds, are logged."""
 CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
-Deadline = Literal["start_s", "call_s", "train_s", "commit_s"]
+Deadline = Literal["start_s", "call_s", "train_s", "silent_s", "commit_s"]
 """The knob of [deadlines] that limits a call."""
 
 
@@ -80,6 +80,8 @@ class Actors:
         self._facts = facts
         self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._lost_at: dict[str, list[float]] = {}
+        self._long_calls: dict[str, set[asyncio.Future[Any]]] = defaultdict(set)
+        """What the calls that may take long wait for besides, by the actor: its loss."""
         self._retired: list[int] = []
         """Indices of the instances that were retired, each time."""
         self._earlier_starts = 0
@@ -89,7 +91,7 @@ class Actors:
         self._unanswering: set[str] = set()
         """Addresses of processes whose parameter server did not answer: no further one is placed there."""
         self._published: dict[PolicyVersion, StepResult] = {}
-        self._transfers = Transfers(self, config.deadlines.call_s)
+        self._transfers = Transfers(self, config.deadlines.call_s, config.cluster.delta_versions)
         self._trained: dict[PolicyVersion, str] = {}
         self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every, trainer_group.others(config))
         self.instances: dict[InstanceId, InstanceHandle] = {}
@@ -145,7 +147,23 @@ class Actors:
         if knob == "call_s" and any(isinstance(arg, NamedActor) for arg in args):
             allowed_s += self._config.deadlines.call_s
         given = [self.actor(arg.name) if isinstance(arg, NamedActor) else arg for arg in args]
-        return await call(self.actor(name), method, *given, within_s=allowed_s, who=name, limit=limit)
+        asked = call(self.actor(name), method, *given, within_s=allowed_s, who=name, limit=limit)
+        return await (asked if knob != "train_s" else self._until_lost(name, asked))
+
+    async def _until_lost(self, name: str, asked: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a call that may take long. Raises ActorLost as soon as it shows in another way that the actor
+        is lost: its process may have been stopped."""
+        calls = self._long_calls[trainer_group.unit(name)]
+        lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer = asyncio.ensure_future(asked)
+        calls.add(lost)
+        try:
+            done, _ = await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return (answer if answer in done else lost).result()
+        finally:
+            calls.discard(lost)
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
 
     # -- placing -------------------------------------------------------------------------------------------------
 
@@ -266,7 +284,9 @@ class Actors:
     def publish(self, result: StepResult) -> None:
         """Note a published version; instances can pull it from now on."""
         self._published[result.version] = result
-        self._transfers.publish(result.version, self._trainer_host, result.num_bytes)
+        self._transfers.publish(
+            result.version, self._trainer_host, result.num_bytes, result.delta_bytes, result.fingerprint
+        )
 
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -298,8 +318,8 @@ class Actors:
         if result.fingerprint != self._trained[result.version]:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({result.fingerprint}) than "
-                f"were published ({self._trained[result.version]}): its kernels are not deterministic; resume the run, "
-                "which repeats the step"
+                f"were published ({self._trained[result.version]}): its kernels, or the order in which its ranks add "
+                "up, are not the same each time; resume the run, which repeats the step"
             )
         self.publish(result)
 
@@ -434,6 +454,9 @@ class Actors:
         self.instances.pop(InstanceId(name), None)
         for member in trainer_group.members(name, self._workers.placed):
             self._workers.lose(member)
+        for waiting in self._long_calls[name]:
+            if not waiting.done():
+                waiting.set_exception(ActorLost(str(lost), lost.who))
         if len(recent) > REPLACEMENTS:
             raise ActorLost(f"{role} was lost {len(recent)} times within an hour, last: {lost}") from lost
 

@@ -268,11 +268,7 @@ class Driver:
         """Events in, commands out, until all steps are trained or a stop is asked for."""
         last_progress = now_s()
         while not self._coordinator.finished:
-            try:
-                async with asyncio.timeout(1.0):
-                    item = await self._inbox.get()
-            except TimeoutError:
-                item = Tick()
+            item = await self._heard()
             if isinstance(item, BaseException):
                 raise item
             if isinstance(item, StepResult):
@@ -288,6 +284,14 @@ class Driver:
         await self._give_up_rest()
         step = self._coordinator.ledger.next_step
         self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+
+    async def _heard(self) -> Event | StepResult | BaseException:
+        """What is to be handled next; the clock's ticks come at least."""
+        if not self._inbox.empty():
+            return self._inbox.get_nowait()
+        item = await self._inbox.get()
+        self._measurements.time_passed(self._coordinator.loads(), self._actors.instances)
+        return item
 
     def _waits_for_calls(self) -> bool:
         """Whether there is work that has deadlines of its own, or weights have arrived somewhere since this was asked
@@ -322,7 +326,7 @@ class Driver:
             raise RunStuck(f"no progress for {limit_s:g} s (deadlines.{knob}): {self._coordinator.waiting_for()}")
 
     def _handle(self, event: Event) -> None:
-        now = self._measurements.event_heard(self._coordinator.loads(), self._actors.instances)
+        now = self._measurements.elapsed_s
         with self._measurements.deciding():
             commands = self._coordinator.handle(event, now * self._config.time_scale)
         self._journal.append(now * self._config.time_scale, event, commands)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.schema import RunConfig
 from pipeline.runtime.background import side_by_side
+from tasks.directions import directions_of, split
 from tasks.scoring import ScoredResponse
 
 if TYPE_CHECKING:  # else whoever only reads evaluations would load torch
@@ -25,14 +26,18 @@ NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
 
 @dataclass(slots=True)
 class _Played:
-    """An episode. context: prompt and response so far; turn: the newest one, not yet in it."""
+    """An episode. context: prompt and response so far; turn: the newest one, not yet in it; sampled: with its
+    logprobs."""
 
     prompt: HeldOut
     key: EpisodeKey
     context: tuple[int, ...]
     turn: tuple[int, ...] = ()
     turns: tuple[str, ...] = ()
+    sampled: Evaluated | None = None
     score: ScoredResponse | None = None
+    turn_tokens: int = 0
+    """Most of the next turn, if the environment has said so; else 0."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,8 +47,18 @@ class _Played:
     def item(self, *, cut: bool) -> PlayItem:
         """What an environment host is asked to play."""
         from tasks.actors.environment_host import PlayItem
+        from tasks.endpoint.turns import SampledTurn
 
-        return PlayItem(key=self.key, record=self.prompt.record, turns=self.turns, cut=cut)
+        newest = None
+        if self.sampled is not None and self.turn:
+            newest = SampledTurn(
+                before=self.context,
+                tokens=self.turn,
+                logprobs=self.sampled.logprobs,
+                text=self.turns[-1],
+                cut=self.sampled.cut,
+            )
+        return PlayItem(key=self.key, record=self.prompt.record, turns=self.turns, cut=cut, newest=newest)
 
     def end(self, answer: Answer) -> None:
         self.score = ScoredResponse(
@@ -66,7 +81,12 @@ class EpisodePlayer:
         from tasks.episodes.answers import EpisodeKey
 
         episodes = [
-            _Played(p, EpisodeKey(task=i, held_out=True, member=int(greedy), attempt=version), p.tokens)
+            _Played(
+                p,
+                EpisodeKey(task=i, held_out=True, member=int(greedy), attempt=version),
+                p.tokens,
+                turn_tokens=directions_of(p.record).max_tokens,
+            )
             for i, p in enumerate(prompts)
         ]
         while going := [e for e in episodes if e.score is None]:
@@ -82,8 +102,9 @@ class EpisodePlayer:
 
         def taking(share: list[_Played]) -> Callable[[InstanceHandle], Awaitable[list[Evaluated]]]:
             contexts, after = [e.context for e in share], [e.num_tokens for e in share]
+            most = [e.turn_tokens for e in share]
             return lambda one: self.actors.ask(
-                one.placed.name, "evaluate", contexts, greedy, limit_s, after, within_s=limit_s
+                one.placed.name, "evaluate", contexts, greedy, limit_s, after, most, within_s=limit_s
             )
 
         pairs = [(place, share) for place, share in zip(places, shares, strict=True) if share]
@@ -93,7 +114,7 @@ class EpisodePlayer:
                 if turn.tokens is None:
                     episode.score = NO_RESPONSE
                 else:
-                    episode.turn = turn.tokens
+                    episode.turn, episode.sampled = turn.tokens, turn
 
     async def _act(self, going: list[_Played]) -> None:
         """Have the environments answer, and give what they say to the model."""
@@ -110,11 +131,13 @@ class EpisodePlayer:
             if answer.ended:
                 episode.end(answer)
             else:
+                episode.turn_tokens = split(answer.messages)[0].max_tokens
                 told.append((episode, (episode.context, episode.turn, answer.messages, len(episode.turns))))
         given = await self.actors.ask("server", "bridge", [turn for _, turn in told], within_s=limit_s)
         ends = []
         for (episode, _), ids in zip(told, given, strict=True):
             episode.context += (*episode.turn, *ids)
+            episode.sampled = None
             if episode.num_tokens >= room:
                 ends.append((episode, episode.item(cut=True)))
         ended = await self.acting.end([item for _, item in ends], limit_s)

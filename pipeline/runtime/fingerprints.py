@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import RunConfig
-from pipeline.config.user_files import DATA, data_file
+from pipeline.config.user_files import AGENTS, DATA, data_file
 from stores.errors import StoreError
 from stores.files import replace_text
 from tasks.columns import Columns
@@ -125,13 +125,13 @@ def _function(function: str, named: str, source: Facts) -> Facts:
 
 def _name(named: str) -> str:
     """A function's name without its file's path: a submitted job has its code elsewhere."""
-    where, _, name = named.rpartition(":")
+    where, _, name = named.removeprefix(AGENTS).rpartition(":")
     return name if where.endswith(".py") else named
 
 
 def _code(named: str) -> str:
     """Hash of the file that defines a user's function; empty if it cannot be found."""
-    where = named.rpartition(":")[0]
+    where = named.removeprefix(AGENTS).rpartition(":")[0]
     if where.endswith(".py"):
         return _hash_of(Path(where))
     try:

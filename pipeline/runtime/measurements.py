@@ -30,14 +30,13 @@ class Measurements:
         self._config = config
         self._scale = config.time_scale
         self._sizes = sizes_of(config)
-        self._watch = LoadWatch(
-            self._sizes.cost, config.members_started, recomputes=config.rollout.on_pull == "interrupt"
-        )
+        self._watch = LoadWatch(self._sizes.cost, config.members_started, on_pull=config.rollout.on_pull)
         self._begin_s = 0.0
         self._training_since = self._idle_since = 0.0
-        self._last_event_s = 0.0
+        self._passed_s = 0.0
         self._ages: list[tuple[float, float]] = []
         self._decide_s = 0.0
+        self._begin_cpu_s = 0.0
         self._contexts: dict[InstanceId, tuple[int, int]] = {}
         """Tokens of contexts by instance, computed and found cached, when the last step ended."""
         self.start()
@@ -46,6 +45,7 @@ class Measurements:
         """Let the run's clock begin now; starting actors and evaluating before the run do not count."""
         self._idle_since = now_s()
         self._begin_s = self._idle_since - self._earlier_s
+        self._begin_cpu_s = time.process_time()
         self._watch.start(self._earlier_s * self._scale)
 
     @property
@@ -55,18 +55,17 @@ class Measurements:
 
     # -- what happens --------------------------------------------------------------------------------------------
 
-    def event_heard(self, loads: Mapping[InstanceId, int], instances: Mapping[InstanceId, InstanceHandle]) -> float:
-        """Count the time since the last event as assigned to each instance that had work; returns the seconds elapsed.
-        loads: trajectories each instance is running."""
+    def time_passed(self, loads: Mapping[InstanceId, int], instances: Mapping[InstanceId, InstanceHandle]) -> None:
+        """Count the time since this was called last as assigned to each instance that had work. loads: trajectories
+        each instance was running meanwhile."""
         now = self.elapsed_s
         for name, num_running in loads.items():
             if num_running and name in instances:
-                instances[name].assigned_s += now - self._last_event_s
-        self._last_event_s = now
-        return now
+                instances[name].assigned_s += now - self._passed_s
+        self._passed_s = now
 
     def decided(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        """Take in an event and the commands that followed. now: as `event_heard` returned."""
+        """Take in an event and the commands that followed. now: seconds of the run."""
         self._watch.observe(now * self._scale, event, commands)
 
     @contextmanager
@@ -115,6 +114,7 @@ class Measurements:
             "commit_s": sum(s["commit_s"] for s in steps),
             "fetch_s": sum(s["fetch_s"] for s in steps),
             "decide_s": self._decide_s,
+            "driver_cpu_s": time.process_time() - self._begin_cpu_s,
             "rollout_busy_s": sum(i.busy_s for i in instances) / count,
             "rollout_assigned_s": sum(i.assigned_s for i in instances) / count,
             "rollout_idle_with_work_s": sum(max(0.0, i.assigned_s - i.busy_s) for i in instances) / count,

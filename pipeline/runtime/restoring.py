@@ -8,6 +8,8 @@ Invariants:
 - A trainer that is back holds the weights that were published last, by their fingerprint. It has trained the steps
   since its resume point again, on the same rows in the same order; if it comes to other weights, as kernels that are
   not deterministic may, the run ends and says so. Resuming it repeats those steps, so that the store has one history.
+- A process of a role that answers nothing for deadlines.silent_s is lost, whatever it was asked to do and how long that
+  may take.
 - The trainer's ranks are one role: the loss of one is that of all (trainer_group.py).
 - A loss counts like any other: too many within an hour end the run, and so does one without a free worker.
 """
@@ -20,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from pipeline.runtime.background import side_by_side
 from pipeline.runtime.base import NoFreeWorker, Placed
 from pipeline.runtime.clock import now_s
 from pipeline.runtime.trainer_group import unit
@@ -39,7 +42,7 @@ class Roles(Protocol):
     @property
     def trained(self) -> Mapping[PolicyVersion, str]: ...
 
-    async def ask(self, name: str, method: str, *args: Any, deadline: Literal["train_s"]) -> Any: ...
+    async def ask(self, name: str, method: str, *args: Any, deadline: Literal["silent_s"]) -> Any: ...
 
     def lose(self, name: str, lost: ActorLost, now: float) -> None: ...
 
@@ -66,6 +69,8 @@ class Restoring:
         self._elapsed_s: Callable[[], float] | None = None
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._done_s: dict[str, float] = {}
+        self._failed: dict[str, BaseException] = {}
+        """Why a role could not be restored, which ends the run."""
 
     def begin(self, elapsed_s: Callable[[], float]) -> None:
         """From now on losses are restored; before, they end a run that could not start. elapsed_s: seconds of the run
@@ -78,14 +83,16 @@ class Restoring:
         return bool(self._under_way)
 
     async def watch(self) -> None:
-        """Notice, for ever, the loss of a role that nobody calls: engines may wait for weights that went with it. One
-        that is only slow to answer is at work."""
+        """Notice, for ever, the loss of a role that nobody calls: engines may wait for weights that went with it. A
+        process that is at work answers, since it works in threads beside its event loop; one that was stopped does
+        not."""
         while True:
             await asyncio.sleep(WATCH_S)
-            await self._actors.ask("trainer", "version", deadline="train_s")
-            for rank in self._ranks:
-                await self._actors.ask(rank, "present", deadline="train_s")
-            await self._actors.ask("server", "held_out_notice", deadline="train_s")
+            await side_by_side(
+                self._actors.ask("trainer", "version", deadline="silent_s"),
+                *(self._actors.ask(rank, "present", deadline="silent_s") for rank in self._ranks),
+                self._actors.ask("server", "held_out_notice", deadline="silent_s"),
+            )
 
     async def end(self) -> None:
         """Restore nothing any more."""
@@ -101,6 +108,8 @@ class Restoring:
         role = unit(lost.who)
         if role not in ("trainer", "server") or self._elapsed_s is None:
             raise lost
+        if role in self._failed:
+            raise self._failed[role]
         if self._done_s.get(role, -1.0) >= asked_s:
             return
         task = self._under_way.get(role)
@@ -111,9 +120,12 @@ class Restoring:
 
     def _ended(self, who: str, done: asyncio.Task[None]) -> None:
         del self._under_way[who]
-        self._done_s[who] = now_s()
-        if not done.cancelled():
-            done.exception()  # whoever waits for it raises it
+        if done.cancelled():
+            return
+        if (error := done.exception()) is None:
+            self._done_s[who] = now_s()
+        else:
+            self._failed[who] = error
 
     async def _restore(self, role: str, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
         """Place a role again until it comes back. lost: the actor of it that was lost. Raises ActorLost."""

@@ -84,8 +84,9 @@ def schedule_note(config: RunConfig) -> str:
 
 def reached(config: RunConfig) -> PolicyVersion:
     """The version a run can resume from: that of its newest complete resume point the store has reached, or 0 if
-    nothing is stored. Raises ConfigError if there is none, if the store belongs to another job, or if nothing is left
-    to do: a run killed after its last step still has its final evaluation to do."""
+    nothing is stored, or so little that the first point may still have been being written. Raises ConfigError if there
+    is none, if the store belongs to another job, or if nothing is left to do: a run killed after its last step still
+    has its final evaluation to do."""
     from stores.versioned import VersionedStore
 
     run_dir = config.run_dir
@@ -98,10 +99,12 @@ def reached(config: RunConfig) -> PolicyVersion:
     if trained > config.steps or (trained == config.steps and stored.ended):
         raise ConfigError(f"{run_dir}: all {trained} steps are trained; --set steps=N with a larger N trains further")
     points = [v for v in ResumePoints(run_dir / "resume").whole() if v <= trained]
-    if trained and not points:
+    every = config.training.resume_every
+    begun = trained <= 2 * every and (run_dir / "resume").is_dir()  # a second point waits for the first one
+    if trained and not points and not begun:
         raise ConfigError(
             f"{run_dir}: {trained} steps are stored but there is no complete resume point; training.resume_every was "
-            f"{config.training.resume_every}"
+            f"{every}"
         )
     return points[-1] if points else PolicyVersion(0)
 

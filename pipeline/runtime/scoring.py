@@ -3,6 +3,8 @@
 Invariants:
 - Every response that was put here is scored and told, or its reward worker is being replaced; what a lost worker held
   is scored again.
+- A response waits for its group's others, for HELD_S at most: the group is of no use before all have rewards, and one
+  call for several costs a fraction of as many.
 - A reward worker's process that does not answer any more is noticed within twice deadlines.call_s, however long it may
   score: it is asked for a sign of life meanwhile.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -18,7 +21,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.coordination.events import TrajectoryScored
 from pipeline.runtime.actors import SERVER, Actors
 from stores import errors
-from stores.trajectory import TrajectoryId
+from stores.trajectory import GroupId, TrajectoryId
 from tasks.scoring import ScoredResponse
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,10 @@ T = TypeVar("T")
 
 SCORE_BATCH = 32
 """Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
+HELD_S = 0.02
+"""Seconds that a response is held back for others to be scored with it."""
+MOST_COUNTED = 10_000
+"""Groups whose sampled members are counted; the oldest are forgotten, such as those that were aborted."""
 
 
 class Scoring:
@@ -45,11 +52,40 @@ class Scoring:
         self._tell = tell
         self._elapsed_s = elapsed_s
         self._queue: asyncio.Queue[TrajectoryId] = asyncio.Queue()
+        self._num_free = 0
+        """Reward workers that wait for work."""
+        self._held: list[TrajectoryId] = []
+        self._releasing: asyncio.TimerHandle | None = None
+        self._num_sampled: dict[GroupId, int] = {}
         self._failure_said = False
 
     def put(self, trajectory: TrajectoryId) -> None:
-        """Queue a sampled response."""
-        self._queue.put_nowait(trajectory)
+        """Queue a sampled response, with those held back if its group is complete with it."""
+        self._held.append(trajectory)
+        if self._completes(trajectory) or len(self._held) >= SCORE_BATCH:
+            self._release()
+        elif self._releasing is None:
+            self._releasing = asyncio.get_running_loop().call_later(HELD_S, self._release)
+
+    def _completes(self, trajectory: TrajectoryId) -> bool:
+        """Count a response; whether its group has as many as are trained on by now."""
+        group = GroupId(trajectory // self._config.members_started)
+        count = self._num_sampled.pop(group, 0) + 1
+        if count >= self._config.batch.group_size:
+            return True
+        self._num_sampled[group] = count
+        if len(self._num_sampled) > MOST_COUNTED:
+            del self._num_sampled[next(iter(self._num_sampled))]
+        return False
+
+    def _release(self) -> None:
+        """Let the reward workers have what was held back."""
+        if self._releasing is not None:
+            self._releasing.cancel()
+            self._releasing = None
+        held, self._held = self._held, []
+        for trajectory in held:
+            self._queue.put_nowait(trajectory)
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """An endless coroutine for each reward worker, to be run side by side."""
@@ -81,12 +117,22 @@ class Scoring:
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
 
+    async def _batch(self) -> list[TrajectoryId]:
+        """What a reward worker scores next: its share of what is queued, as others wait for work too."""
+        self._num_free += 1
+        try:
+            batch = [await self._queue.get()]
+        finally:
+            self._num_free -= 1
+        share = math.ceil((1 + self._queue.qsize()) / (1 + self._num_free))
+        while len(batch) < min(share, SCORE_BATCH):
+            batch.append(self._queue.get_nowait())
+        return batch
+
     async def _score_on(self, name: str) -> None:
         """Feed one reward worker; replace it when it is lost, and score again what it held."""
         while True:
-            batch = [await self._queue.get()]
-            while len(batch) < SCORE_BATCH and not self._queue.empty():
-                batch.append(self._queue.get_nowait())
+            batch = await self._batch()
             allowed_s = self._config.deadlines.call_s + len(batch) * self._config.reward.timeout_s
             try:
                 asking = self._actors.ask(name, "score", SERVER, tuple(batch), deadline="call_s", within_s=allowed_s)

@@ -60,6 +60,7 @@ async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: 
         str(points),
         config.training.resume_every,
         config.training.ranks,
+        config.cluster.delta_versions > 0,
     )
     if names:
         await side_by_side(*(workers.place(name, "trainer", TrainerRank, settings, threads) for name in names))

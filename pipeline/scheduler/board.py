@@ -45,6 +45,11 @@ GONE = "the process that ran it is gone"
 UNSENT = "the process that submitted it was gone before it had sent it"
 END_S = 2.0
 """Seconds a worker may take to end; one that is stopped never does, and is killed by its nanny after four more."""
+LEASE_S = 60.0
+"""Seconds without a sign of life of a job's driver after which it counts as lost. Its client sends one every five from
+the event loop that all of a driver's work is on; Dask itself waits five minutes."""
+LEASE_LOOK_S = 5.0
+"""Seconds between two looks at that."""
 SERVE_S = 1.0
 """Seconds between two looks whether a waiting job can start, beside those at whatever may allow it."""
 
@@ -106,6 +111,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self._work: set[asyncio.Future[None]] = set()
         """Restarts of workers under way, and looks at them."""
         self._timer: asyncio.TimerHandle | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._told: set[str] = set()
         """Waiting jobs whose log says what they wait for."""
 
@@ -114,6 +120,11 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         scheduler.handlers[OPERATION] = self.asked
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
+        self._watching = asyncio.ensure_future(self._watch_drivers())
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
 
     def asked(self, verb: str, **arguments: Any) -> Any:
         """Dispatch a client's call. Raises ValueError for an unknown verb, which only a newer client sends."""
@@ -177,6 +188,36 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             self._begin(self._restart([address for address in left if address not in engines]))
             self._begin(self._keep(engines))
         self._serve()
+
+    async def _watch_drivers(self) -> None:
+        """Have the nannies of drivers that were stopped end their processes, for ever; they start again elsewhere."""
+        awake_since = looked_at = time.time()
+        ended: set[str] = set()
+        while True:
+            await asyncio.sleep(LEASE_LOOK_S)
+            now = time.time()
+            if now - looked_at > 2 * LEASE_LOOK_S:  # this process itself stood still, and heard nobody
+                awake_since = now
+            looked_at = now
+            for job in self.silent_drivers(now, awake_since):
+                if job.client not in ended:
+                    ended.add(job.client)
+                    job.say(f"its driver on {job.place} has not been heard of for {LEASE_S:g} s; it is started again")
+                    self._begin(self._restart([job.place]))
+
+    def silent_drivers(self, now: float, awake_since: float) -> list[Job]:
+        """Submitted jobs whose driver counts as lost, where a nanny can end it: else it might go on beside the next.
+        awake_since: from when on drivers would have been heard."""
+        clients, workers = self._scheduler.clients, self._scheduler.workers
+        return [
+            job
+            for job in self.jobs.values()
+            if job.state not in ENDED
+            and (client := clients.get(job.client)) is not None
+            and (worker := workers.get(job.place)) is not None
+            and worker.nanny
+            and now - max(client.last_seen, awake_since) > LEASE_S
+        ]
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -121,7 +121,7 @@ class SimulatedRun:
             after=lambda seconds, action: self._at(self._now + seconds, action),
             tell=self._environment_told,
         )
-        self._watch = LoadWatch(self._cost, self._members, recomputes=config.rollout.on_pull == "interrupt")
+        self._watch = LoadWatch(self._cost, self._members, on_pull=config.rollout.on_pull)
         self.trace = Trace(loads=self._watch.loads)
 
     def run(self) -> Trace:
@@ -248,7 +248,10 @@ class SimulatedRun:
             case Pull():
                 slow = self._faults.random() < self._simulation.slow_pull_share
                 seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if slow else 1.0)
-                loaded_s = one.engine.load(self._now, seconds, keep=self._config.rollout.on_pull == "keep")
+                if self._config.served_versions:  # beside those that run
+                    loaded_s = self._now + seconds
+                else:
+                    loaded_s = one.engine.load(self._now, seconds, keep=self._config.rollout.on_pull == "keep")
                 one.version = command.version
                 one.trace.pulls.append((self._now, loaded_s))
                 self._after(

@@ -5,20 +5,26 @@ on the caller and the moment, even before the call is sent; a stopped process ju
 OSError or RuntimeError is not taken for its loss, classes of actors are decorated with `answers_calls`.
 
 Arguments and results travel pickled as one piece: Dask would pickle each element of a list by itself, which costs six
-times as much. A result that is bytes travels as it is, once.
+times as much. A result that is bytes travels as it is, once. An actor that is handed to another travels as its address
+and key. Dask's own proxy would make a client of the worker that receives it, and two messages to the scheduler of each
+call: that the key is wanted, and that it is not any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import copyreg
 import functools
 import inspect
+import io
 import logging
 import pickle
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from distributed import Actor
+from distributed import Actor, get_worker
 from distributed.comm.addressing import parse_host_port
 
 from stores.errors import ActorFailed, ActorLost, StaleflowError
@@ -75,17 +81,73 @@ def _enter() -> None:
     _within_actor.set(True)
 
 
-async def _watched(asked: Any, actor: Actor, who: str) -> Any:
-    """The result of an actor's call to another. Dask has it wait until the key of a lost one is back, which it never
-    is, or try for half a minute to connect; so it is looked whether there is anybody. Raises ActorLost if not."""
-    result = asyncio.ensure_future(asked)
+@dataclass(frozen=True, slots=True)
+class RemoteActor:
+    """An actor of another process, as it is known to one that it was handed to. rpc: calls of the worker it is on."""
+
+    address: str
+    key: str
+    rpc: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remote_actor, (self.address, self.key)
+
+
+def _remote_actor(address: str, key: str) -> RemoteActor:
+    """What has become of an actor's proxy on the worker that it has come to."""
+    return RemoteActor(address, key, get_worker().rpc(address))
+
+
+REDUCERS = {**copyreg.dispatch_table, Actor: lambda actor: (_remote_actor, (actor._address, actor.key))}
+"""How arguments are pickled, where that is not by their own methods."""
+
+
+def _packed(args: tuple[Any, ...]) -> bytes:
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, 5)
+    pickler.dispatch_table = REDUCERS
+    pickler.dump(args)
+    return buffer.getvalue()
+
+
+async def _execute(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
+    """Have an actor's worker call a method. Raises what the method raises; OSError or RuntimeError if it is gone."""
+    if isinstance(actor, RemoteActor):
+        rpc = actor.rpc
+    else:
+        status = actor._future.status if actor._future is not None else "finished"
+        if status not in ("finished", "pending"):
+            raise RuntimeError(f"its worker was lost ({status})")
+        rpc = actor._worker_rpc
     try:
-        while not (await asyncio.wait({result}, timeout=LOOK_S))[0]:
-            if await _refused(actor._address):
-                raise ActorLost(f"{who} is gone: nothing listens at {actor._address}", who)
-        return await result
-    finally:
-        result.cancel()
+        answer = await rpc.actor_execute(function=method, actor=actor.key, args=[PICKLED, packed], kwargs={})
+    except KeyError:  # another process has its address by now
+        raise RuntimeError("its worker does not have it") from None
+    if answer["status"] != "OK":
+        raise answer["exception"]
+    return answer["result"]
+
+
+def _begun(asked: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A call that goes on although nobody waits for it any more: ending it would wait for the other side, which may
+    have been stopped."""
+
+    def heard(task: asyncio.Task[Any]) -> None:
+        if not task.cancelled():
+            task.exception()  # whoever waits for it raises it
+
+    task = asyncio.ensure_future(asked)
+    task.add_done_callback(heard)
+    return task
+
+
+async def _watched(asked: asyncio.Task[Any], address: str, who: str) -> Any:
+    """The result of an actor's call to another. Dask would try for half a minute to connect; so it is looked whether
+    there is anybody. Raises ActorLost if not."""
+    while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
+        if await _refused(address):
+            raise ActorLost(f"{who} is gone: nothing listens at {address}", who)
+    return await asked
 
 
 async def _refused(address: str) -> bool:
@@ -109,10 +171,11 @@ async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, l
     message."""
     try:
         async with asyncio.timeout(within_s):  # wait_for may swallow a cancellation that comes with the answer
-            if not isinstance(actor, Actor):  # it is in this process
+            if not isinstance(actor, Actor | RemoteActor):  # it is in this process
                 return await getattr(actor, method)(*args)
-            asked = getattr(actor, method)(PICKLED, pickle.dumps(args, 5))
-            result = await (_watched(asked, actor, who) if _within_actor.get() else asked)
+            asked = _begun(_execute(actor, method, _packed(args)))
+            address = actor.address if isinstance(actor, RemoteActor) else actor._address
+            result = await (_watched(asked, address, who) if _within_actor.get() else asyncio.shield(asked))
             return result if type(result) is bytes else pickle.loads(result[1])
     except ActorFailed as error:
         if error.who:

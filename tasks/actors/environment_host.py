@@ -23,6 +23,7 @@ from stores.errors import ActorLost
 from stores.trajectory import TrajectoryId
 from tasks.actors.calls import answers_calls, call
 from tasks.actors.server_answers import Bridged, EpisodeState, RewardItem, SaidItem
+from tasks.endpoint.turns import SampledTurn
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Record
@@ -61,20 +62,33 @@ class Acted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayItem:
-    """A turn of an episode that is no trajectory's. turns: the texts of all so far. cut: the episode ends with it."""
+    """A turn of an episode that is no trajectory's. turns: the texts of all so far. cut: the episode ends with it.
+    newest: the last of them, for environments that hear of ids."""
 
     key: EpisodeKey
     record: Record
     turns: tuple[str, ...]
     cut: bool
+    newest: SampledTurn | None = None
 
 
 class Environments(Protocol):
     """What answers the turns of episodes; see tasks/episodes/host.py."""
 
+    @property
+    def hears_turns(self) -> bool: ...
+
     async def check(self) -> None: ...
 
-    async def act(self, key: EpisodeKey, record: Record, turns: tuple[str, ...], *, cut: bool) -> Answer: ...
+    async def act(
+        self,
+        key: EpisodeKey,
+        record: Record,
+        turns: tuple[str, ...],
+        *,
+        cut: bool,
+        newest: SampledTurn | None = None,
+    ) -> Answer: ...
 
     async def end(self, key: EpisodeKey, record: Record) -> Answer: ...
 
@@ -175,7 +189,8 @@ class EnvironmentHost:
 
     async def play(self, items: list[PlayItem]) -> list[Answer]:
         """Have environments answer turns of episodes that are no trajectory's, such as an evaluation's."""
-        acts = (self._environments.act(one.key, one.record, one.turns, cut=one.cut) for one in items)
+        act = self._environments.act
+        acts = (act(one.key, one.record, one.turns, cut=one.cut, newest=one.newest) for one in items)
         return list(await asyncio.gather(*acts))
 
     async def end(self, items: list[PlayItem]) -> list[Answer]:
@@ -209,7 +224,11 @@ class EnvironmentHost:
             return done
         key = EpisodeKey(task=state.task, member=state.member, attempt=state.attempt)
         self._keys[trajectory] = key
-        answer = await self._environments.act(key, state.record, state.turns, cut=item.cut or state.full)
+        newest: SampledTurn | None = None
+        if self._environments.hears_turns:
+            newest = await ask("newest_turns", (trajectory, state.turns[-1] if state.turns else ""))
+        cut = item.cut or state.full
+        answer = await self._environments.act(key, state.record, state.turns, cut=cut, newest=newest)
         took_s = answer.seconds + answer.waited_s
         if not answer.ended:
             said = SaidItem(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from stores.trajectory import Segment, Trajectory
+from stores.trajectory import FinishReason, Segment, Trajectory
 from tasks.actors.server_answers import SaidItem
+from tasks.endpoint.turns import SampledTurn
 from tasks.prompts import Prompts
 from tasks.task_source import Message
 
@@ -37,3 +38,16 @@ class GivenAnswers:
             if self._given(replace(t, spans=t.spans[:place]), messages) != t.spans[place].tokens.tolist():
                 return False
         return len(replayed) <= len(places)
+
+
+def newest_turn(t: Trajectory, text: str) -> SampledTurn:
+    """The newest turn of a trajectory, as an agent is told of it: what it is told is what will be stored."""
+    whole = (*t.prompt_tokens.tolist(), *t.response_tokens.tolist())
+    middle = len(whole) - t.num_in_turn
+    return SampledTurn(
+        before=whole[:middle],
+        tokens=whole[middle:],
+        logprobs=tuple(t.logprobs[len(t.response_tokens) - t.num_in_turn :].tolist()),
+        text=text,
+        cut=t.finish is FinishReason.LENGTH,
+    )

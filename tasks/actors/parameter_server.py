@@ -8,12 +8,17 @@ about to have it: what has arrived is handed on before the rest. Invariants:
 - A source that is gone, silent, slow, without the version, or that hands on too few bytes is left for the next one,
   with all that has arrived kept. Only when none is left the fetch fails, and the error names the sources.
 - No more than PIECES_AT_ONCE pieces are in memory, whatever a version's size.
+- A host that has an older version fetches what has changed since (stores/weight_delta.py), if that is less. It hands on
+  these deltas as it does versions, and what it makes of them once its fingerprint is the published one. If anything
+  fails, it fetches the version itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +27,7 @@ from stores.errors import ActorFailed, ActorLost, StoreError, TransferFailed
 from stores.incoming import PIECE_BYTES, Incoming, Piece
 from stores.parameters import ParameterFolder
 from stores.trajectory import PolicyVersion
+from stores.weight_delta import DeltaFile
 from tasks.actors.calls import answers_calls, call
 
 logger = logging.getLogger(__name__)
@@ -49,6 +55,15 @@ class Fetched:
 
     path: str
     num_bytes: int
+    without_delta: str = ""
+    """Why this host has to fetch a version whole though there are deltas to it; told once for each version."""
+
+
+class Item(NamedTuple):
+    """A file of a version: what has changed since the version before, or the version itself."""
+
+    version: PolicyVersion
+    delta: bool = False
 
 
 class SourceFailed(Exception):
@@ -65,43 +80,59 @@ class ParameterServer:
         self._call_s, self._piece_bytes = call_s, piece_bytes
         self._silent_s = min(SILENT_S, call_s)
         self._fetching: dict[PolicyVersion, asyncio.Task[None]] = {}
-        self._incoming: dict[PolicyVersion, Incoming] = {}
+        self._incoming: dict[Item, Incoming] = {}
+        self._expected: set[Item] = set()
+        """Files that come, or are made, once those before them are here."""
+        self._without_delta: dict[PolicyVersion, str] = {}
+        self._rebuilding = asyncio.Lock()
         self._bytes_read = 0
 
-    async def ensure(self, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]) -> Fetched:
+    async def ensure(
+        self,
+        version: PolicyVersion,
+        num_bytes: int,
+        sources: tuple[Source, ...],
+        deltas: tuple[DeltaFile, ...] = (),
+        recorded: str = "",
+    ) -> Fetched:
         """Fetch `version`, of `num_bytes` bytes, from the first of `sources` that hands it on, unless it is here or on
-        its way. Answers after WAIT_S at most: call again until there is a path. Raises TransferFailed, naming the
-        sources, if all of them have failed; StoreError if it cannot be written here."""
+        its way. Answers after WAIT_S at most: call again until there is a path. deltas: of one version after the other
+        up to this one; with them it may be made of an older version that is here, if it then has the fingerprint
+        `recorded`. Raises TransferFailed, naming the sources, if all of them have failed; StoreError if it cannot be
+        written here."""
         path = self._folder.path(version)
         if not path.exists():
             fetching = self._fetching.get(version)
             if fetching is None:
-                fetching = self._fetching[version] = asyncio.ensure_future(self._fetch(version, num_bytes, sources))
+                coming = self._fetch(version, num_bytes, sources, deltas, recorded)
+                fetching = self._fetching[version] = asyncio.ensure_future(coming)
                 fetching.add_done_callback(lambda done: self._forget(version, done))
             await asyncio.wait({fetching}, timeout=WAIT_S)
             if not fetching.done():
-                incoming = self._incoming.get(version)
-                return Fetched(path="", num_bytes=0 if incoming is None else incoming.num_arrived)
+                arrived = sum(one.num_arrived for item, one in self._incoming.items() if item.version == version)
+                return Fetched(path="", num_bytes=arrived)
             fetching.result()
-        return Fetched(path=str(path), num_bytes=num_bytes)
+        return Fetched(path=str(path), num_bytes=num_bytes, without_delta=self._without_delta.pop(version, ""))
 
-    async def read_piece(self, version: PolicyVersion, offset: int, size: int) -> bytes | None:
-        """Read bytes of a version. None if it is on its way here and they have not arrived within WAIT_S. Raises
-        StoreError if the version is not here, and does not begin to arrive either."""
+    async def read_piece(self, version: PolicyVersion, offset: int, size: int, delta: bool = False) -> bytes | None:
+        """Read bytes of a version, or of its delta. None if it is on its way here and they have not arrived within
+        WAIT_S. Raises StoreError if it is not here, and does not begin to arrive either."""
+        item = Item(version, delta)
+        path = self._path(item)
         deadline = _now() + WAIT_S
         while True:
-            incoming = self._incoming.get(version)
+            incoming = self._incoming.get(item)
             if incoming is not None and incoming.has(offset, size):
                 data = await asyncio.to_thread(incoming.read, offset, size)
-            elif incoming is None and self._folder.path(version).exists():
-                data = await asyncio.to_thread(self._folder.read_chunk, version, offset, size)
-            elif _now() < deadline:
+            elif incoming is None and path.exists():
+                data = await asyncio.to_thread(self._folder.read_chunk, path, offset, size)
+            elif _now() < deadline and not (delta and self._comes_whole(version)):
                 await asyncio.sleep(0.01)
                 continue
-            elif incoming is not None:
+            elif incoming is not None or item in self._expected:
                 return None
             else:
-                raise StoreError(f"{self._folder.path(version)}: no such version here")
+                raise StoreError(f"{path}: no such version here")
             self._bytes_read += len(data)
             return data
 
@@ -128,44 +159,113 @@ class ParameterServer:
         if not done.cancelled():
             done.exception()  # whoever waits for it raises it
 
+    def _path(self, item: Item) -> Path:
+        return self._folder.delta_path(item.version) if item.delta else self._folder.path(item.version)
+
+    def _comes_whole(self, version: PolicyVersion) -> bool:
+        """Whether a version is here, or comes, without its delta."""
+        return Item(version) in self._incoming or self._folder.path(version).exists()
+
     # -- fetching ------------------------------------------------------------------------------------------------
 
-    async def _fetch(self, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]) -> None:
-        with self._folder.incoming(version, num_bytes, self._piece_bytes) as incoming:
-            self._incoming[version] = incoming
+    async def _fetch(
+        self,
+        version: PolicyVersion,
+        num_bytes: int,
+        sources: tuple[Source, ...],
+        deltas: tuple[DeltaFile, ...],
+        recorded: str,
+    ) -> None:
+        base = self._base(version, num_bytes, deltas)
+        if base is not None:
+            needed = [delta for delta in deltas if delta.version > base]
             try:
-                await self._fetch_from_any(sources, version, incoming)
-            finally:
-                del self._incoming[version]
+                await self._rebuild(version, base, needed, sources, recorded)
+                return
+            except (SourceFailed, StoreError) as failed:
+                self._without_delta[version] = str(failed)
+        with self._coming(Item(version), num_bytes) as incoming:
+            await self._fetch_from_any(sources, Item(version), incoming)
 
-    async def _fetch_from_any(self, sources: tuple[Source, ...], version: PolicyVersion, incoming: Incoming) -> None:
+    def _base(self, version: PolicyVersion, num_bytes: int, deltas: tuple[DeltaFile, ...]) -> PolicyVersion | None:
+        """The newest version here from which it is less to fetch the deltas than all of `version`."""
+        first = deltas[0].version if deltas else version
+        older = [one for one in self._folder.versions() if first - 1 <= one < version]
+        if not older or sum(delta.num_bytes for delta in deltas if delta.version > older[-1]) >= num_bytes:
+            return None
+        return older[-1]
+
+    async def _rebuild(
+        self,
+        version: PolicyVersion,
+        base: PolicyVersion,
+        deltas: Sequence[DeltaFile],
+        sources: tuple[Source, ...],
+        recorded: str,
+    ) -> None:
+        """Fetch these deltas, and make `version` of `base`. Raises SourceFailed or StoreError."""
+        expected = {Item(version), *(Item(delta.version, delta=True) for delta in deltas)} - self._expected
+        self._expected |= expected
+        try:
+            async with self._rebuilding:  # two versions may need the same delta
+                for delta in deltas:
+                    item = Item(delta.version, delta=True)
+                    if not self._path(item).exists():
+                        with self._coming(item, delta.num_bytes) as incoming:
+                            failures = await self._round(sources, item, incoming)
+                            if incoming.missing:
+                                raise SourceFailed("; ".join(failures.values()) or "no source")
+                await asyncio.to_thread(self._folder.rebuild, version, base, recorded)
+        finally:
+            self._expected -= expected
+
+    @contextlib.contextmanager
+    def _coming(self, item: Item, num_bytes: int) -> Iterator[Incoming]:
+        """A file that is on its way here, of which is handed on what has arrived."""
+        with self._folder.incoming(self._path(item), num_bytes, self._piece_bytes) as incoming:
+            self._incoming[item] = incoming
+            try:
+                yield incoming
+            finally:
+                del self._incoming[item]
+
+    async def _fetch_from_any(self, sources: tuple[Source, ...], item: Item, incoming: Incoming) -> None:
         """Fetch all that is missing from the sources in turn. Raises TransferFailed once none has handed on anything
         for call_s seconds."""
         failures: dict[str, str] = {}
         arrived, arrived_s = 0, _now()
         while incoming.missing:
-            for source in sources:
-                try:
-                    await self._fetch_from(source, version, incoming)
-                    return
-                except SourceFailed as failed:
-                    logger.warning("version %d after %d bytes: %s", version, incoming.num_arrived, failed)
-                    failures[source.name] = str(failed)
+            failures |= await self._round(sources, item, incoming)
+            if not incoming.missing:
+                return
             if incoming.num_arrived > arrived:
                 arrived, arrived_s = incoming.num_arrived, _now()
             elif _now() - arrived_s > self._call_s or not sources:
                 raise TransferFailed(
-                    f"version {version} cannot be fetched: {'; '.join(failures.values()) or 'no source'}"
+                    f"version {item.version} cannot be fetched: {'; '.join(failures.values()) or 'no source'}"
                 )
             await asyncio.sleep(AGAIN_S)
 
-    async def _fetch_from(self, source: Source, version: PolicyVersion, incoming: Incoming) -> None:
+    async def _round(self, sources: tuple[Source, ...], item: Item, incoming: Incoming) -> dict[str, str]:
+        """Fetch what is missing from the sources, each once, until nothing is; returns why those that failed did, by
+        their names."""
+        failures: dict[str, str] = {}
+        for source in sources:
+            try:
+                await self._fetch_from(source, item, incoming)
+                break
+            except SourceFailed as failed:
+                logger.warning("version %d after %d bytes: %s", item.version, incoming.num_arrived, failed)
+                failures[source.name] = str(failed)
+        return failures
+
+    async def _fetch_from(self, source: Source, item: Item, incoming: Incoming) -> None:
         """Fetch all that is missing from one source. Raises SourceFailed; what has arrived by then is kept."""
         wanted = iter(list(incoming.missing.values()))
 
         async def fetch_some() -> None:
             for piece in wanted:
-                data = await self._read(source, version, piece)
+                data = await self._read(source, item, piece)
                 await asyncio.to_thread(incoming.write, piece, data)
 
         tasks = [asyncio.ensure_future(fetch_some()) for _ in range(PIECES_AT_ONCE)]
@@ -176,18 +276,17 @@ class ParameterServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, source: Source, version: PolicyVersion, piece: Piece) -> bytes:
+    async def _read(self, source: Source, item: Item, piece: Piece) -> bytes:
         """Read a piece from a source. Raises SourceFailed."""
         deadline = _now() + self._silent_s
+        args = (item.version, *piece, *([True] if item.delta else []))
         try:
             data: bytes | None = None
             while data is None:
                 left_s = deadline - _now()
                 if left_s <= 0:
                     raise SourceFailed(f"{source.name} has not come further for {self._silent_s:g} s")
-                data = await call(
-                    source.actor, "read_piece", version, *piece, within_s=left_s + WAIT_S, who=source.name
-                )
+                data = await call(source.actor, "read_piece", *args, within_s=left_s + WAIT_S, who=source.name)
         except (ActorLost, ActorFailed, StoreError) as error:
             raise SourceFailed(f"{source.name} does not hand it on: {error}") from error
         if len(data) != piece.size:

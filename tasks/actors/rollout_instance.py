@@ -20,7 +20,7 @@ from stores.errors import ActorLost, ProtocolViolation
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import answers_calls, call
 from tasks.engines import holding
-from tasks.engines.answering import answers
+from tasks.engines.answering import sampled_answers
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.settings import EngineSettings
 
@@ -46,9 +46,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """The response to one evaluation prompt: token ids, None if the engine failed on it."""
+    """The response to one evaluation prompt: token ids, None if the engine failed on it, and their logprobs. cut: a
+    limit of tokens ended it."""
 
     tokens: tuple[int, ...] | None
+    logprobs: tuple[float, ...] = ()
+    cut: bool = False
 
 
 @answers_calls
@@ -118,7 +121,7 @@ class RolloutInstance:
                         f"{self._instance} serves version {self._engine.version}, trajectory {item.trajectory} "
                         f"needs {item.version}"
                     )
-                prompt, sampled, finish, in_turn = payloads[item.trajectory]
+                prompt, sampled, finish, in_turn, of_turn = payloads[item.trajectory]
                 if finish is not FinishReason.UNFINISHED:
                     ended = Sampled(
                         trajectory=item.trajectory, epoch=item.epoch, first=len(sampled), segments=(), finish=finish
@@ -130,9 +133,13 @@ class RolloutInstance:
                         trajectory=item.trajectory,
                         epoch=item.epoch,
                         tokens=(*prompt, *sampled),
-                        max_new_tokens=min(self._max_new_tokens - len(sampled), self._turn_tokens - in_turn),
+                        max_new_tokens=min(
+                            self._max_new_tokens - len(sampled),
+                            min(self._turn_tokens, of_turn or self._turn_tokens) - in_turn,
+                        ),
                         num_prior=len(sampled),
                         may_return=self._acts,
+                        version=item.version,
                     )
                 )
             self._engine.submit(requests)
@@ -189,16 +196,26 @@ class RolloutInstance:
         return dataclasses.replace(load, safe=safe)
 
     async def evaluate(
-        self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float, after: list[int] | None = None
+        self,
+        prompts: list[tuple[int, ...]],
+        greedy: bool,
+        deadline_s: float,
+        after: list[int] | None = None,
+        turn_tokens: list[int] | None = None,
     ) -> list[Evaluated]:
         """Sample one turn after each prompt with the current weights. Only while the instance is otherwise idle. after:
-        how many of each one's last tokens belong to the response already."""
+        how many of each one's last tokens belong to the response already. turn_tokens: most of each turn; 0 for the
+        job's."""
         earlier = after or [0] * len(prompts)
 
         def run() -> list[Evaluated]:
-            most = [min(self._max_new_tokens - count, self._turn_tokens) for count in earlier]
-            found = answers(self._engine, prompts, max_new_tokens=most, greedy=greedy, deadline_s=deadline_s)
-            return [Evaluated(tokens=tokens) for tokens in found]
+            of_turns = turn_tokens or [0] * len(prompts)
+            most = [
+                min(self._max_new_tokens - count, self._turn_tokens, of_turn or self._turn_tokens)
+                for count, of_turn in zip(earlier, of_turns, strict=True)
+            ]
+            found = sampled_answers(self._engine, prompts, max_new_tokens=most, greedy=greedy, deadline_s=deadline_s)
+            return [Evaluated(tokens=None) if one is None else _evaluated(one) for one in found]
 
         result: list[Evaluated] = await asyncio.get_running_loop().run_in_executor(self._waiting, run)
         return result
@@ -255,6 +272,14 @@ class RolloutInstance:
         if self._closed:
             raise ActorLost(f"{self._instance} is closed")
         return await asyncio.get_running_loop().run_in_executor(self._commands, function, *args)
+
+
+def _evaluated(sampled: Sampled) -> Evaluated:
+    return Evaluated(
+        tokens=tuple(int(t) for s in sampled.segments for t in s.tokens),
+        logprobs=tuple(float(x) for s in sampled.segments for x in s.logprobs),
+        cut=sampled.finish is FinishReason.LENGTH,
+    )
 
 
 def _end(sampled: Sampled) -> int:

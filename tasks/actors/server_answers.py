@@ -29,6 +29,8 @@ class Payload(NamedTuple):
     """UNFINISHED if sampling goes on after `sampled`; else the turn has ended by itself."""
     in_turn: int
     """How many of the last tokens belong to the present turn."""
+    turn_tokens: int = 0
+    """Most tokens of the present turn, if its environment has said so; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

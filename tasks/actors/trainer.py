@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,11 @@ from tasks.engines import holding
 from tasks.training.packing import BatchPart, Row
 from tasks.training.policy import Policy, PolicySettings
 
+logger = logging.getLogger(__name__)
+
+SAVED_S = 5.0
+"""Seconds that a trainer which is closed waits for a resume point that is being written: less than it has to answer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -38,6 +45,8 @@ class StepResult:
     """Logprobs of the probe's tokens under these weights; see Engine.logprobs."""
     num_bytes: int = 0
     """Size of the published file."""
+    delta_bytes: int = 0
+    """Size of the file beside it with what has changed since the version before; 0 if there is none."""
     as_recorded: bool = True
     """Whether these are the weights whose fingerprint was recorded for this version."""
 
@@ -55,19 +64,23 @@ class Trainer:
         points: str,
         point_every: int,
         ranks: int = 1,
+        deltas: bool = False,
     ) -> None:
         """points: folder of the run's resume points, one every `point_every` steps, 0 for none. ranks: processes of the
-        group; with more than one, `lead` has to be called first."""
+        group; with more than one, `lead` has to be called first. deltas: whether what has changed since the version
+        before is published with each."""
         holding.close_unused()
         self._call_s = call_s
-        self._settings, self._threads, self._ranks = settings, threads, ranks
+        self._settings, self._threads, self._ranks, self._deltas = settings, threads, ranks, deltas
         self._joined: Policy | None = settings.build(threads) if ranks == 1 else None
         parameters.sweep(Path(folder).parent)
         self._folder = ParameterFolder(Path(folder))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
         self._probe: tuple[int, ...] = ()
         self._points, self._point_every = ResumePoints(Path(points)), point_every
-        self._saving: Future[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        """The resume point that is being written, or has been; what has gone wrong with it is told once."""
         self._version = PolicyVersion(0)
 
     async def lead(self, host: str, *others: Any) -> None:
@@ -93,14 +106,19 @@ class Trainer:
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> StepResult:
         """Run training step `step` on these trajectories and publish version step + 1. versions: the trajectories'
-        v_traj. The resume point is written afterwards, before the next step, which fails if that has failed."""
+        v_traj. The resume point is written while the next steps are trained, one at a time: a step that is to have one
+        waits until the one before is there. What keeps a point from being written fails the next call."""
         begin = time.monotonic()
         rows = await self._batch(server, step, trajectories, versions)
         fetched = time.monotonic()
-        await self._saved()
+        due = self._point_every and (step + 1) % self._point_every == 0
+        if due or (self._saving is not None and self._saving.done()):
+            await self._saved()
         result: StepResult = await self._in_thread(self._train, step, rows, fetched - begin)
-        if self._point_every and result.version % self._point_every == 0:
-            self._saving = self._executor.submit(self._write_point, result.version)
+        if due:
+            # Queued now, before any further step: it copies what that would change.
+            begun = self._executor.submit(self._begin_point, result.version)
+            self._saving = asyncio.ensure_future(self._end_point(begun))
         return result
 
     async def version(self) -> PolicyVersion:
@@ -108,12 +126,14 @@ class Trainer:
         return self._version
 
     async def save_checkpoint(self, folder: str) -> None:
-        """Save the current weights in the format of `from_pretrained`."""
+        """Save the weights that were published last in the format of `from_pretrained`, in the type they have there."""
         await self._saved()
-        await self._in_thread(self._policy.save, Path(folder))
+        await self._in_thread(self._policy.save, Path(folder), self._folder.path(self._version))
 
     async def close(self) -> None:
+        await self._end_saving()
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._saver.shutdown(wait=False, cancel_futures=True)
         if self._joined is not None:
             await asyncio.to_thread(self._joined.close)
         await asyncio.to_thread(self._folder.remove)
@@ -147,7 +167,7 @@ class Trainer:
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
-        held = self._policy.published(lambda weights: self._folder.publish(version, weights))
+        held = self._policy.published(lambda weights: self._folder.publish(version, weights, delta=self._deltas))
         path = self._folder.path(version)
         self._version = version
         return StepResult(
@@ -156,18 +176,43 @@ class Trainer:
             fingerprint=held,
             path=str(path),
             num_bytes=path.stat().st_size,
+            delta_bytes=self._folder.size(self._folder.delta_path(version)),
             probe=self._policy.probe(self._probe) if self._probe else (),
         )
 
-    def _write_point(self, version: PolicyVersion) -> None:
-        self._points.write(version, self._policy.save_state, sharded=self._ranks > 1)
+    def _begin_point(self, version: PolicyVersion) -> ExitStack:
+        """Begin to write a resume point. It is there once what is returned has been left in good order."""
+        with ExitStack() as stack:
+            part = stack.enter_context(self._points.writing(version, sharded=self._ranks > 1))
+            self._policy.begin_save(part)
+            return stack.pop_all()
+
+    async def _end_point(self, begun: Future[ExitStack]) -> None:
+        """Wait until a point is written, in a thread that trains nothing."""
+
+        def end(point: ExitStack) -> None:
+            with point:
+                self._policy.end_save()
+
+        point = await asyncio.wrap_future(begun)
+        await asyncio.get_running_loop().run_in_executor(self._saver, end, point)
 
     async def _saved(self) -> None:
-        """Wait until the latest resume point is written; raises what kept it from being written. Costs nothing: the
-        next work of the trainer's thread would wait too."""
+        """Wait until the latest resume point is written; raises, once, what kept it from being written."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            await asyncio.wrap_future(saving)
+            await saving
+
+    async def _end_saving(self) -> None:
+        """Give the latest resume point a moment to be written. Nobody asks for its failure any more: it is logged."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        await asyncio.wait({saving}, timeout=SAVED_S)
+        if not saving.done():
+            logger.warning("closed while a resume point was being written; the one before it is the newest")
+        elif not saving.cancelled() and (error := saving.exception()) is not None:
+            logger.error("the latest resume point is missing: %s", error)
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)

@@ -38,8 +38,13 @@ long again if nothing answers."""
 LONGEST_S = 7 * 86400.0
 """Seconds that a rank may take for anything. The driver's deadlines for the leading one end what takes too long; this
 only ends calls that nobody waits for any more."""
-CONNECTION = ("gloo/transport", "NCCL", "TCPStore", "ProcessGroup")
+CONNECTION = (
+    "gloo/transport", "connectFullMesh", "TCPStore", "DistNetworkError", "DistStoreError", "ncclRemoteError",
+    "ncclSystemError", "NCCL communicator was aborted", "collective operation timeout",
+)  # fmt: skip
 """One of these is in the message of every error of torch's by which ranks notice that they have lost each other."""
+OWN = ("out of memory", "No space left", "Duplicate GPU", "gloo/transport/tcp/device")
+"""What one of these is in besides would happen again to ranks that are placed anew."""
 
 
 def unused(weights: Weights) -> None:
@@ -118,11 +123,18 @@ class GroupPolicy:
         logprobs: tuple[float, ...] = self._together("probe", tokens)
         return logprobs
 
-    def save(self, folder: Path) -> None:
-        self._together("save", folder)
+    def save(self, folder: Path, published: Path) -> None:
+        self._policy.save(folder, published)
 
-    def save_state(self, path: Path) -> None:
-        self._together("save_state", path)
+    def begin_save(self, path: Path) -> None:
+        self._together("begin_save", path)
+
+    def end_save(self) -> None:
+        """The leading rank's part ends once all have written theirs, or one of them has failed."""
+        try:
+            self._policy.end_save()
+        except Exception as error:
+            raise _cause(error, [self._asked(name, "present") for name in self._others]) from error
 
     def load_state(self, path: Path) -> None:
         self._together("load_state", path)
@@ -155,6 +167,11 @@ def _cause(error: BaseException, asked: Sequence[Future[None]]) -> BaseException
         for one in as_completed(asked, timeout=SETTLE_S):
             if isinstance(lost := one.exception(), ActorLost):
                 return lost
-    if not isinstance(error, ActorLost) and any(mark in str(error) for mark in CONNECTION):
+    said = f"{type(error).__name__}: {error}"
+    if (
+        not isinstance(error, ActorLost)
+        and any(mark in said for mark in CONNECTION)
+        and not any(mark in said for mark in OWN)
+    ):
         return ActorLost(f"the trainer's ranks have lost each other: {error}", rank_name(0))
     return error

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +56,7 @@ from stores.trajectory import (
 from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
 from tasks.actors.drawn_tasks import DrawnTasks
-from tasks.actors.given_answers import GivenAnswers
+from tasks.actors.given_answers import GivenAnswers, newest_turn
 from tasks.actors.server_answers import (
     Bridged,
     DrawnGroup,
@@ -69,12 +70,18 @@ from tasks.actors.server_answers import (
 )
 from tasks.actors.server_settings import ServerSettings
 from tasks.actors.step_batches import StepBatches, part_of
+from tasks.directions import directions_of, role_of, split
+from tasks.endpoint.turns import SampledTurn
 from tasks.engines.base import Sampled
 from tasks.prompts import HeldOut, Prompts
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Message, Record
 from tasks.training.batches import check_batch
 from tasks.training.packing import BatchPart
+
+SWITCH_S = 0.0005
+"""Seconds after which a thread lets another run, a tenth of Python's own: while the thread of commits computes, calls
+that instances wait for are answered at once."""
 
 
 @answers_calls
@@ -85,6 +92,7 @@ class TrajectoryServer:
     """What opens and creates the store."""
 
     def __init__(self, settings: ServerSettings, start_s: float) -> None:
+        sys.setswitchinterval(SWITCH_S)
         # Seconds since the run's start, as the driver counts them.
         self._epoch = time.monotonic() - start_s
         path = Path(settings.store)
@@ -237,6 +245,10 @@ class TrajectoryServer:
     async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
         """The payloads of trajectories that are still live. routed: (trajectory, epoch) of each routing; what instances
         of earlier epochs deliver is ignored from now on."""
+        records: dict[GroupId, Record] = {}
+        if self._settings.prompts.source.asks_by_directions:
+            live = [self._flight.live[member] for member, _ in routed if member in self._flight.live]
+            records = await self._tasks.records(t.group for t in live if not t.has_answers)
         alive = tuple((member, epoch) for member, epoch in routed if member in self._flight.live)
         entry = TrajectoriesRouted(routed=alive, at_s=self._now())
         changed = self._flight.apply(entry)
@@ -244,7 +256,10 @@ class TrajectoryServer:
         for member, _ in alive:
             t = self._flight.live[member]
             response, in_turn = tuple(t.response_tokens.tolist()), t.num_in_turn
-            found[member] = Payload(tuple(t.prompt_tokens.tolist()), response, t.finish, in_turn)
+            most = self._flight.turn_tokens.get(member, 0)
+            if not t.has_answers and t.group in records:
+                most = directions_of(records[t.group]).max_tokens
+            found[member] = Payload(tuple(t.prompt_tokens.tolist()), response, t.finish, in_turn, most)
         await self._write([entry] if changed else [])
         return found
 
@@ -283,6 +298,11 @@ class TrajectoryServer:
             for t, (_, epoch), said in zip(found, asked, texts, strict=True)
         ]
 
+    async def newest_turns(self, asked: list[tuple[TrajectoryId, str]]) -> list[SampledTurn | None]:
+        """The newest turns of trajectories, as they are stored. asked: each with that turn's text."""
+        found = [(self._flight.live.get(trajectory), text) for trajectory, text in asked]
+        return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in found])
+
     def _episode(self, t: Trajectory, epoch: int, turns: tuple[str, ...], record: Record) -> EpisodeState:
         return EpisodeState(
             task=t.group,
@@ -316,11 +336,12 @@ class TrajectoryServer:
                 entry = AnswerGiven(
                     trajectory=item.trajectory,
                     first=item.tokens,
-                    role=item.messages[-1].role if item.messages else "",
+                    role=role_of(item.messages),
                     tokens=np.asarray(tokens, np.int32),
                     seconds=item.seconds,
                     at_s=self._now(),
                     attempt=self._flight.attempt(item.trajectory),
+                    turn_tokens=split(item.messages)[0].max_tokens,
                 )
                 if self._flight.apply(entry):
                     taken.append(entry)

@@ -28,6 +28,10 @@ class Request:
     may_return: bool = False
     """Whether its trajectory may come back for another turn, with all of these tokens, what is sampled now, and more.
     If so, an engine that can keeps what it has computed when the request ends."""
+    version: PolicyVersion | None = None
+    """Of versions served side by side, it is sampled under the oldest that is not older than this one, from the first
+    token to the last; None: under the newest. Its trajectory's v_traj, so that a turn or a continuation is sampled as
+    the tokens before it were, wherever that version is served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,8 @@ class Failed:
 class EngineLoad:
     """The present load of an engine. progress: (trajectory, tokens sampled in total). waiting: number of running
     requests that are not in its batch now. preemptions: since start, for lack of KV memory. safe: (trajectory, tokens)
-    that the trajectory server was given since the last report; of an instance, not of its engine.
+    that the trajectory server was given since the last report; of an instance, not of its engine. version: the newest
+    it serves.
 
     Every time a request enters the batch, each token of its context is either computed or found cached; the two counts
     since start are `prefilled_tokens` and `cached_tokens`. So a context that is computed again counts again, after an
@@ -98,7 +103,9 @@ class Engine(Protocol):
     still answer."""
 
     @property
-    def version(self) -> PolicyVersion: ...
+    def version(self) -> PolicyVersion:
+        """The newest version it serves."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Start sampling; returns at once. A repeated request is ignored; a newer epoch replaces an older one."""
@@ -119,7 +126,11 @@ class Engine(Protocol):
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         """Load new weights. Running requests continue under them with the tokens they have, prefilled again. What is
-        kept of earlier turns is void."""
+        kept of earlier turns is void.
+
+        Where versions are adapters, served side by side, nothing that runs or is kept is affected: what is submitted
+        from now on may be sampled under this version, too. One that is not among the latest is dropped as soon as
+        nothing runs under it."""
         ...
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:

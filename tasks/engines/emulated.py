@@ -21,6 +21,7 @@ import numpy as np
 from stores import parameters, weight_hash
 from stores.errors import ActorLost
 from stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, PolicyVersion, Segment, TrajectoryId
+from tasks import adapters
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.decoding import DecodingInstance, Finished
 from tasks.engines.settings import EmulatedSettings
@@ -92,11 +93,13 @@ class EmulatedEngine:
         self._settings = settings
         self._instance = instance
         self._version = PolicyVersion(0)
+        self._served = [self._version]
+        """The versions that requests may be sampled under."""
         self._batch = DecodingInstance(settings.cost, kv_capacity=settings.kv_tokens, max_running=settings.max_running)
         self._running: dict[TrajectoryId, _Running] = {}
         self._ended: list[Sampled | Failed] = []
-        self._contexts: dict[TrajectoryId, tuple[int, ...]] = {}
-        """Tokens of what may still be kept for turns to come."""
+        self._contexts: dict[TrajectoryId, tuple[PolicyVersion, tuple[int, ...]]] = {}
+        """Of what may still be kept for turns to come: the version it was computed under, and its tokens."""
         self._changed = threading.Condition()
         self._clock = clock or Clock()
         self._begin = self._clock.now()
@@ -118,12 +121,13 @@ class EmulatedEngine:
                     continue
                 if held is not None:
                     self._batch.remove(now, request.trajectory)
-                before = self._contexts.pop(request.trajectory, ())
-                if request.tokens[: len(before)] != before:
+                version = adapters.version_for(self._served, request.version)
+                computed_under, before = self._contexts.pop(request.trajectory, (version, ()))
+                if computed_under != version or request.tokens[: len(before)] != before:
                     self._batch.forget(request.trajectory)
                 prior, prompt = request.num_prior, max(0, len(request.tokens) - request.num_prior)
                 running = self._response(request)
-                running.marks.append((self._version, prior))
+                running.marks.append((version, prior))
                 self._running[request.trajectory] = running
                 turns = (Turn(running.length),)
                 self._batch.submit(now, request.trajectory, request.epoch, prompt, prior, turns)
@@ -161,13 +165,17 @@ class EmulatedEngine:
         loaded = parameters.read_arrays(weights)
         parameters.check_shapes(parameters.shapes(_held()), parameters.shapes(loaded), weights)
         settings = self._settings
+        if settings.adapters:
+            self._serve(version)
+            fingerprint, elapsed_s = weight_hash.fingerprint(loaded), self._clock.now() - begin
+            return Loaded(version=version, fingerprint=fingerprint, elapsed_s=elapsed_s, stalled_s=0.0)
         with self._changed:
             done_s = self._batch.load(self._begin_call(), settings.pull_s, keep=settings.keep)
             self._collect()
             for trajectory, tokens in self._batch.progress(self._batch.clock):
                 self._running[TrajectoryId(trajectory)].marks.append((version, tokens))
             self._contexts.clear()
-            self._version = version
+            self._version, self._served = version, [version]
             self._changed.notify_all()
         time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._begin)))
         fingerprint, elapsed_s = weight_hash.fingerprint(loaded), self._clock.now() - begin
@@ -208,6 +216,7 @@ class EmulatedEngine:
         with self._changed:
             self._check()
             self._instance, self._version = instance, PolicyVersion(0)
+            self._served = [self._version]
             self._batch = DecodingInstance(
                 settings.cost, kv_capacity=settings.kv_tokens, max_running=settings.max_running
             )
@@ -222,6 +231,17 @@ class EmulatedEngine:
         self._thread.join(timeout=5)
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _serve(self, version: PolicyVersion) -> None:
+        """Serve a version beside the others once it is loaded; decoding goes on meanwhile."""
+        time.sleep(self._settings.pull_s / self._settings.time_scale)
+        with self._changed:
+            self._check()
+            self._version = version
+            held = sorted({*self._served, version})
+            running = [version for one in self._running.values() for version, _ in one.marks[-1:]]
+            gone = adapters.unused(held, version, self._settings.adapters, running)
+            self._served = [one for one in held if one not in gone]
 
     def _run(self) -> None:
         try:
@@ -262,7 +282,7 @@ class EmulatedEngine:
             self._ended.append(sampled)
             if running.request.may_return:
                 ids = (int(token) for segment in sampled.segments for token in segment.tokens)
-                self._contexts[sampled.trajectory] = (*running.request.tokens, *ids)
+                self._contexts[sampled.trajectory] = running.marks[-1][0], (*running.request.tokens, *ids)
             else:
                 self._forget(sampled.trajectory)
         if finished:

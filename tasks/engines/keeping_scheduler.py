@@ -1,11 +1,13 @@
 """A scheduler for transformers' continuous batching that keeps what a turn has computed for the turn after it.
 
 A request whose key says that its trajectory may return leaves its pages where they are when it ends. The trajectory's
-next request takes them over if its tokens begin with exactly those that they were computed from; else they are freed.
+next request takes them over if its tokens begin with exactly those that they were computed from, and it is of the same
+version; else they are freed.
 
 Invariants: a page belongs to one key, that of a request or that of a kept context. Kept contexts give way, the one that
 ended first before the others, before a request that runs is preempted and before a new one has to wait, unless a
-request that waits is about to take them over. They are of the present weights: whoever loads others calls `forget_all`.
+request that waits is about to take them over. They are of the version that their key names: whoever overwrites its
+weights calls `forget_all`.
 
 All but `add_waiting_request`'s callers run in the manager's own thread, or while it is paused. This builds on what is
 beneath transformers' public manager, in the versions that pyproject.toml allows.
@@ -14,7 +16,7 @@ beneath transformers' public manager, in the versions that pyproject.toml allows
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -22,7 +24,8 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
-from stores.trajectory import TrajectoryId
+from stores.trajectory import PolicyVersion, TrajectoryId
+from tasks.engines.requests import version_of
 
 NAME = "staleflow"
 """Of this scheduler, in ContinuousBatchingConfig.scheduler_type."""
@@ -39,6 +42,9 @@ class KeptContext:
 
 class KeepingScheduler(FIFOScheduler):
     """Serves requests in the order they arrive, as its base does. Keys are those of `RunningRequests`."""
+
+    scheduled: Callable[[list[tuple[PolicyVersion, int]]], object] | None = None
+    """Called before each pass with the versions of its tokens, and how many are of each, in their order."""
 
     def reset(self) -> None:
         super().reset()
@@ -81,7 +87,10 @@ class KeepingScheduler(FIFOScheduler):
             self.block_new_requests = False
         if self._kept:
             self._make_room(token_budget)
-        return super().schedule_batch(token_budget, cache_budget)
+        found = super().schedule_batch(token_budget, cache_budget)
+        if self.scheduled is not None and found[0]:
+            self.scheduled([(version_of(one.state.request_id), one.query_length) for one in found[0]])
+        return found
 
     def finish_request(self, request_id: str) -> None:
         state = self.active_requests.get(request_id)
@@ -143,6 +152,8 @@ class KeepingScheduler(FIFOScheduler):
         """What is kept of the trajectory of a request that has computed nothing yet, if its tokens continue that."""
         kept = self._kept.get(_trajectory(state.request_id))
         if kept is None or len(state.initial_tokens) <= len(kept.tokens):
+            return None
+        if version_of(kept.key) != version_of(state.request_id):
             return None
         return kept if state.initial_tokens[: len(kept.tokens)] == kept.tokens else None
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from tasks import adapters
 from tasks.engines.base import EngineLoad, Request, Sampled
 
 
@@ -34,10 +35,12 @@ class ClosedSegment(NamedTuple):
 
 @dataclass(slots=True)
 class RunningRequest:
-    """One running request. key: its name within the engine."""
+    """One running request. key: its name within the engine, which ends with the version it has begun under."""
 
     request: Request
     key: str = ""
+    version: PolicyVersion = PolicyVersion(0)
+    """What it samples under now."""
     closed: list[ClosedSegment] = field(default_factory=list)
     """Its earlier segments."""
     tokens: list[int] = field(default_factory=list)  # of the current segment
@@ -59,12 +62,23 @@ class RunningRequest:
         )
 
 
+def version_of(key: str) -> PolicyVersion:
+    """The version that a request has begun under, by its key.
+
+    >>> version_of("17.1.4.3")
+    3
+    """
+    return PolicyVersion(int(key.rpartition(".")[2]))
+
+
 class RunningRequests:
-    """All running requests, by the engine's key and by trajectory."""
+    """All running requests, by the engine's key and by trajectory, and the versions they may be sampled under: the
+    newest, and others that are served beside it."""
 
     def __init__(self, instance: InstanceId) -> None:
         self.instance = instance
         self.version = PolicyVersion(0)
+        self._served = [self.version]
         self._running: dict[str, RunningRequest] = {}
         self._by_trajectory: dict[TrajectoryId, RunningRequest] = {}
         self._num_entered = 0
@@ -77,6 +91,7 @@ class RunningRequests:
         one is used again."""
         self.instance = instance
         self.version = PolicyVersion(0)
+        self._served = [self.version]
         self._running.clear()
         self._by_trajectory.clear()
         self._tokens_sampled = 0
@@ -94,11 +109,31 @@ class RunningRequests:
     def of(self, trajectory: TrajectoryId) -> RunningRequest | None:
         return self._by_trajectory.get(trajectory)
 
+    def change_version(self, version: PolicyVersion) -> None:
+        """Have all requests go on under a version, the only one from now on."""
+        for running in self._running.values():
+            self.close_segment(running)
+            running.version = version
+        self.version, self._served = version, [version]
+
+    def drop_old(self, newest: PolicyVersion, count: int) -> list[PolicyVersion]:
+        """Serve no longer what nothing runs under, and what is not among the latest `count` versions up to `newest`,
+        which is about to be served. Returns these."""
+        gone = adapters.unused(self._served, newest, count, (running.version for running in self._running.values()))
+        self._served = [held for held in self._served if held not in gone]
+        return gone
+
+    def serve(self, version: PolicyVersion) -> None:
+        """Serve a version beside the others, as the newest."""
+        self.version = version
+        self._served = sorted({*self._served, version})
+
     def enter(self, running: RunningRequest) -> str:
         """Add a request; returns a key that was never used before."""
         request = running.request
         self._num_entered += 1
-        running.key = f"{request.trajectory}.{request.epoch}.{self._num_entered}"
+        running.version = adapters.version_for(self._served, request.version)
+        running.key = f"{request.trajectory}.{request.epoch}.{self._num_entered}.{running.version}"
         if not self._running:
             self._busy_since = time.monotonic()
         self._running[running.key] = running
@@ -116,7 +151,7 @@ class RunningRequests:
             self._busy_since = None
 
     def extend(self, running: RunningRequest, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add tokens that a request has sampled under the present version."""
+        """Add tokens that a request has sampled under its present version."""
         running.tokens += tokens
         running.logprobs += logprobs
         self._tokens_sampled += len(tokens)
@@ -124,7 +159,7 @@ class RunningRequests:
     def close_segment(self, running: RunningRequest) -> None:
         """Close a request's current segment: what follows is of another version or instance."""
         if running.tokens:
-            running.closed.append(ClosedSegment(self.version, self.instance, running.tokens, running.logprobs))
+            running.closed.append(self._present(running))
             running.tokens, running.logprobs = [], []
 
     def peek(self) -> list[Sampled]:
@@ -132,7 +167,7 @@ class RunningRequests:
         return [
             RunningRequest(
                 running.request,
-                closed=[*running.closed, ClosedSegment(self.version, self.instance, running.tokens, running.logprobs)],
+                closed=[*running.closed, self._present(running)],
             ).sampled(FinishReason.UNFINISHED)
             for running in self._running.values()
         ]
@@ -152,3 +187,6 @@ class RunningRequests:
             waiting=waiting,
             preemptions=preemptions,
         )
+
+    def _present(self, running: RunningRequest) -> ClosedSegment:
+        return ClosedSegment(running.version, self.instance, running.tokens, running.logprobs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from stores.trajectory import InstanceId
+from tasks.adapters import LoraConfig
 from tasks.engines.base import Engine
 from tasks.engines.cost_model import CostModel
 from tasks.knobs import knob
@@ -50,8 +51,8 @@ class EngineSettings(Protocol):
 
 
 ENGINES: Registry[EngineSettings] = Registry("engine", "rollout.engine.name", contract=EngineSettings)
-"""Values for fields: model, dtype, device, temperature, eos, seed and keep, see ModelSettings and VllmSettings; cost,
-workload, members and pull_s, see EmulatedSettings."""
+"""Values for fields: model, dtype, device, temperature, eos, seed, lora, adapters and keep, see ModelSettings and
+VllmSettings; cost, workload, members and pull_s, see EmulatedSettings."""
 
 
 class _Built:
@@ -68,7 +69,8 @@ class _Built:
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(_Built):
     """Settings of every engine that samples from a model. model: folder or hub name. kv_tokens: size of the paged
-    cache. eos: ids that end a response."""
+    cache. eos: ids that end a response. adapters: versions that are served side by side, each an adapter of the model,
+    as `lora` describes it; 0: a version is all weights, and only one is there."""
 
     model: str
     dtype: str
@@ -80,6 +82,8 @@ class ModelSettings(_Built):
     max_batch_tokens: int
     eos: tuple[int, ...]
     seed: int
+    lora: LoraConfig = LoraConfig()
+    adapters: int = 0
 
 
 @ENGINES.register("transformers")
@@ -121,6 +125,10 @@ class VllmSettings(ModelSettings):
             ("logits_processors", "override_generation_config", "generation_config", "speculative_config"),
             "stored logprobs would not be those of the policy that sampled",
         ),
+        **dict.fromkeys(
+            ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
+            "it follows from training.lora and staleness.eta",
+        ),
         **SAMPLING_REFUSED,
     }
 
@@ -139,6 +147,7 @@ class EmulatedSettings(_Built):
     pull_s: float
     keep: bool
     time_scale: float
+    adapters: int = 0
 
     module: ClassVar[str] = "tasks.engines.emulated"
     keeps: ClassVar[bool] = True

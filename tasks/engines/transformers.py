@@ -8,10 +8,11 @@ The manager's scheduler is our own (keeping_scheduler.py): it keeps the pages of
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Samp
 from tasks.engines.keeping_scheduler import NAME as KEEPING
 from tasks.engines.keeping_scheduler import KeepingScheduler
 from tasks.engines.requests import RunningRequest, RunningRequests
+from tasks.engines.served_adapters import ServedAdapters
 from tasks.engines.settings import TransformersSettings
 
 _loading = threading.Lock()
@@ -53,6 +55,10 @@ class TransformersEngine:
         self._instance = instance
         device = resolve_device(settings.device)
         self._model: Any = load_model(settings.model, settings.dtype, device, attention="sdpa")
+        # transformers notes in the model's configuration, for the time of a pass, whether its attention is causal. Of
+        # two passes that overlap, the second would restore what the first has noted: every later pass is wrong.
+        self._model.forward = one_at_a_time(self._model.forward)
+        self._adapters = ServedAdapters(self._model, settings.lora) if settings.adapters else None
         self._managers: dict[bool, Any] = {}
         self._schedulers: dict[bool, KeepingScheduler] = {}
         self._requests = RunningRequests(instance)
@@ -101,6 +107,9 @@ class TransformersEngine:
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = time.monotonic()
+        if self._adapters is not None:
+            held = fingerprint(self._serve(self._adapters, version, weights))
+            return Loaded(version=version, fingerprint=held, elapsed_s=time.monotonic() - begin, stalled_s=0.0)
         named = dict(self._model.named_parameters())
         loaded = parameters.read(weights)
         parameters.check_shapes(parameters.shapes(named), parameters.shapes(loaded), weights)
@@ -113,7 +122,7 @@ class TransformersEngine:
             with torch.no_grad():
                 for name, parameter in named.items():
                     parameter.copy_(loaded[name])
-            self._requests.version = version
+            self._requests.change_version(version)
             for running in interrupted:
                 self._start(running)
             stalled_s = time.monotonic() - paused
@@ -137,8 +146,10 @@ class TransformersEngine:
         with self._lock, self._paused():
             paged = self._model.config._attn_implementation
             self._model.set_attn_implementation("sdpa")  # the managers have set the paged one
+            own = nullcontext() if self._adapters is None else self._adapters.under(self.version, len(tokens))
             try:
-                return forward_logprobs(self._model, tokens)
+                with own:
+                    return forward_logprobs(self._model, tokens)
             finally:
                 self._model.set_attn_implementation(paged)
 
@@ -160,6 +171,8 @@ class TransformersEngine:
                 scheduler.prefilled_tokens = scheduler.cached_tokens = 0
             self._instance, self._ended = instance, []
             self._requests.begin_again(instance)
+            if self._adapters is not None:
+                self._adapters.clear()
             self._seen = self._load()
 
     def close(self) -> None:
@@ -204,8 +217,20 @@ class TransformersEngine:
             while manager.batch_processor is None:  # made in the manager's thread
                 self._check()
                 time.sleep(POLL_S)
-            self._schedulers[greedy] = manager.batch_processor.scheduler
+            scheduler = manager.batch_processor.scheduler
+            if self._adapters is not None:
+                scheduler.scheduled = self._adapters.select
+            self._schedulers[greedy] = scheduler
         return self._managers[greedy]
+
+    def _serve(self, held: ServedAdapters, version: PolicyVersion, weights: Path) -> dict[str, torch.Tensor]:
+        """Serve a version's adapter beside the others; returns its tensors. Decoding goes on meanwhile."""
+        tensors = held.add(version, weights)
+        with self._lock:
+            for gone in self._requests.drop_old(version, self._settings.adapters):
+                held.drop(gone)
+            self._requests.serve(version)
+        return tensors
 
     @contextmanager
     def _held_soon(self, within_s: float) -> Iterator[bool]:
@@ -300,6 +325,18 @@ class _Paused:
             pause.__exit__(None, None, None)
 
 
+def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but a call waits for those in other threads."""
+    lock = threading.Lock()
+
+    @functools.wraps(function)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return function(*args, **kwargs)
+
+    return locked
+
+
 def resolve_device(name: str) -> str:
     """cpu or cuda for a configured device; auto takes CUDA when there is one."""
     if name == "auto":
@@ -316,7 +353,9 @@ def forward_logprobs(model: Any, tokens: Sequence[int]) -> tuple[float, ...]:
 
 
 def load_model(path: str, dtype: str, device: str, attention: str) -> Any:
-    """A causal LM from a folder or the hub, in eval mode. Threads load one after another."""
+    """A causal LM from a folder or the hub, in eval mode. dtype: auto for that of its file, whose pages are then all
+    that it takes of this process's memory. Threads load one after another."""
+    of_type = dtype if dtype == "auto" else getattr(torch, dtype)
     with _loading:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=of_type, attn_implementation=attention)
     return model.to(device).eval()

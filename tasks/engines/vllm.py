@@ -15,15 +15,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stores import parameters
 from stores.errors import ActorLost, ConfigError
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from tasks import adapters
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.requests import RunningRequest, RunningRequests
 from tasks.engines.settings import VllmSettings
 from tasks.engines.vllm_scheduler import Figures, VllmScheduler, salt
+
+if TYPE_CHECKING:
+    from tasks.engines.vllm_adapters import VllmAdapters
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -34,6 +38,8 @@ ENVIRONMENT = {
 """Read by vLLM when it is imported: one process, no threads pinned to cores that others share, no log of its own."""
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """On a CPU compilation costs more than it saves."""
+ROOM_POLL_S = 0.02
+"""Seconds between two looks whether there is room for one more adapter."""
 SHUTDOWN_S = 10.0
 """Seconds that close() waits for the running step at most."""
 
@@ -61,6 +67,7 @@ class VllmEngine:
         self._closing = False
         self._engine: Any = None
         self._scheduler: VllmScheduler
+        self._adapters: VllmAdapters | None = None
         self._shapes = checkpoint_shapes(settings.model)
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._drive, args=(started,), name="vllm", daemon=True)
@@ -89,6 +96,8 @@ class VllmEngine:
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = time.monotonic()
+        if self._adapters is not None:
+            return self._serve(self._adapters, version, weights)
         # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
         parameters.check_shapes(self._shapes, parameters.read_shapes(weights), weights)
         prepared = self._prepare(weights)
@@ -132,6 +141,10 @@ class VllmEngine:
         try:
             self._engine = make_engine(self._settings)
             self._scheduler = VllmScheduler(self._engine, self._settings.page_tokens)
+            if self._settings.adapters:
+                from tasks.engines.vllm_adapters import VllmAdapters
+
+                self._adapters = VllmAdapters(self._engine, self._settings.lora, self._settings.adapters)
             started.set_result(None)
             while self._carry_out_calls():
                 self._take(self._engine.engine_core.get_output().outputs)
@@ -176,7 +189,7 @@ class VllmEngine:
             with self._changed:
                 key = self._requests.enter(running)
             try:
-                self._add(key, request.tokens, self._sampling(request), salt(self.version))
+                self._add(key, request.tokens, self._sampling(request), running.version, salt(running.version))
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
                 failed = Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error))
                 with self._changed:
@@ -185,7 +198,13 @@ class VllmEngine:
                     self._changed.notify_all()
 
     def _add(
-        self, key: str, tokens: Sequence[int], sampling: Any, cache_salt: str | None = None, priority: int = 0
+        self,
+        key: str,
+        tokens: Sequence[int],
+        sampling: Any,
+        version: PolicyVersion,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
         """Hand a request to vLLM's core."""
         from vllm.inputs.engine import tokens_input
@@ -197,6 +216,7 @@ class VllmEngine:
             tokens_input(list(tokens), cache_salt=cache_salt),
             sampling,
             core.get_supported_tasks(),
+            lora_request=None if self._adapters is None else self._adapters.request(version),
             priority=priority,
         )
         # Outputs are taken from the core directly (_take): vLLM's processing of them for display costs a tenth of a
@@ -223,7 +243,7 @@ class VllmEngine:
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         try:
             # Ahead of all waiting requests: a load is not done until its probe is answered.
-            self._add(name, tokens, sampling, priority=-1)
+            self._add(name, tokens, sampling, self.version, priority=-1)
         except Exception as error:  # noqa: BLE001  the caller's to handle
             answer.set_exception(error)
         else:
@@ -257,6 +277,8 @@ class VllmEngine:
                 answer.cancel()
             self._probes.clear()
         self._scheduler.begin_again()
+        if self._adapters is not None:
+            self._adapters.clear()
         with self._changed:
             self._instance, self._ended = instance, []
             self._requests.begin_again(instance)
@@ -274,12 +296,28 @@ class VllmEngine:
         except Exception as error:
             raise ActorLost(f"{self._instance}: weights of two versions after {weights}: {error}") from error
         with self._changed:
-            for running in self._requests:
-                self._requests.close_segment(running)
-            self._requests.version = version
+            self._requests.change_version(version)
         self._scheduler.change_version(version, keep=self._settings.keep)
         with self._changed:
             self._figures = self._scheduler.figures()
+        return time.monotonic() - begin
+
+    def _load_adapter(self, held: VllmAdapters, version: PolicyVersion, weights: Path) -> float | None:
+        """Serve an adapter beside the others; returns the seconds that decoding paused, None if there is no room
+        yet."""
+        begin = time.monotonic()
+        with self._changed:
+            gone = self._requests.drop_old(version, self._settings.adapters)
+        try:
+            for old in gone:
+                held.drop(old)
+            if held.full:
+                return None
+            held.add(version, weights)
+        except Exception as error:
+            raise ActorLost(f"{self._instance}: {weights} cannot be served: {error}") from error
+        with self._changed:
+            self._requests.serve(version)
         return time.monotonic() - begin
 
     def _take(self, outputs: Sequence[Any]) -> None:
@@ -311,6 +349,20 @@ class VllmEngine:
                 self._changed.notify_all()
 
     # -- the other threads ---------------------------------------------------------------------------------------
+
+    def _serve(self, held: VllmAdapters, version: PolicyVersion, weights: Path) -> Loaded:
+        """Load an adapter, as soon as there is room for it: at once, unless stragglers run under old versions."""
+        begin = time.monotonic()
+        layers = adapters.layers(parameters.read_shapes(weights), weights)
+        adapters.check(layers, self._settings.lora.rank, self._shapes, weights)
+        stalled_s: float | None = None
+        while stalled_s is None:
+            stalled_s = self._call(lambda: self._load_adapter(held, version, weights)).result()
+            if stalled_s is None:
+                time.sleep(ROOM_POLL_S)
+        one = self._settings.tensor_parallel == 1
+        fingerprint = self._call(lambda: held.fingerprint(version, weights)).result() if one else ""
+        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=time.monotonic() - begin, stalled_s=stalled_s)
 
     def _prepare(self, weights: Path) -> bool | Exception:
         """Do an update during decoding, where possible; True if it only has to be finished. Failures are returned: only
@@ -351,10 +403,7 @@ def make_engine(settings: VllmSettings) -> Any:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm import EngineArgs, LLMEngine
-    from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform
-
-    from tasks.engines import vllm_weights
 
     arguments: dict[str, Any] = {
         "model": settings.model,
@@ -372,9 +421,7 @@ def make_engine(settings: VllmSettings) -> Any:
         "tensor_parallel_size": settings.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        "weight_transfer_config": WeightTransferConfig(backend=vllm_weights.BACKEND),
-        "worker_extension_cls": f"{vllm_weights.__name__}.{vllm_weights.WorkerExtension.__name__}",
-    }
+    } | updating(settings)
     if current_platform.is_cpu():
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -386,8 +433,25 @@ def make_engine(settings: VllmSettings) -> Any:
         engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **settings.options}))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"rollout.engine: vLLM refuses it: {error}") from error
-    engine.collective_rpc("init_weight_transfer_engine", args=({},))
+    if not settings.adapters:
+        engine.collective_rpc("init_weight_transfer_engine", args=({},))
     return engine
+
+
+def updating(settings: VllmSettings) -> dict[str, Any]:
+    """The arguments for what is loaded after the start: adapters, or weights in place of the model's."""
+    if settings.adapters:
+        from tasks.engines import vllm_adapters
+
+        return vllm_adapters.arguments(settings.lora, settings.adapters, adapted_layers(settings))
+    from vllm.config import WeightTransferConfig
+
+    from tasks.engines import vllm_weights
+
+    return {
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_weights.BACKEND),
+        "worker_extension_cls": f"{vllm_weights.__name__}.{vllm_weights.WorkerExtension.__name__}",
+    }
 
 
 def longest_sequence(settings: VllmSettings) -> int:
@@ -412,9 +476,23 @@ def cache_bytes(settings: VllmSettings) -> int:
 
 def checkpoint_shapes(model: str) -> parameters.Shapes:
     """Names and shapes of the tensors that a trainer of this model publishes. Allocates nothing."""
+    return parameters.shapes(dict(empty_model(model).named_parameters()))
+
+
+def adapted_layers(settings: VllmSettings) -> list[str]:
+    """The last parts of the names of the layers that may have an adapter. Allocates nothing."""
+    from torch import nn
+
+    empty = empty_model(settings.model)
+    output = empty.get_output_embeddings()
+    linear = (name for name, module in empty.named_modules() if isinstance(module, nn.Linear) and module is not output)
+    return list(settings.lora.targets) or sorted({name.rpartition(".")[2] for name in linear})
+
+
+def empty_model(model: str) -> Any:
+    """A model without weights, as transformers lays it out."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    return parameters.shapes(dict(empty.named_parameters()))
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))

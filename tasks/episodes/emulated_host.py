@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tasks.endpoint.turns import SampledTurn
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.episodes.emulated import EmulatedEpisodes
 from tasks.episodes.limits import EnvironmentConfig
@@ -33,10 +34,20 @@ class EmulatedEnvironments:
         self._episodes = settings.episodes
         self._places = asyncio.Semaphore(settings.limits.concurrency)
 
+    hears_turns = False
+
     async def check(self) -> None:
         """There is nothing to try."""
 
-    async def act(self, key: EpisodeKey, record: Record, turns: Sequence[str], *, cut: bool) -> Answer:
+    async def act(
+        self,
+        key: EpisodeKey,
+        record: Record,
+        turns: Sequence[str],
+        *,
+        cut: bool,
+        newest: SampledTurn | None = None,
+    ) -> Answer:
         found = self._episodes.answer(key.task, key.member, len(turns) - 1, attempt=key.attempt, cut=cut)
         limit_s, scale = self._settings.limits.step_s, self._settings.time_scale
         clock = asyncio.get_running_loop().time

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from stores.errors import ConfigError
+from tasks.endpoint.settings import EndpointSettings
 from tasks.episodes.episode import Environment, Episode, EpisodeFailed, told
 from tasks.episodes.loading import open_environment
 
@@ -41,12 +42,14 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkSettings:
-    """What a fork server loads. memory_mib: that a process may take beyond what loading took; 0: no limit."""
+    """What a fork server loads. memory_mib: that a process may take beyond what loading took; 0: no limit. endpoint: of
+    an agent whose processes have an endpoint each; None if it is told of one elsewhere."""
 
     source: str
     options: dict[str, Any]
     key: str
     memory_mib: int
+    endpoint: EndpointSettings | None = None
 
 
 def packed(value: Any) -> bytes:
@@ -264,7 +267,7 @@ def main() -> None:
     try:
         settings: ForkSettings = read_value(control)
         try:
-            environment = open_environment(settings.source, settings.options, settings.key)
+            environment = open_environment(settings.source, settings.options, settings.key, settings.endpoint)
         except ConfigError as error:
             control.sendall(packed(str(error)))
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -17,12 +18,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from stores.errors import ConfigError
+from tasks.endpoint.server import EndpointServer
+from tasks.endpoint.turns import SampledTurn
 from tasks.environments import SourceSettings
+from tasks.episodes.agents import AgentEpisode, Told, load_agent
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.episodes.episode import OBSERVED, Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
 from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
-from tasks.episodes.loading import open_environment, traits_of
+from tasks.episodes.loading import AGENT, open_environment, traits_of
 from tasks.episodes.own_tools import GIVEN_BACK
 from tasks.episodes.processes import ForkedEpisode, ForkServer
 from tasks.episodes.tools import Tool, ToolEpisode, check_tools, tools_of
@@ -48,7 +52,14 @@ class EpisodeSettings:
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles of what is said to the model after its turns, as far as that is known beforehand."""
+        if self.hears_turns:
+            return ()
         return (OBSERVED,) if self.scoring is None else (GIVEN_BACK,)
+
+    @property
+    def hears_turns(self) -> bool:
+        """Whether its episodes are told the ids and logprobs of turns, and not only their texts."""
+        return self.source.asks_by_directions
 
     def build(self) -> Episodes:
         return Episodes(self)
@@ -93,6 +104,7 @@ class Episodes:
         self._making = threading.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         self._scoring = ThreadPoolExecutor(1, thread_name_prefix="score")
+        self._endpoint = EndpointServer(settings.source.endpoint)
 
     async def check(self) -> None:
         """Raise ConfigError if the environment cannot be made, or begins in two ways with one seed."""
@@ -121,13 +133,25 @@ class Episodes:
             if begun[0] != begun[1]:
                 raise ConfigError(f"{where}: {_UNLIKE}")
 
-    async def act(self, key: EpisodeKey, record: Record, turns: Sequence[str], *, cut: bool) -> Answer:
+    @property
+    def hears_turns(self) -> bool:
+        return self._settings.hears_turns
+
+    async def act(
+        self,
+        key: EpisodeKey,
+        record: Record,
+        turns: Sequence[str],
+        *,
+        cut: bool,
+        newest: SampledTurn | None = None,
+    ) -> Answer:
         """Let the environment take the last of the model's `turns`, and answer. Never raises for what goes wrong in the
         environment.
 
         key, record: the episode, and its task's. turns: the texts of all turns so far. If this host does not have the
         episode, or has it with other turns, a repeatable environment takes the earlier ones again. cut: the last turn
-        was cut short, so the episode ends with the reward so far.
+        was cut short, so the episode ends with the reward so far. newest: the last turn, for episodes that hear of ids.
         """
         asked = tuple(turns)
         if not asked:
@@ -149,10 +173,11 @@ class Episodes:
             held = self._held.get(key)  # it may have been asked for meanwhile
         if held is None:
             held = self._held[key] = _Held(asked)
-            held.answer = asyncio.ensure_future(self._advance(key, record, held, None, asked, cut=cut))
+            held.answer = asyncio.ensure_future(self._advance(key, record, held, None, asked, cut=cut, newest=newest))
         elif held.turns != asked:
             held.turns = asked
-            held.answer = asyncio.ensure_future(self._advance(key, record, held, held.answer, asked, cut=cut))
+            before = held.answer
+            held.answer = asyncio.ensure_future(self._advance(key, record, held, before, asked, cut=cut, newest=newest))
         answer = held.answer
         try:
             return await asyncio.shield(answer)
@@ -200,6 +225,7 @@ class Episodes:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
         self._scoring.shutdown(wait=False, cancel_futures=True)
+        await self._endpoint.stop()
         for kind in self._kinds.values():
             kind.close()
         self._kinds.clear()
@@ -213,6 +239,7 @@ class Episodes:
         turns: tuple[str, ...],
         *,
         cut: bool,
+        newest: SampledTurn | None,
     ) -> Answer:
         """Take the turns that the environment has not taken yet. before: a request that must be answered first."""
         if before is not None:
@@ -228,9 +255,11 @@ class Episodes:
                 for number, text in enumerate(turns[first:], first + 1):
                     if answer.ended:
                         raise EpisodeFailed(f"it ended with turn {number - 1}; it cannot take another one")
-                    newest = number == len(turns)
-                    answer = await self._step(key, record, held, text, number, cut=cut and newest)
-                    if not newest:
+                    is_newest = number == len(turns)
+                    if is_newest and newest is not None and isinstance(held.episode, AgentEpisode):
+                        held.episode.hear(newest)
+                    answer = await self._step(key, record, held, text, number, cut=cut and is_newest)
+                    if not is_newest:
                         held.said.append(answer.messages)
         except EpisodeFailed as error:
             answer = _failed(str(error))
@@ -327,7 +356,9 @@ class Episodes:
         with self._making:
             if other not in self._kinds:
                 self._kinds[other] = (
-                    environment_kind(self._settings, other) if scoring is None else tool_episodes(scoring, self._limits)
+                    environment_kind(self._settings, other, self._endpoint)
+                    if scoring is None
+                    else tool_episodes(scoring, self._limits)
                 )
             return self._kinds[other]
 
@@ -337,11 +368,14 @@ _UNLIKE = (
 )
 
 
-def environment_kind(settings: EpisodeSettings, other: bool) -> EpisodeMaker:
-    """Episodes of an environment, isolated as the job says. other: that of held-out tasks. Raises ConfigError."""
+def environment_kind(settings: EpisodeSettings, other: bool, endpoint: EndpointServer) -> EpisodeMaker:
+    """Episodes of an environment, isolated as the job says. other: that of held-out tasks. endpoint: of agents. Raises
+    ConfigError."""
     source = settings.source
     key = "task.eval_source" if other else "task.source"
     named, options = (source.evaluation, source.evaluation_options) if other else (source.source, source.options)
+    if named.startswith(f"{AGENT}:"):
+        return agent_episodes(settings, named, options, key, endpoint)
     traits, isolation = traits_of(named, key), settings.limits.isolation
     if isolation == "process" or (isolation == "auto" and traits.blocking):
         server = ForkServer(
@@ -361,6 +395,35 @@ def environment_kind(settings: EpisodeSettings, other: bool) -> EpisodeMaker:
         return environment.episode(start, threads=threads)
 
     return EpisodeMaker(make=make, repeatable=traits.repeatable)
+
+
+def agent_episodes(
+    settings: EpisodeSettings, named: str, options: Mapping[str, Any], key: str, endpoint: EndpointServer
+) -> EpisodeMaker:
+    """Episodes of an agent: a coroutine runs on the host's loop, all else in a process each, unless the job says
+    otherwise. Raises ConfigError."""
+    agent = load_agent(named.partition(":")[2], options, f"{key} = {named!r}")
+    limits = settings.limits
+    if not (limits.isolation == "process" or (limits.isolation == "auto" and agent.blocking)):
+        return EpisodeMaker(make=lambda record: AgentEpisode(endpoint, start_of(record), agent), repeatable=False)
+    forks = ForkServer(ForkSettings(source=named, options=dict(options), key=key, memory_mib=limits.memory_mib))
+    forks.start()
+
+    def make(record: Record) -> Episode:
+        start = start_of(record)
+
+        async def run(told: Told) -> Any:
+            episode = ForkedEpisode(forks, start)
+            try:
+                await episode.begin()
+                said = await episode.step(json.dumps(told[:2]), cut=False, last=False)
+            finally:
+                episode.abandon()
+            return said.reward, dict(said.parts)
+
+        return AgentEpisode(endpoint, start, replace(agent, run=run))
+
+    return EpisodeMaker(make=make, repeatable=False, close=forks.close)
 
 
 def tool_episodes(scoring: ScoringSettings, limits: EnvironmentConfig) -> EpisodeMaker:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from stores.errors import ConfigError
 from tasks import user_code
+from tasks.endpoint.settings import EndpointSettings
 from tasks.episodes.episode import Environment
 from tasks.episodes.own_tools import TOOLS_KEY, CalledTool, load_tool
 from tasks.episodes.playing import PlayedEnvironment
@@ -18,6 +19,8 @@ from tasks.episodes.stepping import SteppedEnvironment
 
 PACKAGED = ("textarena", "gymnasium", "skyrl_gym")
 """Kinds of environments that a package brings."""
+AGENT = "agent"
+"""Kind of the agents that ask for their turns over HTTP; see tasks/episodes/agents.py."""
 SINGLE_TURN = ("reasoning_gym", "jsonl", "parquet", "datasets")
 """Kinds of sources whose tasks are a prompt and a verifier."""
 
@@ -25,8 +28,8 @@ SINGLE_TURN = ("reasoning_gym", "jsonl", "parquet", "datasets")
 def is_environment(source: str, key: str) -> bool:
     """Whether a task source is an environment of many turns. Loads a user's file. Raises ConfigError."""
     kind, _, name = source.partition(":")
-    if kind in PACKAGED or kind in SINGLE_TURN or not name:
-        return kind in PACKAGED and bool(name)
+    if kind in (*PACKAGED, *SINGLE_TURN, AGENT) or not name:
+        return kind in (*PACKAGED, AGENT) and bool(name)
     return _plays(user_code.load(source, key))
 
 
@@ -48,6 +51,8 @@ def traits_of(source: str, key: str) -> Traits:
         # A game may search the network, and textarena's draw from Python's own random numbers; the process that each
         # has to itself makes those its own.
         return Traits(repeatable=kind != "skyrl_gym", blocking=True)
+    if kind == AGENT:
+        return Traits(repeatable=False, blocking=True)
     found = user_code.load(source, key)
     is_async = inspect.iscoroutinefunction(getattr(found, "step", found))
     return Traits(
@@ -55,9 +60,11 @@ def traits_of(source: str, key: str) -> Traits:
     )
 
 
-def open_environment(source: str, options: Mapping[str, Any], key: str = "task.source") -> Environment:
+def open_environment(
+    source: str, options: Mapping[str, Any], key: str = "task.source", endpoint: EndpointSettings | None = None
+) -> Environment:
     """The environment named `kind:name`, `file.py:NAME` or `module:NAME`. key: of the job file, which may also name a
-    tool. Raises ConfigError."""
+    tool. endpoint: see ForkSettings. Raises ConfigError."""
     if key == TOOLS_KEY:
         return CalledTool(load_tool(source))
     where = f"{key} = {source!r}"
@@ -66,6 +73,11 @@ def open_environment(source: str, options: Mapping[str, Any], key: str = "task.s
         traits_of(source, key)  # which tells whether the package is there
         games = importlib.import_module(_GAMES[kind])
         return SteppedEnvironment(games.open_game(name, options, where))
+    if kind == AGENT:
+        agents = importlib.import_module("tasks.episodes.agents")
+        agent = agents.load_agent(name, options, where)
+        runs: Environment = agents.AgentRuns(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
+        return runs
     found = user_code.load(source, key)
     if not _plays(found):
         raise ConfigError(

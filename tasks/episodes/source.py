@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stores.errors import ConfigError
+from tasks.endpoint.settings import EndpointSettings
 from tasks.episodes.episode import EpisodeFailed, EpisodeStart, record_of
 from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
@@ -21,11 +22,21 @@ class EnvironmentSource:
     num_held_out = None
     held_out_notice = ""
 
-    def __init__(self, source: str, options: Mapping[str, Any], seed: int, key: str, limits: EnvironmentConfig) -> None:
-        """key: of the job file that names it, for messages."""
+    def __init__(
+        self,
+        source: str,
+        options: Mapping[str, Any],
+        seed: int,
+        key: str,
+        limits: EnvironmentConfig,
+        endpoint: EndpointSettings,
+    ) -> None:
+        """key: of the job file that names it, for messages. endpoint: of agents."""
         self._where = f"{key} = {source!r}"
         self._seed = seed
-        settings = ForkSettings(source=source, options=dict(options), key=key, memory_mib=limits.memory_mib)
+        settings = ForkSettings(
+            source=source, options=dict(options), key=key, memory_mib=limits.memory_mib, endpoint=endpoint.drawing
+        )
         self._resetter = Resetter(settings, limits.step_s)
         self.task(0)
 

@@ -61,17 +61,20 @@ class EmulatedPolicy:
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, published: Path) -> None:
         """Do nothing: there are no weights to save."""
 
-    def save_state(self, path: Path) -> None:
+    def begin_save(self, path: Path) -> None:
         """Write the version as a zip archive, as every trainer's resume points are, by which a torn one is told."""
         if self._rank.leads:
             with _file(path).open("wb") as file:
                 np.savez(file, version=self._version)
 
+    def end_save(self) -> None:
+        """Do nothing: it is written."""
+
     def load_state(self, path: Path) -> None:
-        """Restore what `save_state` wrote, also that of earlier versions, which torch did. Raises StoreError."""
+        """Restore what `begin_save` wrote, also that of earlier versions, which torch did. Raises StoreError."""
         with resume_points.loading(path), _file(path).open("rb") as file, np.load(file) as state:
             if "version" in state:
                 self._version = int(state["version"])

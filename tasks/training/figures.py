@@ -50,8 +50,8 @@ class TokenSums:
         }
         self._add(**{name: times * part.masked_fill(~tokens.sampled, 0).sum() for name, part in parts.items()})
 
-    def metrics(self) -> dict[str, float]:
-        """Means over the tokens, by name (see stores/metrics.py)."""
+    def metrics(self, epochs: int = 1) -> dict[str, float]:
+        """Means over the tokens, by name (see stores/metrics.py). epochs: how often each trained token was added."""
         sums = dict(zip(SUMS, self.values, strict=True))
         tokens = max(sums["tokens"], 1.0)
         return {
@@ -64,7 +64,7 @@ class TokenSums:
             "kl_old": sums["kl_old"] / tokens,
             "kl_behaviour": sums["kl_behaviour"] / tokens,
             "kl_reference": sums["kl_reference"] / max(sums["trained"], 1.0),
-            "tokens_trained": sums["trained"],
+            "tokens_trained": sums["trained"] / epochs,
         }
 
     @property

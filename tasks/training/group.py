@@ -7,7 +7,7 @@ Invariants:
 - All ranks call the same methods in the same order: each call of one waits for those of the others. What they compute
   may differ only by `rank.number`.
 - Gradients and figures are sums over the ranks, never means: the loss is normalised over the whole batch beforehand.
-- A group of one has no process group, and hands back what it is given.
+- A group of one has no process group, unless its parameters are offloaded, and hands back what it is given.
 - Parameters are read through `parameters`, which shards what a forward pass has left gathered.
 """
 
@@ -17,8 +17,10 @@ import contextlib
 import datetime
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,14 +28,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasks.training.blocks import blocks
 from tasks.training.rank import ALONE, Rank
+from tasks.training.saving import in_background
 
 T = TypeVar("T")
 
+SEEN_S = 10.0
+"""Seconds until a file that one host has written to a shared folder is seen by another."""
 COLLECTIVE_S = 1800.0
 """Seconds that a rank waits in one operation for the others. Whoever hangs is found sooner, by the driver's deadlines;
 this ends threads whose run has ended."""
@@ -42,16 +47,21 @@ this ends threads whose run has ended."""
 class Group:
     """The group as rank `rank` sees it. Waits until all ranks are there; one process can be in one group at a time."""
 
-    def __init__(self, rank: Rank = ALONE, device: str = "cpu") -> None:
+    def __init__(self, rank: Rank = ALONE, device: str = "cpu", *, half: bool = False, offload: bool = False) -> None:
+        """half: blocks compute in bfloat16 and are gathered in it. offload: shards are kept in the processor's memory,
+        with their gradients and what an optimizer keeps of them; the device has a block at a time."""
         self.rank = rank
         self.device = device
         self._mesh: Any = None
-        if rank.count == 1:
+        self._saving: Any = None
+        """A process group for what is written in the background: its calls have another order than the trainer's."""
+        if rank.count == 1 and not offload:
             return
+        self._half, self._offload = half, offload
         if dist.is_initialized():  # this process was in the group of a run before
             dist.destroy_process_group()
         limit = datetime.timedelta(seconds=COLLECTIVE_S)
-        store = _store(rank, limit)
+        store = _store(rank, limit) if rank.count > 1 else dist.HashStore()
         if device == "cuda":
             # Of this thread: a trainer does all of its work in one.
             torch.cuda.set_device(_number_on_host(store, rank) % torch.cuda.device_count())
@@ -59,15 +69,30 @@ class Group:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=limit)
         self._mesh = init_device_mesh(device, (rank.count,))
+        self._saving = dist.new_group(backend="gloo", timeout=limit)
 
-    def sharded(self, model: Any) -> Any:
+    @property
+    def shards(self) -> bool:
+        """Whether the model is divided."""
+        return self._mesh is not None
+
+    def sharded(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """The model with its parameters in shards, each block's gathered by itself when it computes. They move to the
-        device a block at a time: the model need not fit there whole."""
+        device a block at a time: the model need not fit there whole; nor in memory in another type than it was loaded
+        in, for they become `dtype`, if that is given, a block at a time, too."""
         if self._mesh is None:
             return model.to(self.device)
+        kept = CPUOffloadPolicy(pin_memory=self.device == "cuda") if self._offload else OffloadPolicy()
+        # Under autocast a block's products are in bfloat16 anyway. What is outside of blocks, such as embeddings, is
+        # not: what they give is what the blocks add to, in float32.
+        gathered = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if self._half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         for block in blocks(model):
-            fully_shard(block, mesh=self._mesh)
-        fully_shard(model, mesh=self._mesh)
+            _convert(block, dtype)
+            fully_shard(block, mesh=self._mesh, mp_policy=gathered, offload_policy=kept)
+        _convert(model, dtype)
+        fully_shard(model, mesh=self._mesh, offload_policy=kept)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
@@ -116,11 +141,19 @@ class Group:
         dist.all_reduce(sums)
         return [float(number) for number in sums]
 
-    def save(self, state: dict[str, Any], folder: Path) -> None:
-        """Write a state whose tensors are shards, each rank its own. folder: there, and all ranks see it. Raises
-        RuntimeError."""
+    def begin_save(self, state: dict[str, Any], folder: Path) -> Future[None]:
+        """Copy a state whose tensors are shards, and begin to write the copy, each rank its own; done on the leading
+        rank once all have. folder: there, and all ranks see it. What is raised is a RuntimeError."""
         with _failures_as_errors():
-            dcp.save(state, checkpoint_id=folder)
+            writing = dcp.async_save(state, checkpoint_id=folder, process_group=self._saving)
+
+        def finish() -> None:
+            with _failures_as_errors():
+                writing.result()
+            if self.rank.leads:
+                _require_all_here(folder)
+
+        return in_background(finish)
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
         """Overwrite a state by one that a group of any size has saved, each rank its own shards. Raises
@@ -130,9 +163,34 @@ class Group:
             dcp.load(state, checkpoint_id=folder, no_dist=self._mesh is None)
 
     def leave(self) -> None:
-        """End this process's part in the group."""
-        if self._mesh is not None and dist.is_initialized():
+        """End this process's part in the group. On GPUs that also ends what its threads wait for from other ranks."""
+        if self._mesh is None or not dist.is_initialized():
+            return
+        if self.device == "cuda":  # a hung kernel would keep the GPU and its memory until COLLECTIVE_S
+            dist.distributed_c10d._abort_process_group()
+        else:
             dist.destroy_process_group()
+
+
+def _convert(module: Any, dtype: torch.dtype | None) -> None:
+    """Change the type of the parameters that are not in shards yet."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _require_all_here(folder: Path) -> None:
+    """Raise RuntimeError unless the files of all ranks are in a folder that they have written to."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    files = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    until = time.monotonic() + SEEN_S
+    while missing := sorted(name for name in files if not (folder / name).is_file()):
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"{len(missing)} of {len(files)} files that the trainer's ranks have written are not there, the first "
+                f"is {missing[0]}: runs_dir has to be a folder that the hosts of all ranks share"
+            )
+        time.sleep(0.1)
 
 
 def _store(rank: Rank, limit: datetime.timedelta) -> Any:

@@ -1,8 +1,9 @@
-"""A causal LM's output layer, asked for the logprobs of given tokens instead of for logits.
+"""A causal LM's output layer, asked for the logprobs of given tokens, or for a loss of them, instead of for logits.
 
 At a vocabulary of 152,000 a token's logits are 0.6 MB, with the copies that a loss keeps for its gradient 2 MB: of
-8,192 tokens 5 to 16 GB, more than most models. So logits are computed only where a token was sampled, and in chunks;
-where there are several, each chunk's are computed again for the gradient instead of being kept.
+8,192 tokens 5 to 16 GB, more than most models. So logits are computed only where a token was sampled, and in chunks.
+Where a loss is known chunk by chunk, each one's gradient is computed at once, before the next one's logits; otherwise a
+chunk's logits are computed again for it.
 
 Invariants:
 - No more than CHUNK_BYTES of logits, in float32 and not counting copies of them, are there at a time.
@@ -13,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +26,17 @@ CHUNK_BYTES = 2**28
 """Bytes of logits of a chunk, at most: 441 tokens at a vocabulary of 152,000, enough for a matrix product at full
 speed, and all tokens of a micro-batch at a small one."""
 
+Answer = Callable[[torch.Tensor], torch.Tensor]
+"""What is made of [..., H] hidden states instead of [..., V] logits."""
+PartLoss = Callable[[torch.Tensor], torch.Tensor]
+"""The loss of some tokens, from [n, 1] logprobs, or [n, 2] with entropies."""
+
 
 @dataclass(frozen=True, slots=True)
-class Targets:
-    """Tokens whose logprobs are asked for. chosen: [N, T] bool, where they are wanted; elsewhere they are 0. entropy:
-    whether the entropy of what each was drawn from is wanted, too."""
+class Asked:
+    """What is asked for of tokens: logprobs at a temperature; entropy: and the entropies of what each was drawn
+    from."""
 
-    tokens: torch.Tensor  # [N, T] int64
-    chosen: torch.Tensor
     temperature: float
     entropy: bool
 
@@ -42,47 +46,63 @@ class OutputLayer:
 
     def __init__(self, model: Any, device: str) -> None:
         self._layer = model.get_output_embeddings()
-        self._targets: Targets | None = None
+        self._answer: Answer | None = None
         self.plain = False
-        """Whether it can be asked for logprobs."""
+        """Whether it can be asked for anything but logits."""
         if self._layer is not None:
             self._logits = self._layer.forward
             self.plain = self._tried(model, device)
             self._layer.forward = self._computed
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a chunk, at most."""
+        return max(1, CHUNK_BYTES // (4 * int(self._layer.weight.shape[0])))
+
     @contextmanager
-    def asked(self, targets: Targets) -> Iterator[None]:
-        """While this lasts, the model gives [N, T, 1] logprobs, or [N, T, 2] with entropies, instead of logits."""
-        self._targets = targets
+    def answering(self, answer: Answer) -> Iterator[None]:
+        """While this lasts, the model gives this as its logits."""
+        self._answer = answer
         try:
             yield
         finally:
-            self._targets = None
+            self._answer = None
+
+    def found(self, hidden: torch.Tensor, tokens: torch.Tensor, asked: Asked) -> torch.Tensor:
+        """[n, 1 or 2] what is asked for of the tokens that are drawn from [n, H] hidden states."""
+        size = self.most_tokens
+        again = len(tokens) > size and torch.is_grad_enabled()
+        parts = []
+        for states, there in zip(hidden.split(size), tokens.split(size), strict=True):
+            args = (states, there, asked)
+            parts.append(checkpoint(self._found, *args, use_reentrant=False) if again else self._found(*args))
+        return torch.cat(parts)
+
+    def loss(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, asked: Asked, parts: Sequence[tuple[int, PartLoss]]
+    ) -> torch.Tensor:
+        """The sum of the losses of consecutive tokens, so many each, whose gradients are computed at once."""
+        weights = [weight for weight in self._layer.parameters() if weight.requires_grad]
+
+        def differentiated(states: torch.Tensor, there: torch.Tensor, of_part: PartLoss) -> tuple[torch.Tensor, Any]:
+            with torch.enable_grad():
+                states = states.detach().requires_grad_()
+                loss = of_part(self.found(states, there, asked))
+                return loss.detach(), torch.autograd.grad(loss, [states, *weights])
+
+        found: torch.Tensor = _AtOnce.apply(hidden, tokens, differentiated, parts, *weights)
+        return found
 
     def _computed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's output for [N, T, H] hidden states."""
-        targets = self._targets
-        if targets is None:
-            logits: torch.Tensor = self._logits(hidden)
-            return logits
-        chosen, tokens = targets.chosen.flatten(), targets.tokens.flatten()
-        places = chosen.nonzero().squeeze(1)
-        if not len(places):
-            places = places.new_zeros(1)  # of a model in shards, every part has a gradient on every rank
-        size = max(1, CHUNK_BYTES // (4 * self._layer.weight.shape[0]))
-        again = len(places) > size and torch.is_grad_enabled()
-        parts = []
-        for part in places.split(size):
-            args = (hidden.flatten(0, 1)[part], tokens[part], targets.temperature, targets.entropy)
-            parts.append(checkpoint(self._found, *args, use_reentrant=False) if again else self._found(*args))
-        found = torch.cat(parts).masked_fill(~chosen[places, None], 0)
-        shape = targets.tokens.shape
-        # Not a view: the gradient of what a model in shards returns is what has its parameters gathered again.
-        whole = found.new_zeros(*shape, found.shape[1])
-        return whole.index_put((places // shape[1], places % shape[1]), found)
+        """The layer's output for [..., H] hidden states."""
+        output: torch.Tensor = (self._answer or self._logits)(hidden)
+        return output
 
-    def _found(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: bool) -> torch.Tensor:
-        return of_targets(self._logits(hidden).float() / temperature, tokens, entropy=entropy)
+    def _found(self, hidden: torch.Tensor, tokens: torch.Tensor, asked: Asked) -> torch.Tensor:
+        scaled = self._logits(hidden).float()
+        if asked.temperature != 1.0:
+            scaled = scaled / asked.temperature
+        return of_targets(scaled, tokens, entropy=asked.entropy)
 
     def _tried(self, model: Any, device: str) -> bool:
         """Whether the model gives this layer's output as it is."""
@@ -96,6 +116,42 @@ class OutputLayer:
         with torch.no_grad():
             given = model(input_ids=torch.arange(3, device=device)[None], use_cache=False).logits
         return len(seen) == 1 and torch.equal(seen[0].float(), given.float())
+
+
+class _AtOnce(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
+    """A sum of losses whose gradients are computed with them, part after part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        differentiated: Callable[[torch.Tensor, torch.Tensor, PartLoss], tuple[torch.Tensor, Any]],
+        parts: Sequence[tuple[int, PartLoss]],
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        loss, begin = hidden.new_zeros((), dtype=torch.float32), 0
+        of_hidden, of_weights = torch.empty_like(hidden), list[torch.Tensor]()
+        for count, of_part in parts:
+            there = slice(begin, begin + count)
+            part, (of_hidden[there], *gradients) = differentiated(hidden[there], tokens[there], of_part)
+            loss += part
+            if of_weights:
+                for sum_of, gradient in zip(of_weights, gradients, strict=True):
+                    sum_of.add_(gradient)
+            else:
+                of_weights = gradients
+            begin += count
+        ctx.gradients = [of_hidden, *of_weights]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        of_hidden, *of_weights = ctx.gradients
+        del ctx.gradients  # as large as the layer
+        for found in (of_hidden, *of_weights):
+            found.mul_(gradient)
+        return of_hidden, None, None, None, *of_weights
 
 
 def of_targets(scaled: torch.Tensor, tokens: torch.Tensor, *, entropy: bool) -> torch.Tensor:

@@ -6,7 +6,8 @@ under any checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,43 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tasks.training.head import OutputLayer, Targets, of_targets
+from tasks.training.head import Asked, OutputLayer, of_targets
 from tasks.training.packing import MicroBatch, Row, microbatches
+from tasks.training.row_attention import RowLengths, takes_rows
+
+PartLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""The loss of a part of a micro-batch, from its [N, T] logprobs, and entropies if they are wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sampled:
+    """The sampled tokens of a micro-batch, in the order of rows and columns; its first one, if there is none."""
+
+    tokens: torch.Tensor  # [n] int64
+    place: tuple[torch.Tensor, torch.Tensor]  # [n] rows and [n] columns of targets
+    shape: tuple[int, ...]  # of targets
+    none: bool
+
+    @classmethod
+    def of(cls, batch: MicroBatch, device: str) -> _Sampled:
+        rows, columns = (torch.from_numpy(index) for index in np.nonzero(batch.mask > 0))
+        none = not len(rows)
+        if none:  # of a model in shards, every part has a gradient on every rank
+            rows = columns = torch.zeros(1, dtype=torch.int64)
+        tokens = torch.from_numpy(batch.targets[rows.numpy(), columns.numpy()])
+        return cls(
+            tokens=tokens.to(device),
+            place=(rows.to(device), columns.to(device)),
+            shape=batch.targets.shape,
+            none=none,
+        )
+
+    def laid_out(self, found: torch.Tensor) -> torch.Tensor:
+        """[N, T, k] of [n, k], elsewhere 0."""
+        if self.none:
+            found = found.masked_fill(torch.ones_like(found, dtype=torch.bool), 0)
+        # Not a view: the gradient of what a model in shards returns is what has its parameters gathered again.
+        return found.new_zeros(*self.shape, found.shape[1]).index_put(self.place, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +68,13 @@ class LogprobModel:
     rank: int = 0
     ranks: int = 1
     layer: OutputLayer = field(init=False, repr=False)
+    takes_rows: bool = field(init=False, repr=False)
+    """Whether the model computes rows without padding."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layer", OutputLayer(self.model, self.device))
+        with self._autocast():
+            object.__setattr__(self, "layer", OutputLayer(self.model, self.device))
+            object.__setattr__(self, "takes_rows", self.layer.plain and takes_rows(self.model, self.device))
 
     def batch(self, batch: MicroBatch) -> torch.Tensor:
         """[N, T] log-probabilities of the sampled targets, nats, float32, elsewhere 0; with gradient unless torch has
@@ -46,22 +86,81 @@ class LogprobModel:
         logprobs, entropy = self._computed(batch, entropy=True).unbind(-1)
         return logprobs, entropy
 
-    def _computed(self, batch: MicroBatch, *, entropy: bool) -> torch.Tensor:
-        ids, attention, tokens, mask = (
-            torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-            for array in (batch.input_ids, batch.attention_mask, batch.targets, batch.mask)
-        )
-        chosen = mask > 0
-        targets = Targets(tokens=tokens, chosen=chosen, temperature=self.temperature, entropy=entropy)
-        keep = torch.arange(batch.start, ids.shape[1] - 1, device=self.device)
-        asked = self.layer.asked(targets) if self.layer.plain else nullcontext()
-        with asked, torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.half):
-            found = self.model(input_ids=ids, attention_mask=attention, use_cache=False, logits_to_keep=keep).logits
+    def backward(self, batch: MicroBatch, loss: PartLoss, *, entropy: bool, by_token: bool) -> torch.Tensor:
+        """Add the gradient of a loss to the model's. Returns [N, T] the logprobs.
+
+        loss: is asked part by part, each with whole rows. by_token: it has a term for each token that depends on no
+        other's logprob, and may be asked for parts of a row, too. Of a batch without sampled tokens it is not asked.
+        """
+        sampled = _Sampled.of(batch, self.device)
         if not self.layer.plain:
-            found = of_targets(found.float() / self.temperature, tokens, entropy=entropy)
-            found = found.masked_fill(~chosen[..., None], 0)
-        result: torch.Tensor = found
-        return result
+            found = self._computed(batch, entropy=entropy)
+            total = found.sum() if sampled.none else loss(batch, *_unbound(found))
+            total.backward()
+            return found[..., 0].detach()
+        kept = list[torch.Tensor]()
+
+        def of_part(part: MicroBatch) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
+            there = _Sampled.of(part, self.device)
+
+            def part_loss(found: torch.Tensor) -> torch.Tensor:
+                kept.append(found.detach())
+                laid_out = there.laid_out(found)
+                return laid_out.sum() if there.none else loss(part, *_unbound(laid_out))
+
+            return len(there.tokens), part_loss
+
+        parts = [batch] if sampled.none else batch.parts(self.layer.most_tokens, by_token=by_token)
+        asked = Asked(temperature=self.temperature, entropy=entropy)
+        of_parts = [of_part(part) for part in parts]
+        answer = functools.partial(self.layer.loss, tokens=sampled.tokens, asked=asked, parts=of_parts)
+        self._through(batch, sampled, answer).backward()
+        return sampled.laid_out(torch.cat(kept))[..., 0]
+
+    def _computed(self, batch: MicroBatch, *, entropy: bool) -> torch.Tensor:
+        """[N, T, 1 or 2] logprobs and entropies."""
+        sampled = _Sampled.of(batch, self.device)
+        asked = Asked(temperature=self.temperature, entropy=entropy)
+        if not self.layer.plain:
+            logits = self._through(batch, sampled, None)
+            return sampled.laid_out(of_targets(logits.float() / self.temperature, sampled.tokens, entropy=entropy))
+
+        def found(hidden: torch.Tensor) -> torch.Tensor:
+            return sampled.laid_out(self.layer.found(hidden, sampled.tokens, asked))
+
+        return self._through(batch, sampled, found)
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.half)
+
+    def _through(
+        self, batch: MicroBatch, sampled: _Sampled, answer: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> torch.Tensor:
+        """What is made of the [n, H] hidden states that sampled tokens are drawn from; their [n, V] logits without."""
+        rows, columns = sampled.place
+        ids = torch.from_numpy(batch.input_ids).to(self.device)
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if self.takes_rows:
+            attended = torch.from_numpy(batch.attention_mask > 0).to(self.device)
+            lengths = batch.attention_mask.sum(1)
+            begins = torch.from_numpy(lengths.cumsum() - lengths).to(self.device)
+            keep = begins[rows] + batch.start + columns
+            there = RowLengths(tuple(lengths.tolist()))
+            inputs["input_ids"] = ids[attended][None]
+            inputs |= {"position_ids": there.positions(self.device), "row_lengths": there}
+            picked = None
+        else:
+            # Padding is at the right end, where no token of a row sees it: a mask would change nothing.
+            keep = torch.arange(batch.start, ids.shape[1] - 1, device=self.device)
+            picked = sampled.place
+
+        def of_kept(hidden: torch.Tensor) -> torch.Tensor:
+            return hidden[0] if picked is None else hidden[picked]
+
+        answering = nullcontext() if answer is None else self.layer.answering(lambda hidden: answer(of_kept(hidden)))
+        with answering, self._autocast():
+            found: torch.Tensor = self.model(**inputs, use_cache=False, logits_to_keep=keep).logits
+        return of_kept(found) if answer is None else found
 
     def microbatches(
         self, rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32]
@@ -87,3 +186,8 @@ def by_row(batch: MicroBatch, rows: Sequence[Row], values: torch.Tensor) -> dict
         begin = len(rows[i].prompt) - 1 - batch.start
         found[i] = held[k, begin : begin + len(rows[i].response)]
     return found
+
+
+def _unbound(found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logprobs and entropies, if there are any, of [N, T, 1 or 2] both."""
+    return found[..., 0], found[..., 1] if found.shape[-1] > 1 else None

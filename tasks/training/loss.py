@@ -56,7 +56,8 @@ class TokenLoss:
 
 class Loss(Protocol):
     """A loss that a training step minimises. One that is not proportional to the advantage has an attribute `every_row`
-    that is true: otherwise trajectories with an advantage of 0 are not computed."""
+    that is true: otherwise trajectories with an advantage of 0 are not computed. One whose value at a token depends on
+    that token's numbers alone has an attribute `by_token` that is true: long trajectories take less time then."""
 
     @property
     def needs_proximal(self) -> bool:
@@ -82,6 +83,10 @@ class OwnLoss:
     @property
     def every_row(self) -> bool:
         return bool(getattr(self.loss, "every_row", False))
+
+    @property
+    def by_token(self) -> bool:
+        return bool(getattr(self.loss, "by_token", False))
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         parts = [getattr(tokens, f.name) for f in fields(tokens)][:4]
@@ -171,6 +176,7 @@ class PpoClip(_Clipped):
     """Clips the ratio to the behaviour policy (1707.06347)."""
 
     needs_proximal = False
+    by_token = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour)
@@ -185,6 +191,7 @@ class DecoupledPpo(_Capped, _Clipped):
     """Clips around the proximal policy and weighs with min(pi_proximal / pi_behaviour, weight_cap) (2505.24298)."""
 
     needs_proximal = True
+    by_token = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         weight = _ratio(tokens.proximal, tokens.behaviour).clamp(max=self.weight_cap).detach()
@@ -197,6 +204,7 @@ class Cispo(_Clipped):
     """The clipped ratio to the behaviour policy as a weight, so that every token keeps a gradient (2506.13585)."""
 
     needs_proximal = False
+    by_token = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour).detach()
@@ -209,6 +217,7 @@ class Tis(_Capped):
     """ROLL Flash's truncated importance sampling, min(r, weight_cap) (2510.11345)."""
 
     needs_proximal = False
+    by_token = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour).detach()
@@ -222,6 +231,7 @@ class DualClip(_Clipped):
 
     dual_clip: float = knob(3.0, "dual_clip: a negative advantage counts at most this many times", above=1)
     needs_proximal = False
+    by_token = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio, advantage = _ratio(tokens.logprobs, tokens.behaviour), tokens.advantage
@@ -268,6 +278,10 @@ class Topr:
     )
     needs_proximal = False
 
+    @property
+    def by_token(self) -> bool:
+        return self.ratio_of == "token"
+
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         new, old = tokens.logprobs.detach(), tokens.behaviour
         if self.ratio_of == "token":
@@ -291,6 +305,7 @@ class Kimi:
 
     tau: float = knob(0.1, "kimi: weight of the squared distance to the behaviour policy", low=0)
     needs_proximal = False
+    by_token = True
     every_row = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
@@ -337,6 +352,7 @@ class IcePop(_Clipped):
     band_low: float = knob(0.5, "icepop: tokens with pi_old / pi_rollout below have no gradient", low=0, high=1)
     band_high: float = knob(5.0, "icepop: and above", low=1)
     needs_proximal = True
+    by_token = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         rho = _ratio(tokens.proximal, tokens.behaviour)
@@ -351,6 +367,7 @@ class DecoupledPpoLoglinear(_Capped, _Clipped):
     which saves the forward pass (2512.06547, AReaL)."""
 
     needs_proximal = False
+    by_token = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         now = tokens.logprobs.detach()

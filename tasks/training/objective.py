@@ -35,6 +35,12 @@ class Objective:
     def needs_entropy(self) -> bool:
         return self.entropy_bonus > 0
 
+    @property
+    def by_token(self) -> bool:
+        """Whether each token's loss depends on no other's logprob."""
+        summed = self.needs_reference and self.kl.place == "reward"
+        return bool(getattr(self.loss, "by_token", False)) and not summed
+
     def trains(self, row: Row) -> bool:
         """Whether a row has a gradient: without an advantage only from what is not proportional to it."""
         whole = self.needs_reference or self.needs_entropy or bool(getattr(self.loss, "every_row", False))

@@ -6,8 +6,8 @@ weights are fixed over the whole minibatch first, so how it is split cannot chan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -154,6 +154,52 @@ class MicroBatch:
     lags: npt.NDArray[np.int64]  # same shape
     weight: npt.NDArray[np.float32]  # [N, 1] weight of each of the row's tokens in the minibatch loss
     advantage: npt.NDArray[np.float32]  # [N, 1]
+
+    def part(self, rows: slice, columns: slice = slice(None)) -> MicroBatch:
+        """Some of the rows, and of the response columns; views."""
+        return replace(
+            self,
+            rows=self.rows[rows],
+            input_ids=self.input_ids[rows],
+            attention_mask=self.attention_mask[rows],
+            start=self.start + (columns.start or 0),
+            targets=self.targets[rows, columns],
+            mask=self.mask[rows, columns],
+            behaviour=self.behaviour[rows, columns],
+            lags=self.lags[rows, columns],
+            weight=self.weight[rows],
+            advantage=self.advantage[rows],
+        )
+
+    def parts(self, most_tokens: int, *, by_token: bool) -> list[MicroBatch]:
+        """The batch in parts of at most so many sampled tokens, in their order, and at least one in each. by_token: a
+        row that has more is cut, too."""
+        counts = (self.mask > 0).sum(1)
+        parts, begin = list[MicroBatch](), 0
+        while begin < len(self.rows):
+            fitting = int(np.searchsorted(counts[begin:].cumsum(), most_tokens, side="right"))
+            end = begin + max(1, fitting)
+            part = self.part(slice(begin, end))
+            parts += _columns(part, most_tokens) if by_token and not fitting else [part]
+            begin = end
+        return [part for part in parts if part.mask.any()]
+
+    def laid_out(self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+        """[N, T] of values by token of the rows' responses those that the batch has; 0 of rows that have none."""
+        laid_out = np.zeros_like(self.behaviour)
+        for k, i in enumerate(self.rows):
+            if i in values:
+                begin = len(rows[i].prompt) - 1 - self.start
+                there = values[i][max(0, -begin) : laid_out.shape[1] - begin]
+                laid_out[k, max(0, begin) : max(0, begin) + len(there)] = there
+        return laid_out
+
+
+def _columns(row: MicroBatch, most_tokens: int) -> list[MicroBatch]:
+    """A single row in parts of so many sampled tokens."""
+    sampled = np.flatnonzero(row.mask[0] > 0)
+    ends = [*sampled[most_tokens::most_tokens], row.mask.shape[1]]
+    return [row.part(slice(0, 1), slice(begin, end)) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 NO_ROWS = MicroBatch(

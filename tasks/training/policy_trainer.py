@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,12 +23,15 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._pytree import tree_map_only
 
 from stores import parameters, resume_points
 from stores.errors import ConfigError
 from stores.weight_hash import OneByOne, Weights
+from tasks import adapters
 from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from tasks.seeds import Stream, generator
+from tasks.training import lora
 from tasks.training.blocks import recompute
 from tasks.training.figures import TokenSums
 from tasks.training.group import Group
@@ -35,6 +41,9 @@ from tasks.training.objective import Objective
 from tasks.training.packing import MicroBatch, Row, minibatches, token_weights
 from tasks.training.policy import TrainerSettings
 from tasks.training.rank import ALONE, Rank
+from tasks.training.saving import copied, in_background
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ByRow = Mapping[int, npt.NDArray[np.float32]]
@@ -80,13 +89,16 @@ class PolicyTrainer:
         training = settings.training
         self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
-        self.group = Group(rank, self.device)
-        model = load_model(settings.model, "float32", "cpu", attention="sdpa")
+        half = settings.dtype == "bfloat16"
+        self.group = Group(rank, self.device, half=half, offload=training.offload)
+        model = self._load_model()
+        if training.lora.rank:
+            model = lora.adapted(model, training.lora, settings.seed)
         if training.recompute_activations:
             recompute(model)
-        self.model: Any = self.group.sharded(model)
+        self.model: Any = self.group.sharded(model, torch.float32)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self._trained().values(),
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
@@ -94,7 +106,7 @@ class PolicyTrainer:
         self.logprob_model = LogprobModel(
             model=self.model,
             device=self.device,
-            half=settings.dtype == "bfloat16",
+            half=half,
             temperature=settings.temperature,
             token_budget=training.microbatch_tokens,
             rank=rank.number,
@@ -102,6 +114,8 @@ class PolicyTrainer:
         )
         self.reference = self._load_reference() if self.objective.needs_reference else None
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
+        self._saving: Future[None] | None = None
+        self._unmeasured_told = False
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then constant, or a cosine or a line down to schedule_floor."""
@@ -150,7 +164,7 @@ class PolicyTrainer:
             "loss": sums.loss / len(norms),
             "grad_norm": float(np.mean(norms)),
             "updates_dropped": float(np.count_nonzero(~np.isfinite(norms))),
-            **sums.metrics(),
+            **sums.metrics(s.epochs),
             "learning_rate": rate,
             "mismatch_mean": mismatch.mean,
             "mismatch_max": mismatch.max,
@@ -158,10 +172,13 @@ class PolicyTrainer:
         }
 
     def published(self, use: Callable[[Weights], T]) -> T:
-        """What `use` makes of the weights as engines load them. They come one by one, gathered from all ranks, so that
-        there is no copy of the model beside it."""
+        """What `use` makes of the weights as engines load them, of those that are trained. They come one by one,
+        gathered from all ranks, so that there is no copy of the model beside it."""
         dtype = getattr(torch, self.settings.dtype)
-        named = dict(sorted(self.group.parameters(self.model).items()))
+        named = self._trained()
+        if self.settings.training.lora.rank:
+            named = {adapters.name_in_file(name): parameter for name, parameter in named.items()}
+        named = dict(sorted(named.items()))
         come = ((name, self.group.whole(p.detach().to(dtype))) for name, p in named.items())
         described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in named.items()}
         made = use(OneByOne(described, come))
@@ -175,28 +192,54 @@ class PolicyTrainer:
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=half):
             return forward_logprobs(self.model, tokens)
 
-    def save(self, folder: Path) -> None:
-        """Save the present weights and the tokenizer where `from_pretrained` finds them."""
+    def save(self, folder: Path, published: Path) -> None:
+        """Save weights that were published, and the tokenizer, where `from_pretrained` finds them. published: their
+        file, from which they are read as they are written. An adapter is merged into
+        the model's own, and saved in a folder besides. Done by the leading rank alone."""
         from transformers import AutoTokenizer
 
-        held = self.model.state_dict()
+        path, config = self.settings.model, self.settings.training.lora
+        weights, tokenizer = parameters.read(published), AutoTokenizer.from_pretrained(path)
+        if config.rank:
+            base = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
+            parameters.checkpoint(
+                base,
+                tokenizer,
+                folder,
+                lora.merged(base.state_dict(), weights, config),
+                lambda part: lora.save(weights, config, path, part / lora.FOLDER),
+            )
+            return
+        held = {*self.model.state_dict()}
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in held}
-        weights = self._gathered() | buffers
-        if self.group.rank.leads:
-            parameters.checkpoint(self.model, AutoTokenizer.from_pretrained(self.settings.model), folder, weights)
+        parameters.checkpoint(self.model, tokenizer, folder, {**buffers, **weights})
 
     def save_state(self, path: Path) -> None:
-        """Write all that the next step depends on: weights, optimizer, random state. A group writes a folder, which is
-        there already, each rank its shards."""
+        """Write all that the next step depends on: the weights that are trained, optimizer, random state."""
+        self.begin_save(path)
+        self.end_save()
+
+    def begin_save(self, path: Path) -> None:
+        """Copy all that the next step depends on into the processor's memory, 12 bytes for each parameter of this rank,
+        and begin to write that. A group writes a folder, which is there already, each rank its shards."""
+        if self._saving is not None:  # on a rank that does not lead: the leading one knows how it went
+            wait({self._saving})
         if self.group.rank.count > 1:
-            self.group.save(self._state(), path)
+            self._saving = self.group.begin_save(self._state(), path)
             return
         state = {
-            "model": self.model.state_dict(),
+            "model": self._kept(),
             "optimizer": self.optimizer.state_dict(),
             "random": self._rng.bit_generator.state,
         }
-        torch.save(state, path)
+        state = copied(tree_map_only(torch.Tensor, self.group.whole, state))
+        self._saving = in_background(lambda: torch.save(state, path))
+
+    def end_save(self) -> None:
+        """Wait until what was begun is written; raises what keeps it from being. Nothing if none was."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def load_state(self, path: Path) -> None:
         """Restore what `save_state` wrote, in a group of this or any other size. Raises StoreError."""
@@ -207,7 +250,7 @@ class PolicyTrainer:
                 self._rng.bit_generator.state = json.loads(held["random"])
                 return
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if differing := sorted(state["model"].keys() ^ self.model.state_dict().keys()):
+            if differing := sorted(state["model"].keys() ^ self._kept().keys()):
                 raise KeyError(f"{len(differing)} tensors differ from the model's, the first is {differing[0]}")
             moments = state["optimizer"]["state"]
             for number, name in enumerate(held["model"]):
@@ -220,21 +263,21 @@ class PolicyTrainer:
         """Leave the group. Nothing else is done afterwards."""
         self.group.leave()
 
-    def _gathered(self) -> dict[str, torch.Tensor]:
-        """The parameters. Of a group, on its leading rank and there in the processor's memory, a parameter after the
-        other: no more than one is whole on the device."""
-        found: dict[str, torch.Tensor] = {}
-        for name, parameter in self.group.parameters(self.model).items():
-            whole = self.group.whole(parameter.detach())
-            if self.group.rank.count == 1:
-                found[name] = whole
-            elif self.group.rank.leads:
-                found[name] = whole.cpu()
-        return found
+    def _trained(self) -> dict[str, torch.Tensor]:
+        """The parameters that are trained, by name: all, or an adapter's. Of each, this rank's shard."""
+        return {name: p for name, p in self.group.parameters(self.model).items() if p.requires_grad}
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """What of the model's state a resume point has: all, or an adapter's."""
+        state: dict[str, torch.Tensor] = self.model.state_dict()
+        if self.settings.training.lora.rank:
+            trained = self._trained()
+            return {name: tensor for name, tensor in state.items() if name in trained}
+        return state
 
     def _state(self) -> dict[str, Any]:
         """All that the next step depends on, by the parameters' names; the tensors are those in use, not copies."""
-        named = self.group.parameters(self.model)
+        named = self._trained()
         for parameter in named.values():
             if not self.optimizer.state[parameter]:  # as AdamW begins, which only does so when there is a gradient
                 zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
@@ -263,8 +306,9 @@ class PolicyTrainer:
         if self.reference is None:
             return None
         chosen = [i for i, row in enumerate(rows) if self.objective.trains(row)]
-        found = self.group.merged(self.reference.rows(rows, chosen))
-        return found
+        own = self.reference is self.logprob_model
+        with lora.without_adapter(self.model) if own else nullcontext():
+            return self.group.merged(self.reference.rows(rows, chosen))
 
     def _measure_others(self, rows: Sequence[Row], sums: TokenSums) -> None:
         """Measure some of the rows without a gradient, evenly spaced, as if they were all of them."""
@@ -275,10 +319,25 @@ class PolicyTrainer:
             for batch in self.logprob_model.microbatches(rows, chosen, np.ones(count, np.float32)):
                 tokens = self._tokens(batch, self.logprob_model.batch(batch))
                 tokens = replace(tokens, proximal=tokens.logprobs)
-                result = self.objective.loss.token_loss(tokens)
                 # Those with a gradient are measured in each epoch.
                 times = self.settings.training.epochs * len(others) / count
-                sums.add(tokens, result, self.objective.old(tokens), times)
+                try:
+                    sums.add(tokens, self.objective.loss.token_loss(tokens), self.objective.old(tokens), times)
+                except Exception as error:  # noqa: BLE001  a user's; where it matters it is raised
+                    self._tell_unmeasured(error)
+
+    def _tell_unmeasured(self, error: Exception) -> None:
+        """Log, once, that a loss cannot measure rows that it does not train."""
+        if not self._unmeasured_told:
+            self._unmeasured_told = True
+            name, kind = type(self.objective.loss).__name__, type(error).__name__
+            logger.warning(
+                "%s fails on rows without a gradient, which are left out of the figures: %s: %s; "
+                "training.measured_rows = 0 asks it for none",
+                name,
+                kind,
+                error,
+            )
 
     def _accumulate(
         self,
@@ -291,29 +350,25 @@ class PolicyTrainer:
         """Forward and backward of one micro-batch; gradients add up in the model. Returns [N, T] the logprobs. What the
         loss returns at padding and given tokens is cut off: an infinite ratio times a mask of 0 would be no number.
         before: logprobs under the proximal policy; of a row that is not there, they are this pass's."""
-        entropy = None
-        if self.objective.needs_entropy:
-            logprobs, entropy = self.logprob_model.batch_and_entropy(batch)
-        else:
-            logprobs = self.logprob_model.batch(batch)
-        if not batch.rows:  # of a rank that has none left: it takes part in what all ranks do, and adds nothing
-            logprobs.masked_fill(torch.ones_like(logprobs, dtype=torch.bool), 0).sum().backward()
-            return logprobs.detach()
-        known = torch.zeros((len(logprobs), 1), dtype=torch.bool, device=self.device)
-        known[: len(batch.rows), 0] = torch.tensor([i in before for i in batch.rows], device=self.device)
-        held = self._laid_out(batch, rows, before)
-        tokens = self._tokens(batch, logprobs, proximal=held.where(known, logprobs.detach()))
-        others = ~tokens.sampled
-        kept = None
-        if reference is not None:
-            kept = self._laid_out(batch, rows, reference).masked_fill(others, 0)
-        result = self.objective.token_loss(tokens, kept, entropy)
-        loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(batch.weight).to(self.device)).sum()
-        loss.backward()
-        with torch.no_grad():
-            sums.add_loss(loss, tokens, kept)
-            sums.add(tokens, result, self.objective.old(tokens))
-        return logprobs.detach()
+
+        def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+            known = torch.tensor([[i in before] for i in part.rows], device=self.device)
+            held = torch.from_numpy(part.laid_out(rows, before)).to(self.device)
+            tokens = self._tokens(part, logprobs, proximal=held.where(known, logprobs.detach()))
+            others = ~tokens.sampled
+            kept = None
+            if reference is not None:
+                kept = torch.from_numpy(part.laid_out(rows, reference)).to(self.device).masked_fill(others, 0)
+            result = self.objective.token_loss(tokens, kept, entropy)
+            loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(part.weight).to(self.device)).sum()
+            with torch.no_grad():
+                sums.add_loss(loss, tokens, kept)
+                sums.add(tokens, result, self.objective.old(tokens))
+            return loss
+
+        return self.logprob_model.backward(
+            batch, loss_of, entropy=self.objective.needs_entropy, by_token=self.objective.by_token
+        )
 
     def _tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
         """A micro-batch as losses see it, with zeros at padding and given tokens."""
@@ -328,17 +383,20 @@ class PolicyTrainer:
             lags=torch.from_numpy(np.ascontiguousarray(batch.lags)).to(self.device),
         )
 
-    def _laid_out(self, batch: MicroBatch, rows: Sequence[Row], logprobs: ByRow) -> torch.Tensor:
-        """[N, T] logprobs of the rows' responses, where a micro-batch has their tokens; 0 of rows that have none."""
-        laid_out = np.zeros_like(batch.behaviour)
-        for k, i in enumerate(batch.rows):
-            if i in logprobs:
-                begin = len(rows[i].prompt) - 1 - batch.start
-                laid_out[k, begin : begin + len(rows[i].response)] = logprobs[i]
-        return torch.from_numpy(laid_out).to(self.device)
+    def _load_model(self) -> Any:
+        """The model to train. One that is divided is left in its file's type: each rank makes float32 of its part. Not
+        with an adapter, which begins in the model's type."""
+        if self.group.shards and not self.settings.training.lora.rank:
+            model = load_model(self.settings.model, "auto", "cpu", attention="sdpa")
+            if all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point()):
+                return model
+        return load_model(self.settings.model, "float32", "cpu", attention="sdpa")
 
     def _load_reference(self) -> LogprobModel:
-        """The reference model, in the type that weights are published in. Raises ConfigError."""
+        """The reference model, in the type that weights are published in; the trained one itself, if that is to be used
+        without its adapter. Raises ConfigError."""
+        if self.settings.training.lora.rank and not self.settings.training.kl.reference:
+            return self.logprob_model
         path = self.settings.training.kl.reference or self.settings.model
         model = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
         own, other = self.model.config.vocab_size, model.config.vocab_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.adapters import LoraConfig
 from tasks.knobs import knob
 from tasks.names import AGGREGATION_NAMES, SCHEDULE_NAMES
 from tasks.registry import choice, composed
@@ -65,6 +66,11 @@ class TrainingConfig:
         "keep of each layer only what comes into it, and compute the rest again for the gradient: less memory for the "
         "tokens of a pass, up to a third more time",
     )
+    offload: bool = knob(
+        False,
+        "keep weights, gradients and the optimizer's state in the processor's memory, and on the GPU a layer at a "
+        "time: for a model of which these do not fit there, at the price of moving each layer for every pass",
+    )
     grad_clip: float = knob(1.0, "gradient norm above which gradients are clipped", above=0)
     weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
     beta1: float = knob(0.9, "AdamW beta1", low=0, high=1)
@@ -76,6 +82,7 @@ class TrainingConfig:
     overlong_penalty: float = knob(1.0, "reward that a response of max_new_tokens loses", low=0)
     loss: LossConfig = LossConfig()
     kl: KlConfig = KlConfig()
+    lora: LoraConfig = LoraConfig()
     measured_rows: int = knob(
         8, "trajectories without a gradient that are computed each step, for its figures only; 0: none", low=0
     )

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.config import command as config_command
-from pipeline.config import fields, loading, model_files, schema
+from pipeline.config import actor_settings, fields, loading, model_files, schema
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
+from tasks.engines.settings import ENGINES
 from tests.commands import command
 
 GOOD = '[model]\npath = "somewhere"\n'
@@ -136,6 +137,38 @@ def test_each_mistake_is_one_line(tmp_path: Path, override: str, message: str) -
     with pytest.raises(ConfigError, match=message) as caught:
         load(tmp_path, GOOD, override)
     assert "\n" not in str(caught.value)
+
+
+ADAPTER = "rollout.on_pull=adapter"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("training.lora.rank=8",), 'rank = 8 makes versions adapters, .* set rollout.on_pull = "adapter" in place of'),
+        ((ADAPTER,), 'rollout.on_pull = "adapter" needs versions that are adapters; set training.lora.rank'),
+        (("training.lora.alpha=8",), "training.lora.rank = 0 trains no adapter"),
+        ((ADAPTER, "training.lora.rank=8", "staleness.admission=backlog"), "any number of adapters could be needed"),
+        (
+            (ADAPTER, "training.lora.rank=8", "rollout.engine={name='vllm', options={max_loras=1}}"),
+            "options.max_loras: it follows from training.lora and staleness.eta; remove it",
+        ),
+    ],
+)
+def test_adapters_are_trained_where_they_are_served(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(tmp_path, GOOD, *overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_as_many_adapters_are_served_as_the_bound_allows(tmp_path: Path) -> None:
+    adapters = (ADAPTER, "training.lora.rank=8", "staleness.eta=3")
+    assert load(tmp_path).served_versions == 0
+    assert load(tmp_path, GOOD, *adapters).served_versions == 4
+    for engine in ENGINES.names:
+        config = load(tmp_path, GOOD, *adapters, f"rollout.engine.name={engine}")
+        settings = actor_settings.engine_settings(config, 0, (1,))
+        assert getattr(settings, "adapters", None) == 4
 
 
 def test_groups_of_one_are_for_estimators_and_filters_that_compare_no_members(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ class Bench:
         straggler_share: float = 1.0,
         max_attempts: int = 1,
         environments: bool = False,
+        adapters: bool = False,
         **redundancy: int,
     ) -> None:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
@@ -82,6 +83,7 @@ class Bench:
             stragglers=STRAGGLERS.make(batch, given),
             max_attempts=max_attempts,
             environments=environments,
+            adapters=adapters,
         )
         forecast = LengthForecast(100, rare=0.01)
         pacing = Pacing(cost, forecast, eta=eta, groups=groups, group_size=size, slack=1.0, recomputes=True)
@@ -589,3 +591,18 @@ def test_what_was_kept_under_older_weights_is_not_forgotten_again() -> None:
     assert only(bench.finish(1), Train)
     assert [pull.instance for pull in only(bench.publish(1), Pull)] == [A, B]
     assert not only(bench.scored(0), Forget)
+
+
+def test_what_an_adapter_has_computed_outlives_a_pull() -> None:
+    """A later turn goes on at home, under the version it began with; what nothing goes on from is forgotten there."""
+    bench = acting(adapters=True, eta=1)
+    bench.arrive(1)
+    assert only(bench.finish(1), Train)
+    assert [pull.instance for pull in only(bench.publish(1), Pull)] == [A, B]
+    told = answered(bench)
+    assert [(r.instance, r.version) for r in only(told, Route) if r.trajectory == 0] == [(A, 0)]
+    bench = acting(adapters=True, eta=1)
+    bench.arrive(1)
+    bench.finish(1)
+    bench.publish(1)
+    assert [(f.trajectory, f.instance) for f in only(bench.scored(0), Forget)] == [(0, A)]

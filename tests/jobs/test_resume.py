@@ -159,6 +159,21 @@ def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: P
     assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
 
 
+def test_a_run_killed_before_its_first_point_was_written_begins_again(stored: Path, tmp_path: Path) -> None:
+    """As long as a point may have been on its way; later there has to be one."""
+    folder = tmp_path / "copy"
+    shutil.copytree(stored, folder)
+    config = dataclasses.replace(loading.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5)
+    for point in list((folder / "resume").iterdir()):
+        point.unlink()
+    with pytest.raises(ConfigError, match="3 steps are stored but there is no complete resume point"):
+        resumption.reached(config)
+    rarely = dataclasses.replace(config, training=dataclasses.replace(config.training, resume_every=2))
+    assert resumption.reached(rarely) == 0
+    assert resumption.prepare(rarely).version == 0
+    assert VersionedStore.open(folder / "store").steps() == []
+
+
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 def test_a_schedule_keeps_its_length_when_a_run_is_trained_further(kind: str, job: Path) -> None:
     prepare_run_dir(loading.load(job, (f"training.schedule={kind}",)), {})

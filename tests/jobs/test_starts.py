@@ -13,7 +13,9 @@ from pipeline.jobs.summary import write_report
 from pipeline.runtime.outcomes import Outcomes
 from stores.errors import ActorLost, StoreError
 
-PHASES = {"wall_s": 30.0, "train_s": 9.0, "decide_s": 1.0, "rollout_busy_s": 5.0, "tokens_sampled": 70.0}
+PHASES = {
+    "wall_s": 30.0, "train_s": 9.0, "decide_s": 1.0, "driver_cpu_s": 3.0, "rollout_busy_s": 5.0, "tokens_sampled": 70.0,
+}  # fmt: skip
 
 
 def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
@@ -38,8 +40,9 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     assert summary["losses"] == ["3.0 s: rollout-0 is gone", "20.0 s: reward-0 is gone"]
     assert summary["alarms"] == ["drift"]
     assert summary["commands"] == {"Route": 7, "Pull": 1, "Train": 5}
-    assert summary["seconds"] == {"wall_s": 30.0, "train_s": 9.0, "decide_s": 2.0, "rollout_busy_s": 10.0,
-                                  "rollout_assigned_s": 0.0, "rollout_idle_with_work_s": 0.0}  # fmt: skip
+    assert summary["seconds"] == {"wall_s": 30.0, "train_s": 9.0, "decide_s": 2.0, "driver_cpu_s": 6.0,
+                                  "rollout_busy_s": 10.0, "rollout_assigned_s": 0.0,
+                                  "rollout_idle_with_work_s": 0.0}  # fmt: skip
     assert [one["end"] for one in json.loads((tmp_path / "summary.json").read_text())["starts"]] == [
         "", "failed: server is gone", "done",
     ]  # fmt: skip

@@ -84,6 +84,45 @@ def test_a_trainer_that_never_answers_is_replaced_after_train_s(body: Body) -> N
     assert "trainer did not answer within 40 s (deadlines.train_s)" in run.outcomes.losses[0]
 
 
+PATIENT = ("deadlines.train_s=4000", "deadlines.stuck_s=4000", "deadlines.silent_s=9")
+
+
+def stopping(name: str, seconds: float | None = None) -> Any:
+    """Stop a process in the middle of the third training step, for ever or for so many seconds. No nanny ends it."""
+
+    async def stop(run: Run) -> None:
+        run.workers.nanny = False
+        while run.driver is None or run.workers.methods("trainer").count("train") < 3:
+            await asyncio.sleep(0.01)
+        run.workers.stop(name)
+        if seconds is not None:
+            await asyncio.sleep(seconds)
+            run.workers.go_on(name)
+
+    return stop
+
+
+def test_a_trainer_that_is_stopped_is_replaced_after_silent_s_however_long_a_step_may_take(body: Body) -> None:
+    run = body.run("steps=5", *PATIENT, meanwhile=stopping("trainer"))
+    check_restored(run)
+    assert "trainer did not answer within 9 s (deadlines.silent_s)" in run.outcomes.losses[0]
+    stopped_s = run.events("VersionPublished")[1][0]
+    assert run.events("VersionPublished")[2][0] < stopped_s + 9.0 + 10.0
+
+
+def test_a_trainer_that_is_slow_is_not_lost(body: Body) -> None:
+    """A step takes ten times as long as its process may be silent: that answers meanwhile."""
+    run = body.run("steps=3", *PATIENT, world=World(train_s=90.0))
+    run.check()
+    assert run.outcomes.losses == []
+
+
+def test_a_trainer_that_was_stopped_for_less_than_silent_s_is_not_lost(body: Body) -> None:
+    run = body.run("steps=5", *PATIENT, world=World(train_s=12.0), meanwhile=stopping("trainer", 6.0))
+    run.check()
+    assert run.outcomes.losses == []
+
+
 def test_the_loss_of_an_idle_trainer_is_noticed(body: Body) -> None:
     async def kill(run: Run) -> None:
         while run.driver is None or "route" not in run.workers.methods("rollout-0"):
@@ -184,6 +223,13 @@ def test_a_rank_that_hangs_while_it_trains_is_replaced_with_its_group_after_trai
     run = body.run(*RANKS, meanwhile=stop)
     check_group_restored(run)
     assert "did not answer within 40 s (deadlines.train_s)" in run.outcomes.losses[0]
+
+
+@pytest.mark.parametrize("name", ["trainer", "trainer-2"])
+def test_a_rank_that_is_stopped_is_replaced_with_its_group_after_silent_s(body: Body, name: str) -> None:
+    run = body.run(*RANKS, *PATIENT, meanwhile=stopping(name))
+    check_group_restored(run)
+    assert f"{name} did not answer within 9 s (deadlines.silent_s)" in run.outcomes.losses[0]
 
 
 def test_the_loss_of_an_idle_rank_is_noticed(body: Body) -> None:

@@ -7,10 +7,13 @@ import asyncio
 import atexit
 import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import dask
 import pytest
 from distributed import Client, LocalCluster, Reschedule, get_worker
 
@@ -250,3 +253,48 @@ def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
                 await asyncio.sleep(0.05)
 
     on(3, script)
+
+
+def silent(**changes: Any) -> list[str]:
+    """The jobs whose drivers are silent at second 1,000, of one that was last heard of at 900."""
+    one = Board()
+    at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
+    one.jobs["a"] = board.Job("a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", place=at.get("place", "w"))
+    clients, workers = {"c": SimpleNamespace(last_seen=at["heard"])}, {"w": SimpleNamespace(nanny=at["nanny"])}
+    one._scheduler = SimpleNamespace(clients=clients, workers=workers)
+    return [job.id for job in one.silent_drivers(1000.0, at["awake_since"])]
+
+
+def test_a_driver_that_is_silent_for_the_lease_is_lost_and_one_that_is_slow_is_not() -> None:
+    assert silent() == ["a"]
+    assert silent(heard=1000.0 - board.LEASE_S) == []
+    assert silent(awake_since=950.0) == [], "the scheduler itself was stopped, and heard nobody"
+    assert silent(nanny=None) == [], "nobody could end it, and two might drive"
+    assert silent(state="done") == []
+    assert silent(place="") == [], "a command in the foreground, which a person may have stopped"
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_stopped_is_ended_and_its_job_is_driven_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "LEASE_S", 3.0)
+    monkeypatch.setattr(board, "LEASE_LOOK_S", 0.5)
+
+    async def whole() -> None:
+        async with (
+            LocalCluster(
+                n_workers=3, threads_per_worker=2, asynchronous=True, dashboard_address="127.0.0.1:0"
+            ) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await ensure(client)
+            jobs = Jobs(cluster, client)
+            await jobs.submit("a", 15.0)
+            await jobs.until("a", "running")
+            (place,) = {one.place for one in cluster.scheduler.plugins["staleflow"].jobs.values()}
+            os.kill(cluster.scheduler.workers[place].pid, signal.SIGSTOP)
+            await jobs.until("a", "waiting")
+            assert any("has not been heard of for 3 s" in line for line in await jobs.lines("a"))
+            await jobs.until("a", "running")
+
+    with dask.config.set({"distributed.client.heartbeat": "500ms"}):
+        asyncio.run(whole())

@@ -227,6 +227,21 @@ def test_more_staleness_is_never_slower_on_the_same_trace() -> None:
         assert all(after <= before * 1.03 for before, after in itertools.pairwise(seconds)), (workload, sync, seconds)
 
 
+def test_a_pull_of_an_adapter_stops_nothing_and_nothing_is_prefilled_again() -> None:
+    """Neither what runs nor the context of a turn to come."""
+    found = {}
+    for on_pull, rank in (("keep", 0), ("adapter", 8)):
+        config = job(
+            steps=8, staleness__eta=2, rollout__on_pull=on_pull, training__lora__rank=rank, simulation__pull_s=0.5,
+            workload__kind="agentic", workload__tool_s=0.05, workload__tool_tokens=10, task__environment="yes",
+        )  # fmt: skip
+        trace = run(config)
+        assert sum(len(one.pulls) for one in trace.instances) >= 8
+        found[on_pull] = [one.work for one in trace.instances]
+    assert sum(work.reprefilled for work in found["adapter"]) == 0 < sum(work.reprefilled for work in found["keep"])
+    assert all(work.pull_s == 0 for work in found["adapter"])
+
+
 def test_a_run_is_not_faster_than_its_physical_bound() -> None:
     for admission, eta in (("synchronous", 0), ("staleflow", 1), ("staleflow", 3), ("one_step", 1)):
         config = job(staleness__admission=admission, staleness__eta=eta, steps=16)
@@ -397,6 +412,7 @@ class Witness:
 @st.composite
 def jobs(draw: st.DrawFn) -> RunConfig:
     """Any combination of strategies, redundancy and faults."""
+    on_pull = draw(st.sampled_from(["interrupt", "keep", "adapter"]))
     eta = draw(st.integers(0, 3))
     keep = [a for a in ADMISSION.names if a not in BOUNDLESS and not (a == "windowed_fifo" and not eta)]
     admission = draw(st.sampled_from(keep))
@@ -420,7 +436,8 @@ def jobs(draw: st.DrawFn) -> RunConfig:
         rollout__routing=draw(st.sampled_from(ROUTING.names)),
         rollout__synchronization=draw(st.sampled_from(SYNCHRONIZATION.names)),
         rollout__migration=draw(st.sampled_from(["none", "largest_gain"])),
-        rollout__on_pull=draw(st.sampled_from(["interrupt", "keep"])),
+        rollout__on_pull=on_pull,
+        training__lora__rank=8 if on_pull == "adapter" else 0,
         rollout__engine__max_running=draw(st.integers(1, 12)),
         rollout__engine__kv_tokens=draw(st.sampled_from([200, 500, 4000])),
         rollout__max_new_tokens=100,

@@ -48,7 +48,7 @@ def test_pieces_written_in_any_order_make_the_file(
 def test_a_version_is_visible_once_all_of_it_has_arrived(tmp_path: Path) -> None:
     folder = ParameterFolder(tmp_path / "w")
     path = folder.path(PolicyVersion(3))
-    with folder.incoming(PolicyVersion(3), 3) as incoming:
+    with folder.incoming(folder.path(PolicyVersion(3)), 3) as incoming:
         assert folder.versions() == []
         incoming.write(Piece(0, 3), b"abc")
         assert folder.versions() == []
@@ -59,17 +59,17 @@ def test_a_version_is_visible_once_all_of_it_has_arrived(tmp_path: Path) -> None
 def test_a_version_that_did_not_arrive_leaves_nothing(tmp_path: Path) -> None:
     folder = ParameterFolder(tmp_path / "w")
     with (
-        pytest.raises(StoreError, match="1 pieces of version 3 have not arrived"),
-        folder.incoming(PolicyVersion(3), 3),
+        pytest.raises(StoreError, match=r"v00000003\.safetensors: 1 pieces have not arrived"),
+        folder.incoming(folder.path(PolicyVersion(3)), 3),
     ):
         pass
-    with pytest.raises(ZeroDivisionError), folder.incoming(PolicyVersion(3), 3):
+    with pytest.raises(ZeroDivisionError), folder.incoming(folder.path(PolicyVersion(3)), 3):
         raise ZeroDivisionError
     assert os.listdir(folder.folder) == [".owner"]
 
 
 def test_a_version_without_bytes_is_there_at_once(tmp_path: Path) -> None:
     folder = ParameterFolder(tmp_path / "w")
-    with folder.incoming(PolicyVersion(3), 0):
+    with folder.incoming(folder.path(PolicyVersion(3)), 0):
         pass
     assert folder.versions() == [3]

@@ -73,6 +73,8 @@ class Process:
     host: str
     dead: bool = False
     stopped: bool = False
+    unanswered: list[tuple[asyncio.Future[Any], Any, Exception | None]] = field(default_factory=list)
+    """Results that are there, while it is stopped."""
     running: dict[asyncio.Task[None], None] = field(default_factory=dict)
     """Running methods, in the order in which they were called, so that a run is reproducible."""
     waiting: dict[asyncio.Future[Any], None] = field(default_factory=dict)
@@ -176,6 +178,14 @@ class InProcessWorkers:
         """Stop the process of an actor as SIGSTOP does: no call to it is answered any more."""
         self.placed[name].future.stopped = True
 
+    def go_on(self, name: str) -> None:
+        """Let a stopped process go on, as SIGCONT does: it answers what it was asked meanwhile."""
+        process = self.placed[name].future
+        process.stopped = False
+        unanswered, process.unanswered = process.unanswered, []
+        for answer, result, error in unanswered:
+            _put(answer, result, error)
+
     def actor(self, name: str) -> Any:
         """The object of an actor, also of a lost one."""
         return self._objects[name]
@@ -250,8 +260,8 @@ class InProcessWorkers:
         await asyncio.sleep(TRAVEL_S)
         if fault.act is not None:
             fault.act()
-        if process.stopped:
-            return
+        while process.stopped:
+            await asyncio.sleep(0.1)
         if fault.dies == "before":
             process.die()
         if fault.error is not None:
@@ -269,6 +279,7 @@ class InProcessWorkers:
             result = fault.change(result)
         await asyncio.sleep(fault.late_s + TRAVEL_S)
         if process.stopped:
+            process.unanswered.append((answer, copy.deepcopy(result), error))
             return
         _put(answer, copy.deepcopy(result), error)
 

@@ -337,7 +337,12 @@ class VirtualRolloutInstance(RolloutInstance):
         return engine
 
     async def evaluate(
-        self, prompts: list[tuple[int, ...]], greedy: bool, deadline_s: float, after: list[int] | None = None
+        self,
+        prompts: list[tuple[int, ...]],
+        greedy: bool,
+        deadline_s: float,
+        after: list[int] | None = None,
+        turn_tokens: list[int] | None = None,
     ) -> list[Evaluated]:
         """Return a response with as many tokens as its prompt, three seconds later."""
 
@@ -375,7 +380,7 @@ class PlayedTrainer:
 
     def __init__(
         self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
-        point_every: int, ranks: int = 1,
+        point_every: int, ranks: int = 1, deltas: bool = False,
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
         self._probe: tuple[int, ...] = ()

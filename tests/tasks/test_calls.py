@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, get_worker
 
 from stores.errors import ActorFailed, ActorLost, StoreError
 from stores.trajectory import FinishReason, TrajectoryId
@@ -128,8 +128,11 @@ class Relaying:
     async def wait(self) -> None:
         await asyncio.sleep(60.0)
 
-    async def relay(self, other: Any, method: str) -> Any:
-        return await call(other, method, within_s=60.0, who="other")
+    async def relay(self, other: Any, method: str, *args: Any) -> Any:
+        return await call(other, method, *args, within_s=60.0, who="other")
+
+    async def is_client(self) -> bool:
+        return get_worker()._client is not None
 
 
 def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> None:
@@ -155,5 +158,27 @@ def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> None:
                         await calls.pop()
                 calls.append(asyncio.ensure_future(call(one, "relay", other, "wait", within_s=30.0, who="one")))
             calls.pop().cancel()
+
+    asyncio.run(whole())
+
+
+def test_an_actor_that_is_handed_on_is_called_without_the_scheduler() -> None:
+    """Dask's own proxy makes a client of each worker that it comes to, which tells the scheduler of every call twice
+    and keeps the actor alive when its driver is gone."""
+
+    async def whole() -> None:
+        async with (
+            LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+            Client(cluster, asynchronous=True, direct_to_workers=True) as client,
+        ):
+            here, there = (w.worker_address for w in cluster.workers.values())
+            one = await client.submit(Relaying, actor=True, workers=[here], key="one")
+            other = await client.submit(Relaying, actor=True, workers=[there], key="other")
+            own = await call(one, "process", within_s=30.0, who="one")
+            assert await call(one, "relay", other, "process", within_s=30.0, who="one") != own
+            # Handed on twice, it calls back.
+            assert await call(one, "relay", other, "relay", one, "process", within_s=30.0, who="one") == own
+            for actor in (one, other):
+                assert not await call(actor, "is_client", within_s=30.0, who="it")
 
     asyncio.run(whole())

@@ -196,6 +196,40 @@ def test_what_a_pull_needs_is_imported_before_the_engine_is_ready(tmp_path: Path
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
+    """As in engines with a model: a request ends under the version it began with, and no context is computed again."""
+    engine = EmulatedEngine(settings(time_scale=1.0, adapters=2), InstanceId("i"))
+    folder = ParameterFolder(tmp_path / "weights")
+
+    def load(version: int) -> None:
+        folder.publish(PolicyVersion(version), weights(version))
+        loaded = engine.load(PolicyVersion(version), folder.path(PolicyVersion(version)))
+        assert loaded.stalled_s == 0 and engine.version == version
+
+    try:
+        engine.submit([request(0, max_new_tokens=20), request(1, max_new_tokens=8, may_return=True)])
+        load(1)
+        engine.submit([request(2, max_new_tokens=20)])
+        done = collect(engine, 3)
+        assert {i: {s.version for s in one.segments} for i, one in done.items()} == {0: {0}, 1: {0}, 2: {1}}
+        cached = engine.load_statistics().cached_tokens
+        before = tokens_of(done[1])
+        context = (3, 10, 14, 7, *before, 50, 51)
+        turn = request(
+            1, prompt=context, epoch=2, max_new_tokens=9, num_prior=len(before) + 2, version=PolicyVersion(0)
+        )
+        engine.submit([turn])
+        again = collect(engine, 1)[1]
+        assert {s.version for s in again.segments} == {0}
+        assert engine.load_statistics().cached_tokens - cached == 4 + len(before)
+        load(2)
+        engine.submit([request(3, version=PolicyVersion(0)), request(4)])
+        late = collect(engine, 2)
+        assert [{s.version for s in late[i].segments} for i in (3, 4)] == [{1}, {2}]
+    finally:
+        engine.close()
+
+
 def test_what_is_kept_for_a_turn_to_come_is_let_go_when_there_is_none() -> None:
     """A trajectory that cannot return leaves nothing; one that could is forgotten when it is aborted after its turn."""
     engine = EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))

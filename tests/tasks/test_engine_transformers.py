@@ -17,6 +17,7 @@ from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine
 from tasks.engines.settings import TransformersSettings
 from tasks.engines.transformers import TransformersEngine, load_model
+from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
 from tests.tasks.engine_conformance import (
     GIVEN,
     PROMPT,
@@ -205,3 +206,38 @@ def plain_logprobs(
         logits = model(input_ids=torch.tensor([tokens])).logits[0].double() / temperature
     table = logits.log_softmax(-1)
     return [float(table[i - 1, tokens[i]]) for i in range(first, len(tokens))]
+
+
+def test_greedy_and_sampled_passes_do_not_overlap(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of two managers, each with a thread, and transformers changes the model for the time of a pass."""
+    torch.set_num_threads(1)
+    engine = TransformersEngine(settings(tiny_model), InstanceId("rollout-0"))
+    inner, under_way, most = engine._model.model.forward, [0], [0]
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        time.sleep(0.005)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            under_way[0] -= 1
+
+    monkeypatch.setattr(engine._model.model, "forward", watched)
+    try:
+        engine.submit([request(i, greedy=bool(i % 2)) for i in range(4)])
+        collect(engine, 4)
+        assert most == [1]
+        tokens = [3, 10, 14, 7, 5]
+        assert engine.logprobs(tokens) == pytest.approx(plain_logprobs(tiny_model, tokens, 1, None), abs=1e-5)
+    finally:
+        engine.close()
+
+
+class TestServedAdapters(AdapterEngineTests):
+    @pytest.fixture
+    def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
+        torch.set_num_threads(1)
+        one = TransformersEngine(settings(tiny_model, lora=LORA, adapters=SERVED), InstanceId("rollout-0"))
+        yield one
+        one.close()

@@ -15,6 +15,7 @@ import pytest
 from stores.errors import ActorLost, ConfigError
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine, Failed, Sampled
+from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
 from tests.tasks.engine_conformance import (
     GIVEN,
     PROMPT,
@@ -294,3 +295,15 @@ def test_a_cache_smaller_than_the_context_will_do(tiny_model: Path) -> None:
         assert all(len(tokens_of(sampled)) == 40 for sampled in collect(one, 3).values())
     finally:
         one.close()
+
+
+class TestServedAdapters(AdapterEngineTests):
+    @pytest.fixture
+    def engine(self, tiny_model: Path) -> Iterator[VllmEngine]:
+        one = VllmEngine(settings(tiny_model, lora=LORA, adapters=SERVED), InstanceId("rollout-0"))
+        yield one
+        one.close()
+
+    def kept(self, prompt: int, turn: Sampled) -> int:
+        """Whole pages."""
+        return (prompt + len(tokens_of(turn)) - 1) // 32 * 32

@@ -10,6 +10,7 @@ from typing import Any
 from stores.trajectory import GroupId, TrajectoryId
 from tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
 from tasks.actors.server_answers import Bridged, EpisodeState, RewardItem, SaidItem
+from tasks.endpoint.turns import SampledTurn
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Message, Record
@@ -23,7 +24,17 @@ class Environments:
 
     async def check(self) -> None: ...
 
-    async def act(self, key: EpisodeKey, record: Record, turns: tuple[str, ...], *, cut: bool) -> Answer:
+    hears_turns = False
+
+    async def act(
+        self,
+        key: EpisodeKey,
+        record: Record,
+        turns: tuple[str, ...],
+        *,
+        cut: bool,
+        newest: SampledTurn | None = None,
+    ) -> Answer:
         await asyncio.sleep(0)
         return Answer(ended=True, reward=key.task) if key.task % 2 else Answer(messages=(Message("user", turns[-1]),))
 

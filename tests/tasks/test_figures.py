@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,47 @@ def test_figures_are_over_all_rows_not_only_those_with_an_advantage(tiny_model: 
     expected = (alone.sum() + 4 * stand.sum()) / (len(alone) + 4 * len(stand))
     assert few["ratio_mean"] == pytest.approx(expected, rel=1e-4)
     assert {m["tokens_trained"] for m in (none, few)} == {sum(len(r.response) for r in data[:4])}
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_token_counts_as_trained_once_however_often_it_is(tiny_model: Path, epochs: int) -> None:
+    data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(6))]
+    found = measured(tiny_model, data, epochs=epochs, minibatches=2)
+    assert found["tokens_trained"] == sum(len(r.response) for r in data[:4])
+
+
+@dataclass(frozen=True)
+class Particular:
+    """A user's loss that fails on rows it does not train: it divides by the advantage."""
+
+    whole: Any
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        if not tokens.advantage.any():
+            raise ZeroDivisionError("no advantage")
+        return self.whole.token_loss(tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
+
+
+def test_a_loss_that_fails_on_rows_it_does_not_train_costs_their_figures(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not the run. It is told once."""
+    data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(8))]
+    expected = measured(tiny_model, data, measured_rows=0)
+    one = trainer(tiny_model)
+    one.objective = replace(one.objective, loss=Particular(one.objective.loss))
+    assert one.step(0, data) == expected
+    one.step(1, data)
+    assert [r.message for r in caplog.records] == [
+        "Particular fails on rows without a gradient, which are left out of the figures: ZeroDivisionError: no "
+        "advantage; training.measured_rows = 0 asks it for none"
+    ]
+    one.objective = replace(one.objective, loss=Particular(None))
+    with pytest.raises(AttributeError):
+        one.step(2, data)
 
 
 def test_measuring_changes_no_weights(tiny_model: Path) -> None:

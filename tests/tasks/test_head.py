@@ -94,11 +94,89 @@ def test_there_are_never_more_logits_than_a_chunks(tiny_model: Path, monkeypatch
     assert sum(sizes) == 2 * batch.mask.sum()
 
 
+def by_token(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+    """A loss with a term for each token."""
+    assert entropy is not None
+    weight = torch.from_numpy(batch.behaviour)
+    return (weight * (logprobs.exp() + entropy)).masked_fill(torch.from_numpy(batch.mask == 0), 0).sum()
+
+
+def by_row(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+    """One of whole rows."""
+    assert entropy is not None
+    return (torch.from_numpy(batch.weight[:, 0]) * logprobs.sum(1) ** 2 + entropy.sum(1)).sum() / 1000
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 10_000])
+@pytest.mark.parametrize("loss", [by_token, by_row])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_loss_in_parts_has_the_gradients_of_the_whole(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loss: Any, tokens: int, packed: bool
+) -> None:
+    model, batch = model_at(tiny_model), micro_batch()
+    expected = plainly(model, batch)
+    loss(batch, *expected).backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    monkeypatch.setattr(head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
+    under = logprob_model(model)
+    assert under.takes_rows
+    object.__setattr__(under, "takes_rows", packed)
+    model.zero_grad()
+    found = under.backward(batch, loss, entropy=True, by_token=loss is by_token)
+    torch.testing.assert_close(found.double(), expected[0].double(), rtol=1e-5, atol=1e-6)
+    for parameter, wanted in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_of_a_loss_by_token_are_computed_once(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And never more than a chunk's are there: the gradient is, before the next one's are."""
+    model, batch, sizes = model_at(tiny_model), micro_batch(), list[int]()
+    under = logprob_model(model)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 5 * 4 * model.config.vocab_size)
+    logits = under.layer._logits
+    order = list[str]()
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        found = logits(hidden)
+        order.append("logits")
+        found.register_hook(lambda _: order.append("gradient"))
+        return found
+
+    monkeypatch.setattr(under.layer, "_logits", counted)
+    under.backward(batch, by_token, entropy=True, by_token=True)
+    assert sum(sizes) == batch.mask.sum()
+    assert max(sizes) == 5
+    assert order == ["logits", "gradient"] * len(sizes)
+
+
+def test_a_row_of_more_than_a_chunk_is_computed_again_for_a_loss_of_whole_rows(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch, sizes = model_at(tiny_model), micro_batch(), list[int]()
+    under = logprob_model(model)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 7 * 4 * model.config.vocab_size)
+    logits = under.layer._logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(under.layer, "_logits", counted)
+    under.backward(batch, by_row, entropy=True, by_token=False)
+    counts = (batch.mask > 0).sum(1)
+    assert sum(sizes) == counts.sum() + counts[counts > 7].sum()
+    assert max(sizes) == 7
+
+
 def test_a_rank_without_rows_has_a_gradient_of_zero_everywhere(tiny_model: Path) -> None:
     model = model_at(tiny_model)
     logprobs = logprob_model(model).batch(NO_ROWS)
     assert logprobs.tolist() == [[0.0]]
     logprobs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    model.zero_grad(set_to_none=True)
+    assert logprob_model(model).backward(NO_ROWS, by_row, entropy=True, by_token=False).tolist() == [[0.0]]
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 

@@ -26,6 +26,7 @@ KNOBS: dict[str, Any] = {
     "sequence_clip_high": 0.15, "positive_weight": 0.7, "negative_weight": 1.3, "tau": 0.4, "sequence_cap": 1.2,
     "band_low": 0.7, "band_high": 1.4,
 }  # fmt: skip
+BY_TOKEN = ("logprobs", "proximal", "behaviour", "sampled", "lags")
 CASES = [(name, "trajectory") for name in LOSSES.names] + [("topr", "token"), ("topr", "segment")]
 
 
@@ -239,6 +240,18 @@ def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
         # Where clipping is said to have removed the gradient there is none; a weight that is cut keeps one.
         if name not in ("cispo", "tis", "topr"):
             assert not tokens.logprobs.grad[tokens.sampled & result.clipped].any()
+
+
+@pytest.mark.parametrize(("name", "ratio_of"), CASES)
+def test_a_loss_by_token_is_the_same_of_a_part_of_a_row(name: str, ratio_of: str) -> None:
+    """Those that do not say so depend on what is not there, or they would."""
+    loss, there, same = LOSSES.make(config(name, ratio_of)), slice(2, 5), True
+    for seed in range(5):
+        tokens = drawn(seed)
+        cut = replace(tokens, **{f: getattr(tokens, f)[:, there] for f in BY_TOKEN})
+        whole, part = loss.token_loss(tokens).loss[:, there], loss.token_loss(cut).loss
+        same &= torch.allclose(whole[cut.sampled], part[cut.sampled], rtol=1e-12)
+    assert same == getattr(loss, "by_token", False)
 
 
 @pytest.mark.parametrize("name", LOSSES.names)

@@ -256,14 +256,16 @@ def test_a_step_of_one_update_makes_no_pass_more_than_it_needs(tiny_model: Any, 
     batch = one.logprob_model.layer._computed
 
     def counted(hidden: Any) -> Any:
-        computed.append(len(hidden))
+        computed.append(hidden.shape[1])
         return batch(hidden)
 
     one.logprob_model.layer._layer.forward = counted
     apart = other._before
     other._before = lambda data, once: apart(data, once=False)
     metrics, expected = one.step(0, data), other.step(0, data)
-    assert sum(computed) == 6 + 1, "those with a gradient, and of the two others the fresh one"
+    tokens = [row.num_sampled for row in data if row.advantage or row.staleness == 0]
+    assert len(tokens) == 6 + 1, "those with a gradient, and of the two others the fresh one"
+    assert sum(computed) == sum(tokens)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=0)

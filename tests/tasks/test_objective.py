@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from stores import weight_file
 from stores.errors import ConfigError
 from tasks.training.head import of_targets
 from tasks.training.loss import Kimi, TokenLoss, Tokens
@@ -196,7 +197,8 @@ def test_the_gradient_of_a_penalty_is_that_of_the_sampled_tokens_one_by_one(
     other = trainer(tiny_model, seed=3)
     other.step(0, data)
     if reference == "other":
-        other.save(tmp_path / "reference")
+        other.published(lambda weights: weight_file.write(tmp_path / "weights", weights))
+        other.save(tmp_path / "reference", tmp_path / "weights")
     path = str(tmp_path / "reference") if reference == "other" else ""
     kl = KlConfig(coefficient=0.7, estimator="k2", reference=path)
     one = trainer(tiny_model, kl=kl, microbatch_tokens=40)

@@ -32,7 +32,7 @@ class Host:
     def __init__(self, folder: Path, data: bytes | None = None) -> None:
         self.folder = ParameterFolder(folder)
         if data is not None:
-            with self.folder.incoming(V4, len(data)) as incoming:
+            with self.folder.incoming(self.folder.path(V4), len(data)) as incoming:
                 for piece in list(incoming.missing.values()):
                     incoming.write(piece, data[piece.offset : piece.offset + piece.size])
         self.server = ParameterServer(str(folder), CALL_S, PIECE)

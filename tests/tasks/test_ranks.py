@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from stores import parameters, weight_file
 from stores.errors import StoreError
 from stores.weight_hash import in_order
 from tasks.names import AGGREGATION_NAMES
@@ -124,10 +128,9 @@ def training(model: Path, sizes: Sequence[int], loss: str, aggregation: str, **c
     """sizes: rows of each step."""
     rng = np.random.default_rng(7)
     config = TrainingConfig(
-        learning_rate=1e-5,
         microbatch_tokens=64,
         loss=LossConfig(name=loss, aggregation=aggregation, entropy_bonus=changes.pop("entropy_bonus", 0.0)),
-        **{"minibatches": 2, **changes},
+        **{"minibatches": 2, "learning_rate": 1e-5, **changes},
     )
     settings = TrainerSettings(
         model=str(model), dtype="float32", device="cpu", training=config, num_steps=STEPS, temperature=1.0,
@@ -137,7 +140,8 @@ def training(model: Path, sizes: Sequence[int], loss: str, aggregation: str, **c
 
 
 def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Trained:
-    """Train a job's steps. begin, point: resume points to read before and to write after; empty for none."""
+    """Train a job's steps. begin, point: resume points to read before and to write after; empty for none. Training goes
+    on while the point is written."""
     torch.set_num_threads(1)
     trainer = PolicyTrainer(job.settings, rank)
     if begin:
@@ -147,9 +151,13 @@ def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Traine
     for step, rows in enumerate(job.batches):
         metrics.append(trainer.step(step, rows if rank.leads else ()))
     probe = trainer.probe([3, 4, 5, 6])
-    weights = trainer.published(lambda found: {name: t.numpy().copy() for name, t in in_order(found) if rank.leads})
+    weights = trainer.published(
+        lambda found: {name: t.float().numpy().copy() for name, t in in_order(found) if rank.leads}
+    )
     if point:
-        trainer.save_state(Path(point))
+        trainer.begin_save(Path(point))
+        trainer.step(len(job.batches), job.batches[0] if rank.leads else ())
+        trainer.end_save()
     trainer.close()
     return Trained(metrics, weights, probe)
 
@@ -212,6 +220,134 @@ def test_a_resume_point_is_gone_on_from_by_any_number_of_ranks(tiny_model: Path,
     train(ALONE, first, "", str(file))
     for again in (train(ALONE, last, str(shards)), in_group(2, train, last, str(file))[0]):
         check_same(again, replace(expected, metrics=expected.metrics[2:]))
+
+
+def test_offloaded_weights_train_as_others_do_and_are_gone_on_from_without(tiny_model: Path, tmp_path: Path) -> None:
+    """One process, which is then a group of one, and two."""
+    whole, first, last = goes_on(tiny_model)
+    expected = train(ALONE, whole)
+
+    def offloaded(job: Training) -> Training:
+        return replace(job, settings=replace(job.settings, training=replace(job.settings.training, offload=True)))
+
+    check_same(in_group(2, train, offloaded(whole))[0], expected)
+    file = tmp_path / "v00000002.pt"
+    check_same(train(ALONE, offloaded(first), "", str(file)), train(ALONE, first))
+    for again in (last, offloaded(last)):
+        check_same(train(ALONE, again, str(file)), replace(expected, metrics=expected.metrics[2:]))
+
+
+def seen_types(rank: Rank, job: Training) -> dict[str, Any]:
+    """The types of what a step computes with: a block's weights and what comes into it, and what it is kept in."""
+    torch.set_num_threads(1)
+    trainer, found = PolicyTrainer(job.settings, rank), dict[str, Any]()
+
+    def look(block: Any, args: Any) -> None:
+        found.update(weight=block.mlp.up_proj.weight.dtype, hidden=args[0].dtype)
+
+    trainer.model.model.layers[1].register_forward_pre_hook(look)
+    metrics = trainer.step(0, job.batches[0])
+    kept = trainer.model.model.layers[1].mlp.up_proj.weight
+    trainer.close()
+    return found | {"kept": kept.dtype, "gradient": kept.grad.dtype, "loss": metrics["loss"]}
+
+
+def test_blocks_are_gathered_in_bfloat16_and_kept_in_float32(tiny_model: Path) -> None:
+    """What they add to is in float32, as in one process."""
+    job = training(tiny_model, (11,), "ppo_clip", "token_mean")
+    job = replace(job, settings=replace(job.settings, dtype="bfloat16"))
+    one, (several, _) = seen_types(ALONE, job), in_group(2, seen_types, job)
+    assert several == {
+        "weight": torch.bfloat16, "hidden": torch.float32, "kept": torch.float32, "gradient": torch.float32,
+        "loss": pytest.approx(one["loss"], rel=2e-2),
+    }  # fmt: skip
+    assert one == {**several, "weight": torch.float32, "loss": one["loss"]}
+
+
+def test_ranks_train_in_bfloat16_as_one_process_does(tiny_model: Path) -> None:
+    job = training(tiny_model, (11, 8, 9), "decoupled_ppo", "token_mean", learning_rate=1e-3)
+    job = replace(job, settings=replace(job.settings, dtype="bfloat16"))
+    several, one = in_group(2, train, job)[0], train(ALONE, job)
+    for a, b in zip(several.metrics, one.metrics, strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
+        assert a["mismatch_mean"] == pytest.approx(b["mismatch_mean"], rel=1e-2)
+    np.testing.assert_allclose(several.probe, one.probe, atol=2e-2)
+
+
+def begun(rank: Rank, job: Training) -> tuple[float, dict[str, Any]]:
+    """Bytes of memory a parameter that a trainer takes at most until it has its weights; and what it has published."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trainer = PolicyTrainer(job.settings, rank)
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    named = trainer.group.parameters(trainer.model)
+    weights = trainer.published(lambda found: {name: t.clone() for name, t in in_order(found) if rank.leads})
+    trainer.close()
+    return 1024 * taken / sum(p.numel() for p in named.values()), weights
+
+
+def test_a_rank_has_no_more_than_its_file_and_its_part(tmp_path: Path) -> None:
+    """Of a parameter of two bytes in the file, four in each of two ranks: never the whole model in float32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    job = training(tmp_path, (), "ppo_clip", "token_mean")
+    (taken, weights), _ = in_group(2, begun, job)
+    assert taken < 2 + 4 / 2 + 1.3, "a block of eight, and what was loaded besides"
+    for name, wanted in model.named_parameters():
+        assert torch.equal(weights[name], wanted.float())
+
+
+def saved(rank: Rank, job: Training, folder: Path) -> None:
+    """Publish weights of a group, and save them on the leading rank alone."""
+    torch.set_num_threads(1)
+    trainer = PolicyTrainer(job.settings, rank)
+    trainer.step(0, job.batches[0] if rank.leads else ())
+    trainer.published(lambda weights: weight_file.write(folder / "weights", weights) if rank.leads else None)
+    if rank.leads:
+        trainer.save(folder / "checkpoint", folder / "weights")
+    trainer.close()
+
+
+def test_a_checkpoint_is_what_was_published_in_the_type_that_engines_load(tiny_model: Path, tmp_path: Path) -> None:
+    """And nothing is gathered for it."""
+    job = training(tiny_model, (5,), "ppo_clip", "token_mean")
+    in_group(2, saved, replace(job, settings=replace(job.settings, dtype="bfloat16")), tmp_path)
+    published = parameters.read(tmp_path / "weights")
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    assert model.dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, published[name]), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint") is not None
+
+
+def apart(rank: Rank, job: Training, folder: Path) -> str:
+    """What the leading rank says of a resume point that each rank has written to a folder of its own."""
+    torch.set_num_threads(1)
+    trainer = PolicyTrainer(job.settings, rank)
+    own = folder / f"host-{rank.number}"
+    own.mkdir()
+    try:
+        trainer.begin_save(own)
+        trainer.end_save()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return ""
+
+
+def test_ranks_whose_folder_is_not_shared_are_told_when_they_save(tiny_model: Path, tmp_path: Path) -> None:
+    """Not only when somebody wants to go on from there."""
+    said, _ = in_group(2, apart, training(tiny_model, (2,), "ppo_clip", "token_mean"), tmp_path)
+    assert said == (
+        "1 of 2 files that the trainer's ranks have written are not there, the first is __1_0.distcp: runs_dir has to "
+        "be a folder that the hosts of all ranks share"
+    )
 
 
 def test_a_resume_point_that_is_none_of_this_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, 
 from tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
 from tasks.actors.server_answers import RewardItem
 from tasks.actors.trajectory_server import TrajectoryServer
+from tasks.endpoint.turns import SampledTurn
 from tasks.engines.base import Sampled
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.scoring import ScoredResponse
@@ -36,7 +37,17 @@ class Says:
 
     async def check(self) -> None: ...
 
-    async def act(self, key: EpisodeKey, record: Record, turns: tuple[str, ...], *, cut: bool) -> Answer:
+    hears_turns = False
+
+    async def act(
+        self,
+        key: EpisodeKey,
+        record: Record,
+        turns: tuple[str, ...],
+        *,
+        cut: bool,
+        newest: SampledTurn | None = None,
+    ) -> Answer:
         await asyncio.sleep(self._after_s)
         return self._answer
 

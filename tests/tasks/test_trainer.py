@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from stores.errors import ActorFailed, StoreError
 from stores.resume_points import ResumePoints
@@ -63,13 +65,16 @@ class Weights:
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return ()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, published: Path) -> None:
+        assert torch.equal(load_file(published)["w"], torch.zeros(1))
         folder.mkdir()
 
-    def save_state(self, path: Path) -> None:
+    def begin_save(self, path: Path) -> None:
+        path.write_bytes(b"")
+
+    def end_save(self) -> None:
         if self.full:
             raise OSError(28, "No space left on device")
-        path.write_bytes(b"")
 
     def load_state(self, path: Path) -> None: ...
 
@@ -94,6 +99,103 @@ def test_a_resume_point_that_could_not_be_written_is_told_at_the_next_call(tmp_p
             await actor.close()
 
     asyncio.run(whole())
+
+
+class Slow(Weights):
+    """Its points are written when `free` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+        self.begun = self.ended = 0
+
+    def begin_save(self, path: Path) -> None:
+        assert self.begun == self.ended, "one at a time"
+        self.begun += 1
+        super().begin_save(path)
+
+    def end_save(self) -> None:
+        assert self.free.wait(20.0)
+        self.ended += 1
+        super().end_save()
+
+
+def test_steps_go_on_while_a_point_is_written_and_the_next_point_waits_for_it(tmp_path: Path) -> None:
+    async def whole() -> None:
+        policy = Slow()
+        actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
+        for step in range(3):
+            await actor.train(Server(), step, (), ())
+        assert (policy.begun, policy.ended, actor._points.versions()) == (1, 0, [])
+        fourth = asyncio.ensure_future(actor.train(Server(), 3, (), ()))
+        await asyncio.sleep(0.2)
+        assert not fourth.done() and await actor.version() == 3
+        policy.free.set()
+        await fourth
+        await actor.save_checkpoint(str(tmp_path / "checkpoint"))
+        assert actor._points.versions() == [2, 4]
+        await actor.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_keeps_a_point_from_being_written_is_told_once_by_whatever_call_comes_next(
+    tmp_path: Path, late: bool
+) -> None:
+    """Also one that comes long after, or has no point of its own. late: it fails while the next step is trained."""
+
+    async def whole() -> None:
+        policy = Slow()
+        policy.full = True
+        actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 5)
+        for step in range(5 + late):
+            await actor.train(Server(), step, (), ())
+        policy.free.set()
+        await asyncio.sleep(0.2)
+        with pytest.raises(StoreError, match=r"No space left.*training.resume_every"):
+            await actor.train(Server(), 5 + late, (), ())
+        await actor.train(Server(), 5 + late, (), ())
+        await actor.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_trainer_that_is_closed_waits_for_its_point_and_says_what_kept_it(
+    tmp_path: Path, full: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def whole() -> None:
+        policy = Slow()
+        policy.full = full
+        actor = trainer(tmp_path, policy)
+        await actor.train(Server(), 0, (), ())
+        closing = asyncio.ensure_future(actor.close())
+        await asyncio.sleep(0.1)
+        assert not closing.done()
+        policy.free.set()
+        await closing
+
+    asyncio.run(whole())
+    assert ResumePoints(tmp_path / "resume").whole() == []  # an empty file is none
+    assert len(list((tmp_path / "resume").iterdir())) == (not full)
+    assert ("the latest resume point is missing" in caplog.text) == full
+
+
+def test_a_point_that_cannot_be_begun_is_told_too(tmp_path: Path) -> None:
+    class Large(Weights):
+        def begin_save(self, path: Path) -> None:
+            raise RuntimeError("not enough memory for a copy")
+
+    async def whole() -> None:
+        actor = trainer(tmp_path, Large())
+        await actor.train(Server(), 0, (), ())
+        with pytest.raises(StoreError, match="cannot be written: not enough memory for a copy"):
+            await actor.save_checkpoint(str(tmp_path / "checkpoint"))
+        await actor.close()
+
+    asyncio.run(whole())
+    assert list((tmp_path / "resume").iterdir()) == []
 
 
 def test_resume_points_are_written_beside_what_follows(tmp_path: Path) -> None:
@@ -209,3 +311,25 @@ def test_an_actors_own_error_is_told_as_what_it_is(tmp_path: Path, error: Except
     said = r"trainer failed: RuntimeError: CUDA out of memory|trainer failed: OSError: \[Errno 5\] Input/output error"
     with pytest.raises(ActorFailed, match=said):
         asyncio.run(whole())
+
+
+def test_what_has_changed_is_published_with_a_version_where_that_is_asked_for(tmp_path: Path) -> None:
+    class Changing(Weights):
+        def published(self, use: Callable[[Weighed], Any]) -> Any:
+            self.weights = getattr(self, "weights", torch.zeros(1000)).clone()
+            self.weights[7] += 1
+            return use({"w": self.weights})
+
+    async def whole(deltas: bool) -> list[bool]:
+        folders = [str(tmp_path / f"{name}{deltas}") for name in ("memory", "resume")]
+        actor = Trainer(Changing(), folders[0], 1, 60.0, folders[1], 1, 1, deltas)
+        results = [await actor.publish_initial((), PolicyVersion(0), "")]
+        results += [await actor.train(Server(), step, (), ()) for step in range(2)]
+        sizes = [(result.delta_bytes, Path(result.path).with_suffix(".delta")) for result in results]
+        assert all(size == (path.stat().st_size if path.exists() else 0) for size, path in sizes)
+        assert all(size < 100 for size, _ in sizes)
+        await actor.close()
+        return [size > 0 for size, _ in sizes]
+
+    assert asyncio.run(whole(False)) == [False, False, False]
+    assert asyncio.run(whole(True)) == [False, True, True]

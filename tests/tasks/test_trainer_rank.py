@@ -67,13 +67,16 @@ class OneOf:
         self.meet("probe")
         return (0.5,)
 
-    def save(self, folder: Path) -> None:
-        self.meet("save")
+    def save(self, folder: Path, published: Path) -> None:
+        assert self.rank.leads and published.exists()
 
-    def save_state(self, path: Path) -> None:
+    def begin_save(self, path: Path) -> None:
         assert path.is_dir()
         (path / f"rank-{self.rank.number}").touch()
-        self.meet("save_state")
+        self.meet("begin_save")
+
+    def end_save(self) -> None:
+        assert self.rank.leads
 
     def load_state(self, path: Path) -> None:
         assert sorted(p.name for p in path.iterdir()) == [f"rank-{n}" for n in self.group.done]
@@ -105,7 +108,7 @@ def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
             await actor.close()
 
     asyncio.run(whole())
-    expected = ["build", "published", "probe", "step", "published", "probe", "save_state", "save", "load_state"]
+    expected = ["build", "published", "probe", "step", "published", "probe", "begin_save", "load_state"]
     assert list(group.done.values()) == [[*expected, "published", "probe", "close"]] * 3
     assert sorted((place.number, place.count, place.host) for place in group.places) == [
         (number, 3, "localhost") for number in range(3)
@@ -154,6 +157,44 @@ def test_a_lost_rank_is_told_as_lost_though_the_others_fail_first(tmp_path: Path
     asyncio.run(whole())
 
 
+NCCL = (
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:93, {}, NCCL version 2.27.5\n{}: {}\nLast error:\n{}"
+)
+LOST = (
+    "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+    "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error",
+    "trainer-1 failed: DistNetworkError: failed to recv, got 0 bytes",
+    NCCL.format("remote process exited or there was a network error", "ncclRemoteError", "A call failed possibly due "
+                "to a network error or a remote process exiting prematurely.", "socketProgress: Connection closed"),
+    NCCL.format("unhandled system error", "ncclSystemError", "System call (e.g. socket, malloc) or external library "
+                "call failed or device error.", "socketPollConnect: Connection refused"),
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 600029 ms",
+)  # fmt: skip
+OWN = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB",
+    NCCL.format("invalid usage", "ncclInvalidUsage", "This usually reflects invalid usage of NCCL library.",
+                "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
+    NCCL.format("unhandled cuda error", "ncclUnhandledCudaError", "Call to CUDA function failed.",
+                "Cuda failure 2 'out of memory'"),
+    NCCL.format("unhandled system error", "ncclSystemError", "System call (e.g. socket, malloc) or external library "
+                "call failed or device error.", "Error while creating shared memory segment /dev/shm/nccl-2gYQ8q (size "
+                "9637888), error: No space left on device (28)"),
+    "ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
+    "[gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find interface for: eth9",
+)  # fmt: skip
+
+
+def test_errors_that_would_come_again_are_not_taken_for_a_lost_rank() -> None:
+    """What NCCL says of ranks that share a GPU, or have no memory, it says each time."""
+    for message in LOST:
+        assert isinstance(trainer_rank._cause(RuntimeError(message), []), ActorLost), message
+    for message in OWN:
+        error = RuntimeError(message)
+        assert trainer_rank._cause(error, []) is error, message
+        passed_on = ActorFailed(f"trainer-1 failed: RuntimeError: {message}", "trainer-1")
+        assert trainer_rank._cause(passed_on, []) is passed_on, message
+
+
 @pytest.mark.parametrize(
     ("number", "error", "told"),
     [
@@ -177,6 +218,50 @@ def test_what_fails_on_one_rank_is_told_though_the_others_wait_for_it(
         with pytest.raises(ActorLost if error is CLOSED else ActorFailed, match=told):
             await call(lead, "train", Server(), 0, (), (), within_s=60.0, who="trainer")
         group.barrier.abort()
+        for actor in (lead, *others):
+            await actor.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """The disk is not to blame. gone: whether anybody has noticed which."""
+    monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
+    group = Together(2)
+
+    class Broken(OneOf):
+        def end_save(self) -> None:
+            raise CLOSED
+
+    def build(threads: int, rank: Rank = ALONE) -> OneOf:
+        one = Broken(group, rank)
+        one.meet("build")
+        return one
+
+    monkeypatch.setattr(group, "build", build)
+
+    class Gone:
+        def __init__(self, actor: TrainerRank) -> None:
+            self.actor = actor
+
+        def __getattr__(self, method: str) -> Callable[..., Any]:
+            async def asked(*args: Any) -> Any:
+                if gone and method == "present":
+                    raise OSError("connection closed")
+                return await getattr(self.actor, method)(*args)
+
+            return asked
+
+    async def whole() -> None:
+        lead, others = actors(tmp_path, group, 2)
+        await lead.lead("localhost", Gone(others[0]))
+        await lead.train(Server(), 0, (), ())
+        said = "trainer-1 is gone: connection closed" if gone else "the trainer's ranks have lost each other"
+        with pytest.raises(ActorLost, match=said):
+            await call(lead, "train", Server(), 1, (), (), within_s=60.0, who="trainer")
         for actor in (lead, *others):
             await actor.close()
 

@@ -1,0 +1,1 @@
+"""The HTTP endpoint that agents call: each session is an episode, and each request one of its turns."""

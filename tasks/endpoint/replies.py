@@ -1,0 +1,164 @@
+"""Answers to agents as JSON and as streams, as clients of chat completions and of token ids check them. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.endpoint.requests import CalledFunction, ChatMessage, ChatRequest, Refused
+from tasks.endpoint.turns import SampledTurn
+
+PIECE = 24
+"""Characters of a streamed piece. What is streamed was sampled as a whole before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnReply:
+    """A turn as it is told to an agent. number: of the turn in its episode, from 0. created_s: Unix time."""
+
+    id: str
+    number: int
+    created_s: int
+    turn: SampledTurn
+    message: ChatMessage
+    finish: str
+
+
+def reply_of(id: str, number: int, created_s: int, turn: SampledTurn, request: ChatRequest) -> TurnReply:
+    """What a turn says: its text, and the calls of tools in it, if the request has any."""
+    content, calls = turn.text, tuple[CalledFunction, ...]()
+    if request.calls_tools:
+        content, calls = called(turn.text)
+    message = ChatMessage(role="assistant", content=content, calls=calls)
+    finish = "length" if turn.cut else "tool_calls" if calls else "stop"
+    return TurnReply(id=id, number=number, created_s=created_s, turn=turn, message=message, finish=finish)
+
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def called(text: str) -> tuple[str, tuple[CalledFunction, ...]]:
+    """What a text says, and the calls of tools in it, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. A text
+    with a call that cannot be read stays as it is: nothing is guessed.
+
+    >>> called('Now. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    ('Now.', (CalledFunction(name='add', arguments='{"a": 1}'),))
+    """
+    calls = []
+    for found in _CALL.findall(text):
+        try:
+            call = json.loads(found)
+        except (ValueError, RecursionError):
+            return text, ()
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return text, ()
+        arguments = call.get("arguments", call.get("parameters", {}))
+        calls.append(
+            CalledFunction(
+                name=call["name"],
+                arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+            )
+        )
+    return (_CALL.sub("", text).strip() if calls else text), tuple(calls)
+
+
+def completion(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
+    """The answer of /v1/chat/completions."""
+    turn = reply.turn
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": {"role": "assistant", "content": _content(reply), **_calls(reply)},
+        "finish_reason": reply.finish,
+        "logprobs": {"content": _logprobs(turn)} if request.with_logprobs or request.with_ids else None,
+    }
+    found = _head(request, reply, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
+    if request.with_ids:
+        choice["token_ids"] = list(turn.tokens)
+        found["prompt_token_ids"] = list(turn.before)
+    return found
+
+
+def generated(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
+    """The answer of /inference/v1/generate."""
+    turn = reply.turn
+    choice = {
+        "index": 0,
+        "token_ids": list(turn.tokens),
+        "logprobs": {"content": _logprobs(turn)},
+        "finish_reason": reply.finish,
+    }
+    head = {"request_id": reply.id} | _head(request, reply, "generate")
+    return head | {"prompt_token_ids": list(turn.before), "choices": [choice], "usage": _usage(turn)}
+
+
+def chunks(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
+    """The answer of /v1/chat/completions as a stream of server-sent events."""
+    head = _head(request, reply, "chat.completion.chunk")
+    turn = reply.turn
+
+    def event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
+        return _event({**head, "choices": [choice]})
+
+    yield event({"role": "assistant", "content": ""})
+    content = reply.message.content
+    for begin in range(0, len(content), PIECE):
+        yield event({"content": content[begin : begin + PIECE]})
+    for number, call in enumerate(_calls(reply).get("tool_calls", ())):
+        yield event({"tool_calls": [{"index": number, **call}]})
+    more: dict[str, Any] = {}
+    if request.with_logprobs or request.with_ids:
+        more["logprobs"] = {"content": _logprobs(turn)}
+    if request.with_ids:
+        more["token_ids"] = list(turn.tokens)
+        head["prompt_token_ids"] = list(turn.before)
+    yield event({}, reply.finish, **more)
+    if request.with_usage:
+        yield _event({**head, "choices": [], "usage": _usage(turn)})
+    yield "data: [DONE]\n\n"
+
+
+def refusal(refused: Refused) -> dict[str, Any]:
+    """The answer to a request that is refused."""
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
+
+
+def _head(request: ChatRequest, reply: TurnReply, kind: str) -> dict[str, Any]:
+    head: dict[str, Any] = {"id": reply.id, "object": kind, "created": reply.created_s, "model": request.model}
+    return head | ({"overridden": dict(request.changed)} if request.changed else {})
+
+
+def _content(reply: TurnReply) -> str | None:
+    return None if reply.message.calls and not reply.message.content else reply.message.content
+
+
+def _calls(reply: TurnReply) -> dict[str, Any]:
+    calls = [
+        {
+            "id": f"call_{reply.number}_{i}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for i, call in enumerate(reply.message.calls)
+    ]
+    return {"tool_calls": calls} if calls else {}
+
+
+def _logprobs(turn: SampledTurn) -> list[dict[str, Any]]:
+    return [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(turn.tokens, turn.logprobs, strict=True)
+    ]
+
+
+def _usage(turn: SampledTurn) -> dict[str, int]:
+    prompt, sampled = len(turn.before), len(turn.tokens)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"

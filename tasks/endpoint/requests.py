@@ -1,0 +1,325 @@
+"""Requests of agents, read from JSON: everything that is not understood is refused with one line that says why. Pure.
+
+What an agent sends is read, compared and rendered, never executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasks.directions import Directions
+from tasks.task_source import Message
+
+LONGEST_SHOWN = 60
+MOST_MESSAGES = 10_000
+ROLES = ("system", "developer", "user", "assistant", "tool")
+UNUSED = (
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "cache_salt", "priority", "return_tokens_as_token_ids", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+"""Fields that change nothing here."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "repetition_penalty": (1,), "length_penalty": (1,), "min_tokens": (0,), "logit_bias": ({},), "bad_words": ([],),
+    "seed": (), "ignore_eos": (False,), "use_beam_search": (False,), "best_of": (1,),
+}  # fmt: skip
+"""Sampling parameters, and the values at which they leave the model's distribution as it is. A seed would have to fix
+what several engines sample under several versions of the weights."""
+
+
+class Refused(Exception):
+    """A request that is not answered as it asks. retry_s: seconds after which it may be sent again; None: never."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request", retry_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.retry_s = status, message, code, retry_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Refused, (self.status, self.message, self.code, self.retry_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalledFunction:
+    """A call of a tool. arguments: JSON as text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+    @property
+    def canonical(self) -> tuple[str, str]:
+        """What two ways to write a call have in common."""
+        try:
+            return self.name, json.dumps(json.loads(self.arguments), sort_keys=True)
+        except (ValueError, RecursionError):
+            return self.name, self.arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """A message of a request. calls: of tools, which only an assistant's message has."""
+
+    role: str
+    content: str
+    calls: tuple[CalledFunction, ...] = ()
+
+    @property
+    def canonical(self) -> tuple[Any, ...]:
+        """What a message and its like in a later request have in common: clients drop the white space around what the
+        model says, and write calls anew."""
+        content = self.content.strip() if self.role == "assistant" else self.content
+        return self.role, content, tuple(call.canonical for call in self.calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A request for a turn, of messages or of token ids. changed: sampling parameters that are overridden, by name."""
+
+    model: str
+    messages: tuple[ChatMessage, ...] = ()
+    token_ids: tuple[int, ...] | None = None
+    tools: str = ""
+    max_tokens: int = 0
+    calls_tools: bool = True
+    stream: bool = False
+    with_usage: bool = False
+    with_logprobs: bool = False
+    with_ids: bool = False
+    changed: Mapping[str, Any] = field(default_factory=dict)
+
+    def directions(self, *, first: bool, ids: tuple[int, ...] | None = None) -> Directions:
+        """What the model's side is told beside messages. first: definitions of tools are told once. ids: those given
+        now."""
+        return Directions(tools=self.tools if first else "", token_ids=ids, max_tokens=self.max_tokens)
+
+
+def shown_message(message: ChatMessage) -> Message:
+    """A message as the model is shown it."""
+    return Message("system" if message.role == "developer" else message.role, message.content)
+
+
+def read_json(body: bytes) -> Mapping[str, Any]:
+    """A body as a JSON object. Raises Refused."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON: {_short(str(error))}") from error
+    if not isinstance(found, dict):
+        raise Refused(400, f"the body must be a JSON object, not {_short(found)}")
+    return found
+
+
+def read_chat(body: Mapping[str, Any], *, temperature: float, refuses: bool) -> ChatRequest:
+    """A request of /v1/chat/completions. temperature: that the job samples at. refuses: other sampling parameters
+    rather than to override them. Raises Refused."""
+    left = dict(body)
+    model = _text(left.pop("model", None), "model")
+    messages = _messages(left.pop("messages", None))
+    tools = _tools(left.pop("tools", None))
+    choice = left.pop("tool_choice", None)
+    if choice not in (None, "auto", "none"):
+        raise Refused(400, f"tool_choice = {_short(choice)}: the policy itself decides; use auto or none")
+    options = left.pop("stream_options", None) or {}
+    if not isinstance(options, dict):
+        raise Refused(400, f"stream_options must be an object, not {_short(options)}")
+    shape = left.pop("response_format", None)
+    if shape not in (None, {"type": "text"}):
+        raise Refused(400, "response_format: answers are what the policy samples, so only text")
+    if left.pop("top_logprobs", None) not in (None, 0):
+        raise Refused(400, "top_logprobs: logprobs of other tokens are not kept; use 0")
+    stream = _flag(left, "stream")
+    with_logprobs, with_ids = _flag(left, "logprobs"), _flag(left, "return_token_ids")
+    max_tokens = _max_tokens(left, ("max_completion_tokens", "max_tokens"))
+    changed = _sampling(left, temperature, refuses)
+    _check_rest(left)
+    return ChatRequest(
+        model=model, messages=messages, tools=tools, max_tokens=max_tokens,
+        calls_tools=choice != "none" and bool(tools), stream=stream, with_usage=bool(options.get("include_usage")),
+        with_logprobs=with_logprobs, with_ids=with_ids,
+        changed=changed,
+    )  # fmt: skip
+
+
+def read_generate(body: Mapping[str, Any], *, temperature: float, refuses: bool) -> ChatRequest:
+    """A request of /inference/v1/generate: token ids in, token ids out. Raises Refused."""
+    left = dict(body)
+    model = _text(left.pop("model", None), "model")
+    ids = left.pop("token_ids", None)
+    if not isinstance(ids, list) or not ids or not all(_is_whole(i) and 0 <= i < 2**31 for i in ids):
+        raise Refused(400, f"token_ids must be a list of token ids, not {_short(ids)}")
+    params = left.pop("sampling_params", None)
+    if not isinstance(params, dict):
+        raise Refused(400, f"sampling_params must be an object, not {_short(params)}")
+    if _flag(left, "stream"):
+        raise Refused(400, "stream: token ids are answered as a whole; use /v1/chat/completions to stream texts")
+    _check_rest(left)
+    inner = dict(params)
+    if inner.pop("logprobs", None) != 1:
+        raise Refused(400, "sampling_params.logprobs must be 1: what is told without logprobs cannot be trained on")
+    for name in ("prompt_logprobs", "detokenize", "output_kind", "stop_token_ids", "allowed_token_ids"):
+        value = inner.pop(name, None)
+        if name == "allowed_token_ids" and value is not None:
+            raise Refused(400, "sampling_params.allowed_token_ids: the policy may sample every token")
+        if name == "stop_token_ids" and not (
+            value is None or (isinstance(value, list) and all(_is_whole(i) for i in value))
+        ):
+            raise Refused(400, f"sampling_params.stop_token_ids must be a list of token ids, not {_short(value)}")
+    max_tokens = _max_tokens(inner, ("max_tokens",))
+    changed = _sampling(inner, temperature, refuses)
+    _check_rest(inner, "sampling_params.")
+    return ChatRequest(
+        model=model, token_ids=tuple(ids), max_tokens=max_tokens, with_logprobs=True, with_ids=True, changed=changed,
+        calls_tools=False,
+    )  # fmt: skip
+
+
+def _check_rest(left: dict[str, Any], where: str = "") -> None:
+    for name in UNUSED:
+        left.pop(name, None)
+    if left:
+        raise Refused(400, f"{where}{_short(next(iter(left)))}: unknown field; remove it")
+
+
+def _messages(value: Any) -> tuple[ChatMessage, ...]:
+    if not isinstance(value, list) or not value:
+        raise Refused(400, f"messages must be a list of at least one message, not {_short(value)}")
+    if len(value) > MOST_MESSAGES:
+        raise Refused(400, f"messages: {len(value)} of them; at most {MOST_MESSAGES} are read")
+    found = tuple(_message(one, f"messages[{number}]") for number, one in enumerate(value))
+    if found[-1].role == "assistant":
+        raise Refused(400, "messages end with one of the assistant; the last one must be what the model answers")
+    return found
+
+
+def _message(value: Any, where: str) -> ChatMessage:
+    if not isinstance(value, dict):
+        raise Refused(400, f"{where} must be an object, not {_short(value)}")
+    role = value.get("role")
+    if role not in ROLES:
+        raise Refused(400, f"{where}.role must be one of {', '.join(ROLES)}, not {_short(role)}")
+    calls = value.get("tool_calls") or []
+    if not isinstance(calls, list) or (calls and role != "assistant"):
+        raise Refused(400, f"{where}.tool_calls must be a list, of an assistant's message")
+    content = _content(value.get("content"), where, empty=role == "assistant")
+    return ChatMessage(role=role, content=content, calls=tuple(_call(c, f"{where}.tool_calls") for c in calls))
+
+
+def _content(value: Any, where: str, *, empty: bool) -> str:
+    if value is None and empty:
+        return ""
+    if isinstance(value, list):
+        parts = []
+        for part in value:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise Refused(400, f"{where}.content: only parts of type text are read, not {_short(kind)}")
+            parts.append(part["text"])
+        value = "".join(parts)
+    text = _text(value, f"{where}.content")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise Refused(400, f"{where}.content is no Unicode text: {error.reason} at {error.start}") from error
+    return text
+
+
+def _call(value: Any, where: str) -> CalledFunction:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict):
+        raise Refused(400, f"{where}: a call is {{id, type, function: {{name, arguments}}}}, not {_short(value)}")
+    return CalledFunction(
+        name=_text(function.get("name"), f"{where}.function.name"),
+        arguments=_text(function.get("arguments"), f"{where}.function.arguments"),
+    )
+
+
+def _tools(value: Any) -> str:
+    """Definitions of tools as JSON; empty without any."""
+    if not value:
+        return ""
+    if not isinstance(value, list):
+        raise Refused(400, f"tools must be a list, not {_short(value)}")
+    for number, tool in enumerate(value):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(400, f"tools[{number}] must be {{type: function, function: {{name, ...}}}}")
+    return json.dumps(value, sort_keys=True)
+
+
+def _max_tokens(left: dict[str, Any], names: tuple[str, ...]) -> int:
+    """Most tokens of the turn; 0 without a limit."""
+    most = 0
+    for name in names:
+        value = left.pop(name, None)
+        if value is not None:
+            if not _is_whole(value) or value < 1:
+                raise Refused(400, f"{name} must be a whole number of at least 1, not {_short(value)}")
+            most = min(most or value, value)
+    if (stop := left.pop("stop", None)) not in (None, []):
+        raise Refused(400, f"stop = {_short(stop)}: not offered; the policy ends its turns itself, or max_tokens does")
+    return most
+
+
+def _sampling(left: dict[str, Any], temperature: float, refuses: bool) -> dict[str, Any]:
+    """The sampling parameters that would change what is sampled, by name, with what they are overridden by."""
+    n = left.pop("n", None)
+    if n is not None and (not _is_whole(n) or n != 1):
+        raise Refused(400, f"n = {_short(n)}: a turn is sampled once; use n = 1")
+    changed: dict[str, Any] = {}
+    asked = left.pop("temperature", None)
+    if asked is not None:
+        if not _is_number(asked) or not 0 <= asked <= 100:
+            raise Refused(400, f"temperature must be a number from 0, not {_short(asked)}")
+        if float(asked) != temperature:
+            changed["temperature"] = temperature
+    for name, neutral in NEUTRAL.items():
+        value = left.pop(name, None)
+        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+            continue
+        if not (_is_number(value) or isinstance(value, (dict, list, bool))):
+            raise Refused(400, f"{name} must be a number, not {_short(value)}")
+        changed[name] = neutral[0] if neutral else None
+    if changed and refuses:
+        raise Refused(
+            400,
+            f"{', '.join(changed)}: the job samples with {_told(changed)}; logprobs under others would not be "
+            'the policy\'s; leave them out, or set endpoint.sampling = "override"',
+            "sampling_refused",
+        )
+    return changed
+
+
+def _told(changed: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {'unset' if value is None else value}" for name, value in changed.items())
+
+
+def _flag(left: dict[str, Any], name: str) -> bool:
+    value = left.pop(name, None)
+    if value is not None and not isinstance(value, bool):
+        raise Refused(400, f"{name} must be true or false, not {_short(value)}")
+    return bool(value)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise Refused(400, f"{name} must be a text, not {_short(value)}")
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _short(value: object) -> str:
+    """A value of a request on one line of plain characters."""
+    text = repr(value) if not isinstance(value, str) else ascii(value)[1:-1]
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

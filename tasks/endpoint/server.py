@@ -1,0 +1,284 @@
+"""The endpoint over HTTP. It reads requests, finds their sessions, and answers; what turns are is the sessions' affair.
+
+Every request that is not answered gets one line that says why, as JSON, and no other session notices. No error of ours
+is shown to a client in more than its kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+import uvicorn.loops.asyncio
+import uvicorn.protocols.http.h11_impl  # loaded now, so that processes forked from this one have it
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stores.errors import ConfigError
+from tasks.endpoint.counting import EndpointCounts
+from tasks.endpoint.replies import TurnReply, chunks, completion, generated, refusal
+from tasks.endpoint.requests import ChatRequest, Refused, read_chat, read_generate, read_json
+from tasks.endpoint.sessions import AgentSession, Sessions
+from tasks.endpoint.settings import EndpointSettings
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Seconds after which a client is told to try again."""
+START_S = 10.0
+"""Seconds in which the server must listen."""
+
+Read = Callable[..., ChatRequest]
+
+
+class EndpointServer:
+    """An endpoint, from `start` to `stop`. Used from one event loop."""
+
+    def __init__(self, settings: EndpointSettings) -> None:
+        self._settings = settings
+        self._counts = EndpointCounts()
+        self.sessions = Sessions()
+        self._in_flight = 0
+        self._stopping = False
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._address = ""
+
+    @property
+    def base_url(self) -> str:
+        """What clients take as the base of their requests, once it listens."""
+        return f"{self._address}/v1"
+
+    async def start(self) -> None:
+        """Listen. Does nothing if it does already. Raises ConfigError if the address cannot be used."""
+        async with self._starting:
+            if self._serving is not None and not self._serving.done():
+                return
+            config = self._settings.config
+            listening = _listening(config.host, config.port)
+            tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key} if config.tls_cert else {}
+            try:
+                server = _QuietServer(
+                    uvicorn.Config(
+                        self._application(), log_level="critical", lifespan="off", ws="none", http="h11",
+                        server_header=False, access_log=False, timeout_graceful_shutdown=1, **tls,  # type: ignore[arg-type]
+                    )
+                )  # fmt: skip
+                server.config.load()
+            except (OSError, ValueError) as error:  # of the certificate
+                listening.close()
+                raise ConfigError(f"endpoint.tls_cert = {config.tls_cert!r}: cannot be used: {error}") from error
+            self._server = server
+            self._serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+            host, port = listening.getsockname()[:2]
+            named = f"[{host}]" if ":" in host else host
+            self._address = f"{'https' if tls else 'http'}://{named}:{port}"
+            async with asyncio.timeout(START_S):
+                while not server.started and not self._serving.done():
+                    await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Answer no more: whoever waits is told to try again."""
+        self._stopping = True
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving}, timeout=5.0)
+            self._serving.cancel()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _application(self) -> ASGIApp:
+        routes = [
+            Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+        ]
+        for base in ("", "/session/{key}"):
+            routes += [
+                Route(f"{base}/v1/chat/completions", self._answering(read_chat, _told), methods=["POST"]),
+                Route(f"{base}/inference/v1/generate", self._answering(read_generate, _generated), methods=["POST"]),
+                Route(f"{base}/v1/inference/v1/generate", self._answering(read_generate, _generated), methods=["POST"]),
+                Route(f"{base}/v1/models", self._models, methods=["GET"]),
+                Route(f"{base}/v1/models/{{name:path}}", self._model, methods=["GET"]),
+            ]
+        handlers: dict[Any, Any] = {404: _unknown, 405: _unknown, Refused: _refused}
+        return _Limited(Starlette(routes=routes, exception_handlers=handlers), self)
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "stopping" if self._stopping else "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self._counts.text(sessions=len(self.sessions), in_flight=self._in_flight))
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._session(request)
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "staleflow"}
+
+    def _answering(self, read: Read, told: Callable[[ChatRequest, TurnReply], Response]) -> Any:
+        async def answer(request: Request) -> Response:
+            session = self._session(request)
+            body = await self._body(request)
+            refuses = self._settings.config.sampling == "refuse"
+            asked = read(read_json(body), temperature=self._settings.temperature, refuses=refuses)
+            begin = time.monotonic()
+            reply = await session.ask(asked)
+            self._counts.answered(time.monotonic() - begin, len(reply.turn.tokens))
+            return told(asked, reply)
+
+        return answer
+
+    def _session(self, request: Request) -> AgentSession:
+        """The session of a request, by its key. Raises Refused."""
+        given = request.headers.get("authorization", "")
+        named = request.headers.get("x-session-id", "")
+        key = request.path_params.get("key") or given.removeprefix("Bearer ").strip() or named
+        if not key:
+            raise Refused(401, "no key: send it as Authorization: Bearer KEY", "invalid_api_key")
+        session = self.sessions.find(key)
+        if named and self.sessions.is_another(named, session):
+            raise Refused(403, "X-Session-ID names another session than the key's", "invalid_session")
+        return session
+
+    async def _body(self, request: Request) -> bytes:
+        """A request's body, within the limits of its size and of its time. Raises Refused."""
+        config = self._settings.config
+        most = config.max_body_kib * 1024
+        too_long = Refused(413, f"the body is longer than endpoint.max_body_kib = {config.max_body_kib}", "too_long")
+        if int(request.headers.get("content-length") or 0) > most:
+            raise too_long
+        body = bytearray()
+        try:
+            async with asyncio.timeout(config.body_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise too_long
+        except TimeoutError as error:
+            raise Refused(
+                408, f"the body took longer than endpoint.body_s = {config.body_s:g} s", "too_slow"
+            ) from error
+        except ClientDisconnect as error:
+            raise Refused(400, "the connection was closed before the body had come") from error
+        return bytes(body)
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """A place among the requests in flight. Raises Refused if there is none."""
+        if self._stopping:
+            raise Refused(503, "the endpoint is stopping; try again", "stopping", RETRY_S)
+        most = self._settings.config.max_requests
+        if self._in_flight >= most:
+            raise Refused(429, f"endpoint.max_requests = {most} are in flight; try again", "too_many", RETRY_S)
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+
+    def count(self, status: int) -> None:
+        self._counts.count(status)
+
+
+class _Limited:
+    """Lets in as many requests as may be in flight, and counts answers. An error of ours is told without its text."""
+
+    def __init__(self, app: ASGIApp, server: EndpointServer) -> None:
+        self._app, self._server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        begun = False
+
+        async def counted(message: Any) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                self._server.count(message["status"])
+            await send(message)
+
+        try:
+            with self._server.place():
+                await self._app(scope, receive, counted)
+            return
+        except Refused as refused:
+            problem = refused
+        except Exception:
+            logger.exception("the endpoint failed on a request")
+            problem = Refused(500, "the endpoint failed on this request; its log says why", "internal")
+        if not begun:
+            await _refusal(problem)(scope, receive, counted)
+
+
+class _QuietServer(uvicorn.Server):
+    """A server inside of a process that has signal handlers of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _refusal(refused: Refused) -> Response:
+    headers = {} if refused.retry_s is None else {"Retry-After": f"{refused.retry_s:g}"}
+    return JSONResponse(refusal(refused), refused.status, headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return _refusal(error)
+
+
+def _told(request: ChatRequest, reply: TurnReply) -> Response:
+    if request.stream:
+        return Response("".join(chunks(request, reply)), media_type="text/event-stream")
+    return _json(completion(request, reply))
+
+
+def _generated(request: ChatRequest, reply: TurnReply) -> Response:
+    return _json(generated(request, reply))
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    offered = "POST /v1/chat/completions, POST /inference/v1/generate, GET /v1/models, GET /health, GET /metrics"
+    status = getattr(error, "status_code", 404)
+    return _refusal(Refused(status, f"not offered; there are {offered}", "not_found"))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ConfigError."""
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind(address)
+            found.listen(1024)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"endpoint.host = {host!r}, endpoint.port = {port}: cannot be listened on: {error.strerror}"
+        ) from error
+    return found

@@ -1,0 +1,18 @@
+"""A turn as it was sampled: what an agent is told of it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTurn:
+    """A turn of the model. before: all token ids that it was sampled after. tokens, logprobs: its own, float32 logprobs
+    under the policy that sampled them, nats. text: of the tokens, without special ones. cut: a limit of tokens ended
+    it."""
+
+    before: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    cut: bool = False

@@ -1,0 +1,289 @@
+"""Episodes of agents: programs that ask the model for its turns over HTTP, and know nothing of training.
+
+An agent's first request is its task's first observation; each further one is what its environment says to the turn
+before; what it returns, or prints last, is the reward. `task.source` names it:
+
+agent:path/to/agent.py:run    async def run(base_url, key, task) -> reward, or a plain function of the same
+agent:command                 task.options.command, a list: a program, which is told in its environment variables
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stores.errors import ConfigError
+from tasks import user_code
+from tasks.endpoint.requests import Refused
+from tasks.endpoint.server import EndpointServer
+from tasks.endpoint.sessions import AgentSession
+from tasks.endpoint.settings import EndpointSettings
+from tasks.endpoint.turns import SampledTurn
+from tasks.episodes.episode import EpisodeFailed, EpisodeStart, Said, ended, observed, told
+from tasks.episodes.playing import PlayedTask
+from tasks.episodes.stepping import in_thread
+from tasks.task_source import Message, Prompt
+
+COMMAND = "command"
+"""In place of a file: the agent is a program."""
+LONGEST_OUTPUT = 65_536
+"""Bytes of a line that a program prints; the reward must be on one."""
+LAST_LINES = 20
+"""Lines that a program printed last which are kept, for its reward and for messages."""
+
+Told = tuple[str, str, PlayedTask]
+"""(base URL, key, task): what an agent is started with."""
+Run = Callable[[Told], Coroutine[Any, Any, Any]]
+"""Runs an agent to its end, and returns its reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAgent:
+    """An agent that is loaded. run: to its end. blocking: it needs a process of its own."""
+
+    run: Run
+    blocking: bool
+    options: Mapping[str, Any]
+
+
+def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
+    """The agent that a job names after `agent:`. where: in the job, for messages. Raises ConfigError."""
+    if name == COMMAND:
+        return _program(options, where)
+    found = user_code.load(name, where.partition(" = ")[0])
+    try:
+        inspect.signature(found).bind("", "", None)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: an agent takes (base_url, key, task): {error}") from error
+    if inspect.iscoroutinefunction(found):
+        return LoadedAgent(
+            run=lambda told: found(*told), blocking=bool(getattr(found, "blocking", False)), options=options
+        )
+
+    async def run(told: Told) -> Any:
+        return await in_thread(lambda: found(*told))
+
+    return LoadedAgent(run=run, blocking=True, options=options)
+
+
+def _program(options: Mapping[str, Any], where: str) -> LoadedAgent:
+    command = options.get("command")
+    if not isinstance(command, list) or not command or not all(isinstance(part, str) for part in command):
+        raise ConfigError(f'{where}: task.options.command must be a list of texts, such as ["python", "agent.py"]')
+    rest = {name: value for name, value in options.items() if name != "command"}
+
+    async def run(told: Told) -> Any:
+        return await _run_program(command, told)
+
+    return LoadedAgent(run=run, blocking=True, options=rest)
+
+
+async def _run_program(command: Sequence[str], given: Told) -> Any:
+    """The reward that a program prints last. Raises EpisodeFailed."""
+    base_url, key, task = given
+    about = {"index": task.index, "held_out": task.held_out, "seed": task.seed, "options": dict(task.options)}
+    variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "STALEFLOW_TASK": json.dumps(about)}
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, limit=LONGEST_OUTPUT,
+            env={**os.environ, **variables},
+        )  # fmt: skip
+    except OSError as error:
+        raise EpisodeFailed(f"the agent's command {command[0]!r} cannot be started: {error.strerror}") from error
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        printed, complained = await asyncio.gather(_last_lines(process.stdout), _last_lines(process.stderr))
+        status = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if status:
+        why = f": {complained[-1]}" if complained else ""
+        raise EpisodeFailed(f"the agent's command ended with exit code {status}{why}")
+    if not printed:
+        raise EpisodeFailed("the agent's command printed nothing; its last line must be the reward")
+    return _printed_reward(printed[-1])
+
+
+async def _last_lines(stream: asyncio.StreamReader) -> list[str]:
+    """The last lines of a stream that are not empty, once it has ended."""
+    kept: deque[str] = deque(maxlen=LAST_LINES)
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # too long; what was read of it is dropped
+            continue
+        if not line:
+            return list(kept)
+        if text := " ".join(line.decode("utf-8", "replace").split()):
+            kept.append(text)
+
+
+def _printed_reward(line: str) -> Any:
+    """A number, or a number and its parts by name. Raises EpisodeFailed."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found.get("reward"), found.get("parts") or {}
+    if not isinstance(found, (int, float)):
+        raise EpisodeFailed(
+            f'the last line that the agent printed must be its reward, a number or {{"reward": ..., "parts": ...}}, '
+            f"not {line[:80]!r}"
+        )
+    return found
+
+
+def task_of(start: EpisodeStart, options: Mapping[str, Any]) -> PlayedTask:
+    """What an agent is told of its task."""
+    return PlayedTask(
+        index=start.index, held_out=start.held_out, seed=start.seed, options=options, rng=random.Random(start.seed)
+    )
+
+
+class AgentEnvironment:
+    """An agent as an environment, behind an endpoint. run: how it is run; by default where this is. started: the
+    endpoint, if there is one."""
+
+    def __init__(self, agent: LoadedAgent, settings: EndpointSettings, server: EndpointServer | None = None) -> None:
+        self._agent, self._settings = agent, settings
+        self._server = server
+
+    def episode(self, start: EpisodeStart, *, threads: bool = False) -> AgentEpisode:
+        if self._server is None:
+            self._server = EndpointServer(self._settings)
+        return AgentEpisode(self._server, start, self._agent)
+
+
+class AgentEpisode:
+    """An episode of an agent behind an endpoint."""
+
+    def __init__(self, server: EndpointServer, start: EpisodeStart, agent: LoadedAgent) -> None:
+        self._server, self._start, self._agent = server, start, agent
+        self._session: AgentSession | None = None
+        self._running: asyncio.Future[Any] | None = None
+        self._turn: SampledTurn | None = None
+        self._cut = False
+
+    async def begin(self) -> Prompt:
+        try:
+            await self._server.start()
+        except ConfigError as error:
+            raise EpisodeFailed(str(error)) from error
+        session = self._session = self._server.sessions.open()
+        given = (self._server.base_url, session.key, task_of(self._start, self._agent.options))
+        self._running = asyncio.ensure_future(_guarded(self._agent.run, given))
+        first = await self._until_asked()
+        if isinstance(first, Said):
+            raise EpisodeFailed("the agent ended before it asked the model for anything")
+        return first
+
+    def hear(self, turn: SampledTurn) -> None:
+        """Take note of the turn that the next step is about."""
+        self._turn = turn
+
+    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+        session = self._session
+        assert session is not None
+        if self._turn is not None:
+            turn, self._turn = self._turn, None
+            session.answer(turn)
+        elif not cut:
+            raise EpisodeFailed("the agent cannot be told a turn without its token ids")
+        if cut or last:
+            self._cut = True
+            limit = "rollout.max_new_tokens" if cut else "environment.max_turns"
+            session.refuse(Refused(400, f"the episode is at its limit, {limit}", "context_length_exceeded"))
+            assert self._running is not None
+            await asyncio.wait({self._running})
+            return self._end()
+        said = await self._until_asked()
+        return said if isinstance(said, Said) else Said(messages=said)
+
+    async def close(self) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        if self._session is not None:
+            self._server.sessions.close(self._session)
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _until_asked(self) -> tuple[Message, ...] | Said:
+        """What the agent asks next, or its end. Raises EpisodeFailed."""
+        assert self._session is not None and self._running is not None
+        asked = self._session.asked
+        await asyncio.wait({asked, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            return self._end()
+        messages = asked.result()
+        found = observed([message._asdict() for message in messages], "what the agent said")
+        assert not isinstance(found, str)
+        return found
+
+    def _end(self) -> Said:
+        """The reward of an agent that has ended. Raises EpisodeFailed."""
+        assert self._running is not None
+        if self._running.cancelled():
+            raise EpisodeFailed("the agent was cancelled")
+        error = self._running.exception()
+        if error is not None and self._cut:
+            return Said(ended=True)
+        if isinstance(error, EpisodeFailed):
+            raise error
+        if error is not None:
+            raise EpisodeFailed(f"the agent raised: {told(error, line=True)}") from error
+        return ended(self._running.result(), what="what the agent returned")
+
+
+class AgentRuns:
+    """Agents that are told of an endpoint elsewhere, each in a process of its own."""
+
+    def __init__(self, agent: LoadedAgent) -> None:
+        self._agent = agent
+
+    def episode(self, start: EpisodeStart, *, threads: bool = False) -> AgentRun:
+        return AgentRun(self._agent, start)
+
+
+class AgentRun:
+    """An agent from its start to its end, as one step: its text says where the endpoint is."""
+
+    def __init__(self, agent: LoadedAgent, start: EpisodeStart) -> None:
+        self._agent, self._start = agent, start
+
+    async def begin(self) -> Prompt:
+        return ""
+
+    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+        base_url, key = json.loads(text)
+        try:
+            reward = await _guarded(self._agent.run, (base_url, key, task_of(self._start, self._agent.options)))
+        except EpisodeFailed:
+            raise
+        except Exception as error:
+            raise EpisodeFailed(f"the agent raised: {told(error, line=True)}") from error
+        return ended(reward, what="what the agent returned")
+
+    async def close(self) -> None:
+        """Its process ends it."""
+
+    def abandon(self) -> None:
+        """Its process ends it."""
+
+
+async def _guarded(run: Run, given: Told) -> Any:
+    """What an agent returns. SystemExit would end the event loop that it runs on, with everything else there."""
+    try:
+        return await run(given)
+    except SystemExit as error:
+        raise EpisodeFailed(f"the agent raised: {told(error, line=True)}") from error

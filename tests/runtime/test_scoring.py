@@ -1,0 +1,83 @@
+"""How responses reach the reward workers: a group's together, what is slow shared out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pipeline.coordination.events import TrajectoryScored
+from pipeline.runtime.scoring import HELD_S, MOST_COUNTED, Scoring
+from stores.trajectory import TrajectoryId
+from tests.support import virtual_time
+from tests.support.bodies import Body
+
+
+class Judges:
+    """Reward workers that take `seconds` for a response. calls: when each was made, of whom, and what was to score."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.calls: list[tuple[float, str, tuple[int, ...]]] = []
+
+    async def ask(self, name: str, method: str, server: object, batch: tuple[int, ...], **limits: Any) -> Any:
+        assert method == "score"
+        self.calls.append((round(asyncio.get_running_loop().time(), 3), name, batch))
+        await asyncio.sleep(self.seconds * len(batch))
+        return [(trajectory, 1.0, "") for trajectory in batch]
+
+
+def scored(body: Body, puts: list[tuple[float, int]], *overrides: str, seconds: float = 0.001) -> Any:
+    """Put responses, each so many seconds after the one before; returns the reward workers and when each was told."""
+    config, judges, told = body.config("batch.group_size=4", *overrides), Judges(seconds), {}
+
+    async def work() -> None:
+        time = asyncio.get_running_loop().time
+
+        def tell(event: TrajectoryScored) -> None:
+            told[int(event.trajectory)] = time()
+
+        scoring = Scoring(config, judges, tell, time)  # type: ignore[arg-type]  # all of Actors that it uses here
+        tasks = [asyncio.ensure_future(work) for work in scoring.work()]
+        for pause_s, trajectory in puts:
+            await asyncio.sleep(pause_s)
+            scoring.put(TrajectoryId(trajectory))
+        await asyncio.sleep(60.0)
+        assert len(scoring._num_sampled) <= MOST_COUNTED
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    virtual_time.run(work())
+    assert sorted(told) == sorted(trajectory for _, trajectory in puts)
+    return judges, told
+
+
+def test_a_group_is_scored_in_one_call_in_the_moment_in_which_it_is_complete(body: Body) -> None:
+    judges, _ = scored(body, [(1.0, 8), (0.005, 9), (0.005, 10), (0.005, 11)])
+    assert judges.calls == [(1.015, "reward-0", (8, 9, 10, 11))]
+
+
+def test_a_response_waits_for_its_groups_others_for_so_long_only(body: Body) -> None:
+    judges, _ = scored(body, [(1.0, 8), (0.5, 9), (0.001, 10), (0.5, 11)])
+    assert [(at, batch) for at, _, batch in judges.calls] == [
+        (pytest.approx(1.0 + HELD_S), (8,)),
+        (pytest.approx(1.5 + HELD_S), (9, 10)),
+        (pytest.approx(2.001), (11,)),
+    ]
+
+
+def test_what_was_held_back_goes_with_a_group_that_is_complete(body: Body) -> None:
+    judges, _ = scored(body, [(1.0, 0), (0.0, 1), (0.0, 2), (1.0, 20), (0.0, 3)])
+    assert [batch for _, _, batch in judges.calls] == [(0, 1, 2), (20, 3)]
+
+
+def test_several_workers_share_what_is_there(body: Body) -> None:
+    judges, told = scored(body, [(1.0, 0), (0.0, 1), (0.0, 2), (0.0, 3)], "reward.workers=4", seconds=2.0)
+    assert len({name for _, name, _ in judges.calls}) == 4
+    assert max(told.values()) == pytest.approx(3.0)
+
+
+def test_groups_that_never_complete_are_forgotten(body: Body) -> None:
+    scored(body, [(0.0, 4 * group) for group in range(MOST_COUNTED + 10)], seconds=0.0)

@@ -1,0 +1,225 @@
+"""The conformance suite of engines that serve adapters of several versions side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stores.errors import StoreError
+from stores.parameters import ParameterFolder
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from stores.weight_hash import fingerprint
+from tasks.adapters import AdapterLayer, LoraConfig
+from tasks.engines.base import Engine, Request, Sampled
+from tasks.engines.transformers import forward_logprobs, load_model
+from tests.tasks.engine_conformance import PROMPT, collect, logprobs_of, request, tokens_of, wait_until_sampling
+
+LORA = LoraConfig(rank=3, alpha=6)
+SERVED = 3
+
+
+def linear_layers(model: torch.nn.Module) -> list[AdapterLayer]:
+    """All but the output layer."""
+    return [
+        AdapterLayer(name, rank=LORA.rank, inputs=module.in_features, outputs=module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    ]
+
+
+class Versions:
+    """Versions of a model that differ by their adapters, drawn at random; version 0 is the model itself."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model = load_model(str(model), "float32", "cpu", attention="sdpa")
+        self._begin = {name: p.detach().clone() for name, p in self._model.named_parameters()}
+        self._folder = ParameterFolder(folder)
+        self._layers = linear_layers(self._model)
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        made = torch.Generator().manual_seed(version)
+        found = {}
+        for layer in self._layers:
+            found[layer.down] = torch.randn(layer.rank, layer.inputs, generator=made) / layer.inputs**0.5
+            found[layer.up] = torch.randn(layer.outputs, layer.rank, generator=made)
+        return found
+
+    def file(self, version: int) -> Path:
+        self._folder.publish(PolicyVersion(version), self.tensors(version))
+        return self._folder.path(PolicyVersion(version))
+
+    def load(self, engine: Engine, version: int) -> None:
+        loaded = engine.load(PolicyVersion(version), self.file(version))
+        assert loaded.version == engine.version == version
+        assert loaded.fingerprint == fingerprint(self.tensors(version))
+
+    def logprobs(self, version: int, tokens: list[int]) -> tuple[float, ...]:
+        """Of tokens[1:], by a plain forward pass of the model with the version's adapter merged into it."""
+        weights = dict(self._begin)
+        if version:
+            adapter = self.tensors(version)
+            for one in self._layers:
+                added = LORA.scaling * adapter[one.up] @ adapter[one.down]
+                weights[f"{one.module}.weight"] = weights[f"{one.module}.weight"] + added
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(weights[name])
+        return forward_logprobs(self._model, tokens)
+
+    def check(self, asked: Request, sampled: Sampled, version: int) -> None:
+        """That all was sampled under one version."""
+        assert {segment.version for segment in sampled.segments} == {version}
+        tokens = [*asked.tokens, *tokens_of(sampled)]
+        expected = self.logprobs(version, tokens)[len(asked.tokens) - 1 :]
+        np.testing.assert_allclose(logprobs_of(sampled), expected, atol=2e-4)
+
+
+class AdapterEngineTests:
+    """The suite: SERVED versions side by side, of adapters as LORA describes them. Token 1 ends a response."""
+
+    @pytest.fixture
+    def versions(self, tiny_model: Path, tmp_path: Path) -> Versions:
+        return Versions(tiny_model, tmp_path / "published")
+
+    @pytest.fixture
+    def engine(self) -> Engine:
+        raise NotImplementedError
+
+    def test_each_request_ends_under_the_version_it_began_with(self, engine: Engine, versions: Versions) -> None:
+        """Twenty updates while requests run, of all served versions at once: what was sampled is the version's that it
+        is said to be of, and nothing is prefilled again."""
+        done: dict[int, Sampled] = {}
+        asked: dict[int, tuple[Request, int]] = {}
+        for version in range(21):
+            if version:
+                versions.load(engine, version)
+            for i in range(4):
+                number = 10 * version + i
+                one = request(number, prompt=(3, 10, 14, 4 + i), max_new_tokens=40)
+                asked[number] = one, version
+                engine.submit([one])
+            while not any(10 * version <= t and n >= 2 for t, n in engine.load_statistics().progress):
+                done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, Sampled)}
+                if len(done) == len(asked):
+                    break
+            # As a trainer would have it: what is too old has ended before the next version.
+            while any(asked[t][1] <= version - SERVED + 1 for t, _ in engine.load_statistics().progress):
+                done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, Sampled)}
+        collect(engine, len(asked), done)
+        for number, (one, version) in asked.items():
+            versions.check(one, done[number], version)
+        load = engine.load_statistics()
+        assert load.prefilled_tokens + load.cached_tokens == sum(len(one.tokens) for one, _ in asked.values())
+
+    def test_versions_are_sampled_side_by_side(self, engine: Engine, versions: Versions) -> None:
+        """In the same passes, greedily too, and the probe is of the newest."""
+        kinds = {}
+        for version in range(SERVED):
+            if version:
+                versions.load(engine, version)
+            for greedy in (False, True):
+                one = request(2 * version + greedy, prompt=PROMPT, max_new_tokens=80, greedy=greedy)
+                kinds[int(one.trajectory)] = one, version
+        # All at once, by the versions that they ask for.
+        asked = {i: replace(one, version=PolicyVersion(v)) for i, (one, v) in kinds.items()}
+        engine.submit(list(asked.values()))
+        tokens = [3, 4, 5, 6, 7]
+        np.testing.assert_allclose(engine.logprobs(tokens), versions.logprobs(SERVED - 1, tokens), atol=2e-4)
+        done = collect(engine, len(asked))
+        for number, (_, version) in kinds.items():
+            versions.check(asked[number], done[number], version)
+
+    def test_a_later_turn_goes_on_under_the_first_ones_version(self, engine: Engine, versions: Versions) -> None:
+        """From the cache that the first turn has left, though a version was loaded between them."""
+        versions.load(engine, 1)
+        first = request(0, prompt=PROMPT, max_new_tokens=20, may_return=True)
+        engine.submit([first])
+        turn = collect(engine, 1)[0]
+        before = engine.load_statistics()
+        versions.load(engine, 2)
+        context = (*PROMPT, *tokens_of(turn), 5, 6, 7)
+        sampled_before = len(context) - len(PROMPT)
+        second = request(
+            0, prompt=context, epoch=2, max_new_tokens=10, num_prior=sampled_before, version=PolicyVersion(1)
+        )
+        fresh = request(1, prompt=context, max_new_tokens=10)
+        engine.submit([second, fresh])
+        done = collect(engine, 2)
+        versions.check(second, done[0], 1)
+        versions.check(fresh, done[1], 2)
+        assert engine.load_statistics().cached_tokens - before.cached_tokens >= self.kept(len(PROMPT), turn)
+
+    def kept(self, prompt: int, turn: Sampled) -> int:
+        """Tokens that are at least cached of a turn."""
+        return prompt + len(tokens_of(turn)) - 1
+
+    def test_a_version_is_dropped_when_nothing_runs_under_it(self, engine: Engine, versions: Versions) -> None:
+        """Until then it is served, however old; afterwards, what asks for it gets the oldest that is there."""
+        versions.load(engine, 1)
+        long = request(0, prompt=PROMPT, max_new_tokens=90, greedy=True)
+        engine.submit([long])
+        wait_until_sampling(engine, 2)
+        for version in (2, 3, 4):
+            versions.load(engine, version)
+        first = request(1, prompt=PROMPT, version=PolicyVersion(2))
+        engine.submit([first])
+        done = collect(engine, 2)
+        versions.check(long, done[0], 1)
+        versions.check(first, done[1], 2)
+        versions.load(engine, 5)
+        late = request(2, prompt=PROMPT, version=PolicyVersion(1))
+        engine.submit([late])
+        versions.check(late, collect(engine, 1)[2], 3)
+
+    def test_interrupted_and_continued_it_keeps_its_version(self, engine: Engine, versions: Versions) -> None:
+        versions.load(engine, 1)
+        engine.submit([request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)])
+        wait_until_sampling(engine, 3)
+        versions.load(engine, 2)
+        (part,) = engine.interrupt([TrajectoryId(0)])
+        first = tokens_of(part)
+        again = request(
+            0, prompt=(*PROMPT, *first), epoch=2, max_new_tokens=8, num_prior=len(first), version=PolicyVersion(1)
+        )
+        engine.submit([again])
+        versions.check(again, collect(engine, 1)[0], 1)
+
+    def test_what_is_no_adapter_of_the_model_is_refused(
+        self, engine: Engine, versions: Versions, tmp_path: Path
+    ) -> None:
+        versions.load(engine, 1)
+        folder = ParameterFolder(tmp_path / "others")
+        right = versions.tensors(2)
+        name, tensor = next(iter(right.items()))
+        for wrong in (
+            {"model.norm.weight": torch.zeros(64)},
+            {key: value for key, value in right.items() if key != name},
+            {**right, name: tensor[:, 1:].clone()},
+            {key.replace("layers.0", "layers.7"): value for key, value in right.items()},
+        ):
+            folder.publish(PolicyVersion(2), wrong)
+            with pytest.raises(StoreError, match=r"v00000002\.safetensors: "):
+                engine.load(PolicyVersion(2), folder.path(PolicyVersion(2)))
+        assert engine.version == 1
+        one = request(0, prompt=PROMPT)
+        engine.submit([one])
+        versions.check(one, collect(engine, 1)[0], 1)
+
+    def test_an_engine_that_begins_again_serves_the_base_model(self, engine: Engine, versions: Versions) -> None:
+        """And another run's versions under the same numbers."""
+        versions.load(engine, 1)
+        engine.submit([request(0, prompt=PROMPT, may_return=True)])
+        collect(engine, 1)
+        engine.begin_again(InstanceId("rollout-1"))
+        assert engine.version == 0
+        base = request(0, prompt=PROMPT)
+        engine.submit([base])
+        versions.check(base, collect(engine, 1)[0], 0)
+        versions.load(engine, 1)
+        one = request(1, prompt=PROMPT)
+        engine.submit([one])
+        versions.check(one, collect(engine, 1)[1], 1)

@@ -1,0 +1,197 @@
+"""The endpoint as its clients' own packages see it, unmodified: openai, verifiers' train client, OpenEnv's capture."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.endpoint.server import EndpointServer
+from tasks.endpoint.sessions import AgentSession
+from tasks.endpoint.settings import EndpointSettings
+from tasks.endpoint.turns import SampledTurn
+from tests.tasks.chat_models import chat_tokenizer
+
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "strict": True, "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def sampled(before: Sequence[int], count: int, text: str) -> SampledTurn:
+    """A turn of as many tokens, with logprobs that only float32 holds exactly."""
+    rng = np.random.default_rng(len(before))
+    logprobs = np.log(rng.random(count).astype(np.float32))
+    return SampledTurn(
+        before=tuple(before),
+        tokens=tuple(int(t) for t in rng.integers(0, 200, count)),
+        logprobs=tuple(logprobs.tolist()),
+        text=text,
+    )
+
+
+@asynccontextmanager
+async def serving(*texts: str) -> AsyncIterator[tuple[EndpointServer, AgentSession, list[SampledTurn]]]:
+    """An endpoint with one session, whose policy says these texts in turn."""
+    server = EndpointServer(EndpointSettings())
+    await server.start()
+    session = server.sessions.open()
+    told: list[SampledTurn] = []
+
+    async def tell() -> None:
+        ids = [1, 2, 3]
+        for text in texts:
+            await session.asked
+            told.append(sampled(ids, 5 + len(text) % 7, text))
+            ids = [*ids, *told[-1].tokens, 4, 5]
+            session.answer(told[-1])
+
+    telling = asyncio.ensure_future(tell())
+    try:
+        yield server, session, told
+    finally:
+        telling.cancel()
+        await server.stop()
+
+
+def running(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await work()
+
+    asyncio.run(limited())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def work() -> None:
+        async with (
+            serving(f"I add. {CALL}", "It is 3.") as (server, session, told),
+            openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client,
+        ):
+            messages: list[Any] = [{"role": "user", "content": "1 + 2"}]
+
+            async def ask() -> Any:
+                if not stream:
+                    answer = await client.chat.completions.create(
+                        model="m", messages=messages, tools=TOOLS, extra_body={"return_token_ids": True}
+                    )
+                    assert tuple(answer.prompt_token_ids) == told[-1].before
+                    assert tuple(answer.choices[0].token_ids) == told[-1].tokens
+                    found = np.asarray([x.logprob for x in answer.choices[0].logprobs.content], np.float32)
+                    assert found.tobytes() == np.asarray(told[-1].logprobs, np.float32).tobytes()
+                    return answer.choices[0].message
+                async with client.chat.completions.stream(
+                    model="m", messages=messages, tools=TOOLS, stream_options={"include_usage": True}
+                ) as events:
+                    async for _ in events:
+                        pass
+                    final = await events.get_final_completion()
+                assert final.usage.completion_tokens == len(told[-1].tokens)
+                return final.choices[0].message
+
+            message = await ask()
+            assert message.content == "I add."
+            (call,) = message.tool_calls
+            assert (call.function.name, call.function.arguments) == ("add", '{"a": 1, "b": 2}')
+            messages.append(message.model_dump(exclude_none=True))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+            assert (await ask()).content == "It is 3."
+            assert [m.id for m in (await client.models.list()).data] == ["policy"]
+
+    running(work)
+
+
+def test_openai_raises_its_own_errors_for_what_is_refused() -> None:
+    openai = pytest.importorskip("openai")
+
+    async def work() -> None:
+        async with serving() as (server, session, _):
+            async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
+                with pytest.raises(openai.AuthenticationError, match="no session has this key"):
+                    await client.models.list()
+            async with openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client:
+                with pytest.raises(openai.BadRequestError, match="n = 8: a turn is sampled once"):
+                    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], n=8)
+
+    running(work)
+
+
+def test_verifiers_train_client_accepts_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own checks of ids, logprobs and fields run unmodified, and turns are bridged by its own renderer."""
+    pytest.importorskip("verifiers")
+    import verifiers.v1 as vf
+    from renderers import Qwen3RendererConfig
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.configs.client import TrainClientConfig
+    from verifiers.v1.dialects import ChatDialect
+
+    folder = str(tmp_path / "qwen3")
+    chat_tokenizer("qwen3").save_pretrained(folder)
+
+    async def work() -> None:
+        async with serving("any") as (server, session, told):
+            base_url = server.base_url.replace("/v1", f"/session/{session.key}/v1")
+            config = TrainClientConfig(
+                base_url=base_url, api_key_var="NO_SUCH_KEY", renderer=Qwen3RendererConfig(),
+                renderer_model_name=folder,
+            )  # fmt: skip
+            client = TrainClient(config)
+            body = {"model": "m", "messages": [{"role": "user", "content": "1 + 2"}]}
+            sampling = vf.SamplingConfig(temperature=1.0, max_tokens=9)
+            response = await client.get_response(ChatDialect(), body, sampling, session_id="theirs")
+            assert response.tokens is not None
+            assert response.tokens.completion_ids == list(told[0].tokens)
+            found = np.asarray(response.tokens.completion_logprobs, np.float32)
+            assert found.tobytes() == np.asarray(told[0].logprobs, np.float32).tobytes()
+            await client.close()
+
+    running(work)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_openenv_captures_an_agent_without_a_fatal_finding() -> None:
+    """Its capture server stands between an agent and the endpoint, and validates what it records."""
+    pytest.importorskip("openenv.core.harness.capture")
+    openai = pytest.importorskip("openai")
+    from openenv.core.harness.capture.export import export_session
+    from openenv.core.harness.capture.runner import CaptureServer
+
+    async def work() -> None:
+        async with serving("first", "second", "third") as (server, session, told):
+            port = free_port()
+            capture = CaptureServer(
+                llm_url=server.base_url, model="policy", port=port, api_key=session.key, capture_level="tokens"
+            )
+            await asyncio.to_thread(capture.start)
+            recorded = capture.registry.create("rollout", purpose="train")
+            try:
+                messages: list[Any] = [{"role": "user", "content": "go"}]
+                async with openai.AsyncOpenAI(
+                    base_url=f"http://127.0.0.1:{port}/v1", api_key=recorded.session_id, max_retries=0
+                ) as client:
+                    for _ in range(3):
+                        answer = await client.chat.completions.create(model="policy", messages=messages)
+                        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+                        messages.append({"role": "user", "content": "go on"})
+            finally:
+                await asyncio.to_thread(capture.stop)
+            document = export_session(recorded)
+            assert not [finding for finding in document["validation"] if "[FATAL" in str(finding)]
+            nodes = recorded.graph.nodes()
+            assert [tuple(node.sampled_ids) for node in nodes] == [turn.tokens for turn in told]
+            assert len(recorded.graph.roots()) == 1
+
+    running(work)

@@ -1,0 +1,417 @@
+"""Episodes of agents: coroutines, functions and programs that ask for turns over HTTP, and how they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stores.errors import ConfigError
+from tasks.directions import directions_of, split
+from tasks.endpoint.turns import SampledTurn
+from tasks.environments import SourceSettings
+from tasks.episodes.answers import Answer, EpisodeKey
+from tasks.episodes.host import Episodes, EpisodeSettings
+from tasks.episodes.limits import EnvironmentConfig
+from tasks.task_source import Message, Task
+
+AGENTS = '''
+import asyncio, json, os, sys, time, urllib.error, urllib.request
+import httpx
+
+
+def body(messages, **more):
+    return {"model": "policy", "messages": messages, **more}
+
+
+async def ask(base_url, key, messages, **more):
+    async with httpx.AsyncClient(timeout=20, verify=False) as client:
+        answer = await client.post(
+            base_url + "/chat/completions", headers={"Authorization": "Bearer " + key}, json=body(messages, **more)
+        )
+    if answer.status_code != 200:
+        raise RuntimeError(answer.json()["error"]["code"])
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def asked(base_url, key, messages, **more):
+    request = urllib.request.Request(
+        base_url + "/chat/completions",
+        data=json.dumps(body(messages, **more)).encode(),
+        headers={"Authorization": "Bearer " + key, "Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(json.load(error)["error"]["code"]) from None
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+async def count(base_url, key, task):
+    """Counts the turns until the model says stop."""
+    messages, turns = [user(f"task {task.rng.randrange(100)}")], 0
+    while True:
+        answer = await ask(base_url, key, messages)
+        if answer == "stop":
+            return float(turns), {"turns": turns}
+        turns += 1
+        messages += [said(answer), user(f"more {turns}")]
+
+
+def count_slowly(base_url, key, task):
+    messages, turns = [user(f"task {task.rng.randrange(100)}")], 0
+    while True:
+        answer = asked(base_url, key, messages)
+        if answer == "stop":
+            return float(turns), {"turns": turns}
+        turns += 1
+        messages += [said(answer), user(f"more {turns}")]
+
+
+async def moody(base_url, key, task):
+    messages = [user("what now?")]
+    while True:
+        does = await ask(base_url, key, messages)
+        messages += [said(does), user("what now?")]
+        if does == "raise":
+            raise ValueError("I do not like it")
+        if does == "hang":
+            await asyncio.sleep(1000)
+        if does == "exit":
+            sys.exit(3)
+        if does == "text":
+            return "good"
+        if does == "rewrite":
+            await ask(base_url, key, [user("something else")])
+
+
+def die(base_url, key, task):
+    """Leaves a process behind, and dies or hangs."""
+    import subprocess
+    does = asked(base_url, key, [user("what now?")])
+    with open(task.options["pids"], "a") as file:
+        for _ in range(2):
+            file.write(f"{subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)']).pid}\\n")
+    if does == "die":
+        os._exit(7)
+    time.sleep(1000)
+
+
+async def silent(base_url, key, task):
+    return 1.0
+
+
+async def unlike(base_url, key, task):
+    await ask(base_url, key, [user(f"it is {time.time()}")])
+
+
+async def limited(base_url, key, task):
+    await ask(base_url, key, [user("first")], max_tokens=3)
+    await ask(base_url, key, [user("first"), said("a"), user("second")], max_tokens=5)
+    return 1.0
+
+
+async def insists(base_url, key, task):
+    messages = [user("go")]
+    for turn in range(100):
+        try:
+            messages += [said(await ask(base_url, key, messages)), user("go on")]
+        except RuntimeError as error:
+            assert str(error) == "context_length_exceeded", error
+            return float(turn)
+
+
+def wrong(one):
+    pass
+'''
+
+PROGRAM = """
+import json, os, subprocess, sys
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import agents
+task = json.loads(os.environ["STALEFLOW_TASK"])
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+does = agents.asked(url, key, [agents.user(f"task {task['seed'] % 100}")])
+print("working ...")
+if does == "tree":
+    sleeps = "import time; time.sleep(1000)"
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{sleeps}']); {sleeps}"
+    subprocess.Popen([sys.executable, "-c", child])
+    import time; time.sleep(1000)
+if does == "fail":
+    sys.exit("it does not work")
+if does == "prose":
+    print("it went well")
+else:
+    print(json.dumps({"reward": 0.5, "parts": {"words": len(does)}}) if does == "json" else 0.25)
+"""
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "agents.py").write_text(AGENTS)
+    (folder / "program.py").write_text(PROGRAM)
+    return folder / "agents.py"
+
+
+def settings(source: str, options: dict[str, Any] | None = None, **limits: Any) -> EpisodeSettings:
+    config = EnvironmentConfig(**limits)
+    return EpisodeSettings(
+        source=SourceSettings(source=source, options=options or {}, seed=3, limits=config), limits=config
+    )
+
+
+def running(work: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await work
+
+    asyncio.run(limited())
+
+
+async def acted(episodes: Episodes, task: Task, *turns: str, member: int = 0, **more: Any) -> Answer:
+    """Have an agent told the last of these turns."""
+    newest = SampledTurn(before=(1,) * (2 * len(turns) - 1), tokens=(2,), logprobs=(-0.5,), text=turns[-1])
+    key = EpisodeKey(task=int(task.record["index"]), member=member)
+    return await episodes.act(key, task.record, turns, cut=more.pop("cut", False), newest=newest, **more)
+
+
+async def played(episodes: Episodes, task: Task, turns: Sequence[str], **more: Any) -> list[Answer]:
+    return [await acted(episodes, task, *turns[: number + 1], **more) for number in range(len(turns))]
+
+
+@pytest.mark.parametrize(("name", "isolation"), [("count", "auto"), ("count", "process"), ("count_slowly", "auto")])
+def test_an_episode_is_the_same_wherever_the_agent_runs(agents: Path, name: str, isolation: str) -> None:
+    made = settings(f"agent:{agents}:{name}", isolation=isolation)
+    source = made.source.build()
+    tasks = [source.task(i) for i in (0, 1)]
+    assert len({task.prompt for task in tasks}) == 2
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        await episodes.check()
+        first, second = await asyncio.gather(
+            played(episodes, tasks[0], ["a", "b", "stop"]), played(episodes, tasks[1], ["stop"], member=1)
+        )
+        assert [a.messages for a in first] == [(Message("user", "more 1"),), (Message("user", "more 2"),), ()]
+        assert [(a.ended, a.reward, a.parts, a.error) for a in first[2:] + second] == [
+            (True, 2.0, {"turns": 2.0}, ""), (True, 0.0, {"turns": 0.0}, ""),
+        ]  # fmt: skip
+        assert await acted(episodes, tasks[0], "a", "b", "stop") == first[2]
+        await episodes.close()
+
+    running(work())
+
+
+@pytest.mark.parametrize(("does", "reward", "parts", "error"), [
+    ("number", 0.25, {}, ""),
+    ("json", 0.5, {"words": 4.0}, ""),
+    ("prose", 0.0, {}, "the last line that the agent printed must be its reward"),
+    ("fail", 0.0, {}, "the agent's command ended with exit code 1: it does not work"),
+])  # fmt: skip
+def test_a_program_prints_its_reward(
+    agents: Path, does: str, reward: float, parts: dict[str, float], error: str
+) -> None:
+    made = settings("agent:command", {"command": [sys.executable, str(agents.with_name("program.py"))]})
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        (answer,) = await played(episodes, task, [does])
+        assert answer.ended
+        assert answer.error.startswith(error) if error else not answer.error
+        assert (answer.reward, answer.parts) == (reward, parts)
+        await episodes.close()
+
+    running(work())
+
+
+@pytest.mark.parametrize(("does", "error"), [
+    ("raise", "the agent raised: ValueError: I do not like it"),
+    ("exit", "the agent raised: SystemExit: 3"),
+    ("hang", "step 1 took longer than environment.step_s = 1 s"),
+    ("text", "what the agent returned is 'good'; it must be a number"),
+    ("rewrite", "the agent raised: RuntimeError: changed_past"),
+])  # fmt: skip
+def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
+    made = settings(f"agent:{agents}:moody", step_s=1.0)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        good = asyncio.ensure_future(played(episodes, task, ["a", "b", "c"], member=1))
+        (answer,) = await played(episodes, task, [does])
+        assert answer.ended
+        assert error in answer.error
+        assert "\n" not in answer.error
+        assert not any(other.error for other in await good)
+        await episodes.close()
+
+    running(work())
+
+
+def test_an_agent_that_says_nothing_or_never_the_same_is_refused(agents: Path) -> None:
+    with pytest.raises(ConfigError, match="the agent ended before it asked the model for anything"):
+        settings(f"agent:{agents}:silent").source.build()
+    with pytest.raises(ConfigError, match=r"an agent takes \(base_url, key, task\)"):
+        settings(f"agent:{agents}:wrong").source.build()
+    with pytest.raises(ConfigError, match="has no function nobody"):
+        settings(f"agent:{agents}:nobody").source.build()
+    with pytest.raises(ConfigError, match=r"task\.options\.command must be a list of texts"):
+        settings("agent:command", {"command": "python agent.py"}).source.build()
+    with pytest.raises(ConfigError, match="'no-such-program' cannot be started: No such file"):
+        settings("agent:command", {"command": ["no-such-program"]}).source.build()
+    made = settings(f"agent:{agents}:unlike")
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
+            await episodes.check()
+        await episodes.close()
+
+    running(work())
+
+
+def test_limits_of_turns_come_with_what_is_said(agents: Path) -> None:
+    made = settings(f"agent:{agents}:limited")
+    task = made.source.build().task(0)
+    assert directions_of(task.record).max_tokens == 3
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        answer = await acted(episodes, task, "a")
+        directions, shown = split(answer.messages)
+        assert (directions.max_tokens, shown) == (5, (Message("user", "second"),))
+        assert (await acted(episodes, task, "a", "b")).reward == 1.0
+        await episodes.close()
+
+    running(work())
+
+
+def test_an_episode_at_its_limit_ends_with_what_the_agent_returns(agents: Path) -> None:
+    made = settings(f"agent:{agents}:insists", max_turns=3)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        *_, last = await played(episodes, task, ["a", "b", "c"])
+        assert (last.ended, last.reward, last.error) == (True, 3.0, "")
+        cut = await acted(episodes, task, "a", member=1, cut=True)
+        assert (cut.ended, cut.reward, cut.error) == (True, 1.0, "")
+        # For its next turn there is no room: what it asks is refused.
+        await acted(episodes, task, "a", member=2)
+        full = await episodes.end(EpisodeKey(task=0, member=2), task.record)
+        assert (full.ended, full.reward, full.error) == (True, 1.0, "")
+        await episodes.close()
+
+    running(work())
+
+
+def alive(pids: Path) -> list[int]:
+    """The processes named in a file that still run."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return False
+
+    return [pid for pid in map(int, pids.read_text().split()) if runs(pid)]
+
+
+@pytest.mark.parametrize(("does", "error"), [
+    ("die", "its process ended with exit code 7"), ("hang", "step 1 took longer than environment.step_s = 2 s"),
+])  # fmt: skip
+def test_a_process_ends_with_all_that_it_started(agents: Path, tmp_path: Path, does: str, error: str) -> None:
+    pids = tmp_path / "pids"
+    made = settings(f"agent:{agents}:die", {"pids": str(pids)}, step_s=2.0)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        (answer,) = await played(episodes, task, [does])
+        assert error in answer.error
+        begin = time.monotonic()
+        while alive(pids) and time.monotonic() < begin + 10:
+            await asyncio.sleep(0.05)
+        assert alive(pids) == []
+        await episodes.close()
+
+    running(work())
+
+
+def descendants(marker: str) -> Iterator[int]:
+    """Processes whose environment has this marker."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                if marker.encode() in (folder / "environ").read_bytes():
+                    yield int(folder.name)
+            except OSError:
+                continue
+
+
+def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARKED_BY", marker := f"test-{os.getpid()}-{time.monotonic_ns()}")
+    command = ["/bin/sh", "-c", f"{sys.executable} {agents.with_name('program.py')}; echo 1"]
+    made = settings("agent:command", {"command": command}, step_s=2.0)
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        (answer,) = await played(episodes, task, ["tree"])
+        assert "took longer than environment.step_s" in answer.error
+        await episodes.close()
+
+    running(work())
+    begin = time.monotonic()
+
+    def left() -> list[str]:
+        found = []
+        for pid in descendants(marker):
+            try:
+                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " "))
+            except OSError:
+                continue
+        return [line for line in found if "time.sleep" in line]
+
+    while left() and time.monotonic() < begin + 10:
+        time.sleep(0.05)
+    assert left() == []
+
+
+def test_an_episode_that_is_cancelled_ends_its_agent_and_its_key(agents: Path) -> None:
+    made = settings(f"agent:{agents}:moody")
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        await acted(episodes, task, "a")
+        acting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
+        await asyncio.sleep(0.3)
+        episodes.cancel([EpisodeKey(task=0)])
+        assert (await acting).error == "the episode was cancelled"
+        assert len(episodes._endpoint.sessions) == 0
+        await episodes.close()
+
+    running(work())
+
+
+def test_directions_are_read_back_from_records() -> None:
+    assert directions_of({"prompt": "a text"}) == split("a text")[0]
+    assert directions_of({"prompt": [{"role": "user", "content": "x"}]}) == split("a text")[0]

@@ -1,0 +1,144 @@
+"""Training an adapter: what is trained, published and kept, and that others read it as the trainer means it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stores import parameters, weight_file
+from stores.errors import ConfigError, StoreError
+from stores.weight_hash import in_order
+from tasks import adapters
+from tasks.adapters import AdapterLayer, LoraConfig
+from tasks.engines.transformers import forward_logprobs, load_model
+from tasks.training.policy_trainer import PolicyTrainer
+from tasks.training.rank import ALONE
+from tasks.training.settings import KlConfig
+from tests.support.rank_processes import in_group
+from tests.tasks.test_ranks import Training, check_same, goes_on, train, training
+
+pytest.importorskip("peft")
+
+PROBE = [3, 4, 5, 6, 7, 8]
+LORA = LoraConfig(rank=4, alpha=8)
+
+
+def adapted(job: Training, lora: LoraConfig = LORA, **changes: Any) -> Training:
+    """The same job with an adapter, and a learning rate at which it does something."""
+    changed = replace(job.settings.training, lora=lora, learning_rate=1e-2, **changes)
+    return replace(job, settings=replace(job.settings, training=changed))
+
+
+def published(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = trainer.published(
+        lambda w: {n: torch.as_tensor(t).clone() for n, t in in_order(w)}
+    )
+    return found
+
+
+def test_an_adapter_begins_as_the_base_model_and_only_it_is_trained(tiny_model: Path) -> None:
+    job = adapted(training(tiny_model, (9, 7), "ppo_clip", "token_mean"))
+    trainer = PolicyTrainer(job.settings)
+    base = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
+    assert trainer.probe(PROBE) == forward_logprobs(base, PROBE)
+    begun = published(trainer)
+    layers = adapters.layers(parameters.shapes(begun), "the first version")
+    assert len(layers) == 2 * 7  # all linear layers of two blocks, and not the output layer
+    assert AdapterLayer("model.layers.1.mlp.down_proj", rank=4, inputs=128, outputs=64) in layers
+    for step, rows in enumerate(job.batches):
+        trainer.step(step, rows)
+    trained = published(trainer)
+    assert trained.keys() == begun.keys()
+    assert all(not torch.equal(trained[layer.up], begun[layer.up]) for layer in layers)
+    frozen = {name: p for name, p in trainer.model.named_parameters() if ".lora_" not in name}
+    held = dict(base.named_parameters())
+    assert all(torch.equal(p, held[name.replace(".base_layer", "")]) for name, p in frozen.items())
+    assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(trained)
+
+
+def test_the_same_seed_begins_with_the_same_adapter(tiny_model: Path) -> None:
+    job = adapted(training(tiny_model, (), "ppo_clip", "token_mean"))
+    before = torch.random.get_rng_state()
+    one, same = (published(PolicyTrainer(job.settings)) for _ in range(2))
+    other = published(PolicyTrainer(replace(job.settings, seed=1)))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one if "lora_A" in name)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_checkpoint_has_the_merged_model_and_the_adapter(tiny_model: Path, tmp_path: Path) -> None:
+    """transformers reads the one, peft the other, and both compute what the trainer does."""
+    from peft import PeftModel
+
+    job = adapted(training(tiny_model, (9, 7), "ppo_clip", "token_mean"), LoraConfig(rank=3, alpha=5))
+    trainer = PolicyTrainer(job.settings)
+    for step, rows in enumerate(job.batches):
+        trainer.step(step, rows)
+    trainer.published(lambda weights: weight_file.write(tmp_path / "weights", weights))
+    trainer.save(tmp_path / "step", tmp_path / "weights")
+    merged = load_model(str(tmp_path / "step"), "float32", "cpu", attention="sdpa")
+    base = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
+    assert np.abs(np.subtract(forward_logprobs(base, PROBE), trainer.probe(PROBE))).max() > 0.01
+    assert {n for n, _ in merged.named_parameters()} == {n for n, _ in base.named_parameters()}
+    np.testing.assert_allclose(forward_logprobs(merged, PROBE), trainer.probe(PROBE), atol=1e-5)
+    read = PeftModel.from_pretrained(base, tmp_path / "step" / "adapter").eval()
+    np.testing.assert_allclose(forward_logprobs(read, PROBE), trainer.probe(PROBE), atol=1e-5)
+
+
+def test_the_base_model_is_the_reference_at_no_cost(tiny_model: Path) -> None:
+    """Equal to a second copy of it in memory, also in the gradient."""
+    kl = KlConfig(coefficient=0.5, estimator="k3", place="loss")
+    job = training(tiny_model, (7, 5), "ppo_clip", "token_mean")
+    own = adapted(job, kl=kl)
+    copied = adapted(job, kl=replace(kl, reference=str(tiny_model)))
+    trainer = PolicyTrainer(own.settings)
+    assert trainer.reference is trainer.logprob_model
+    trained = train(ALONE, own)
+    assert trained.metrics[-1]["kl_reference"] > 0
+    check_same(trained, train(ALONE, copied))
+
+
+def test_two_ranks_train_an_adapter_as_one_does(tiny_model: Path, tmp_path: Path) -> None:
+    """With a reference, and from either's resume point."""
+    kl = KlConfig(coefficient=0.1, estimator="k3", place="loss")
+    whole, first, last = (adapted(one, kl=kl) for one in goes_on(tiny_model))
+    expected = train(ALONE, whole)
+    shards, file = tmp_path / "v00000002.shards", tmp_path / "v00000002.pt"
+    shards.mkdir()
+    check_same(in_group(2, train, first, "", str(shards))[0], train(ALONE, first, "", str(file)))
+    for again in (train(ALONE, last, str(shards)), in_group(2, train, last, str(file))[0]):
+        check_same(again, replace(expected, metrics=expected.metrics[2:]))
+    assert set(torch.load(file)["model"]) == {n for n in torch.load(file)["model"] if ".lora_" in n}
+
+
+def test_a_resume_point_of_a_whole_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    job = training(tiny_model, (), "ppo_clip", "token_mean")
+    PolicyTrainer(job.settings).save_state(tmp_path / "whole.pt")
+    with pytest.raises(StoreError, match=r"whole.pt: no resume point of this job: .*tensors differ"):
+        PolicyTrainer(adapted(job).settings).load_state(tmp_path / "whole.pt")
+
+
+def test_targets_choose_the_layers(tiny_model: Path) -> None:
+    job = training(tiny_model, (), "ppo_clip", "token_mean")
+    chosen = adapted(job, LoraConfig(rank=2, targets=["q_proj", "v_proj"]))
+    layers = adapters.layers(parameters.shapes(published(PolicyTrainer(chosen.settings))), "it")
+    assert {layer.module.rpartition(".")[2] for layer in layers} == {"q_proj", "v_proj"}
+    with pytest.raises(ConfigError, match=r"training.lora.targets = \['no_proj'\]: "):
+        PolicyTrainer(adapted(job, LoraConfig(rank=2, targets=["no_proj"])).settings)
+
+
+def test_what_is_no_adapter_is_told() -> None:
+    down, up = "base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"
+    assert adapters.layers({down: (2, 8), up: (6, 2)}, "f") == [AdapterLayer("x", rank=2, inputs=8, outputs=6)]
+    for shapes, said in (
+        ({"x.weight": (2, 2)}, r"f: x.weight \(2, 2\) is no part of an adapter"),
+        ({down: (2, 8)}, r"f: the adapter of x is not whole: A is \(2, 8\), B is None"),
+        ({down: (2, 8), up: (6, 3)}, r"f: the adapter of x is not whole"),
+    ):
+        with pytest.raises(StoreError, match=said):
+            adapters.layers(shapes, "f")
