@@ -234,6 +234,13 @@ ROUTINGS = ("random", "round_robin", "least_requests", "throughput_optimal")
 def tables(results: list[dict[str, Any]]) -> str:
     """Markdown: the default against plain reservation by bound, then each size's systems at a bound of 3 at most."""
     lines = ["# Simulated: every strategy against every baseline", "", SETTING]
+    planned = list(work_of(SIZES, list(MODELS), list(WORKLOADS), STEPS, SEEDS))
+    if len(results) < len(planned):
+        lines += [
+            f"So far {len(results)} of {len(planned)} runs are done, the most telling first; `--resume` goes on. What "
+            "was not run is left empty.",
+            "",
+        ]
     sizes = sorted({r["instances"] for r in results})
     lines += ["## The default against plain reservation", ""]
     lines += ["Tokens/s of the default over those of reservations with `least_requests`, the same seeds of both.", ""]
