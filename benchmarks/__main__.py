@@ -35,10 +35,11 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "learning": (("--set", "runs_dir={folder}"),),
     "soak": ((),),
     "endpoint": (("load",),),
+    "speculation": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""
-NEEDS = {"engines": "vllm"}
+NEEDS = {"engines": "vllm", "speculation": "vllm"}
 """Packages that are not everywhere."""
 
 

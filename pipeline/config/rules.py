@@ -145,6 +145,11 @@ def _check_evaluation(config: RunConfig, where: str) -> None:
                 f"{key}.max_new_tokens = {one.max_new_tokens} is more than rollout.max_new_tokens = {most}, which the "
                 "engines have room for; lower it"
             )
+        if config.acts and one.max_new_tokens not in (0, most):
+            raise ConfigError(
+                f"{key}.max_new_tokens = {one.max_new_tokens}: episodes of many turns have room for "
+                f"rollout.max_new_tokens = {most} in every set; leave it at 0"
+            )
         if config.acts and one.source:
             raise ConfigError(
                 f"{key}.source = {one.source!r}: environments of a run are those of task.source and task.eval_source; "

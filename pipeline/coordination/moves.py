@@ -111,6 +111,8 @@ class Moves:
 
     def _is_due(self, live: LiveTrajectory) -> bool:
         """Whether the next step waits for this trajectory to be sampled."""
+        if live.evaluated:
+            return False
         ledger = self._state.ledger
         unfinished = live.phase in {Phase.QUEUED, Phase.RUNNING, Phase.ACTING}
         version = ledger.entries[live.group].version

@@ -42,6 +42,7 @@ class ServedPolicy:
         self._waiting: dict[int, asyncio.Future[Sampled | Failed]] = {}
         self._loop = asyncio.get_running_loop()
         self._closed = threading.Event()
+        self._failed = False
         threading.Thread(target=self._hear, name="served", daemon=True).start()
 
     def __len__(self) -> int:
@@ -64,6 +65,8 @@ class ServedPolicy:
         if most < 1:
             why = f"the prompt has {len(before)} tokens; it must have fewer than {self._room}"
             raise Refused(400, why, "context_length_exceeded")
+        if self._failed:
+            raise Refused(503, "the engine has ended; start the server again", "engine_failed", 60.0)
         number = next(self._numbers)
         answer = self._waiting[number] = self._loop.create_future()
         one = Request(trajectory=TrajectoryId(number), epoch=0, tokens=before, max_new_tokens=most)
@@ -115,11 +118,20 @@ class ServedPolicy:
         while not self._closed.is_set():
             try:
                 events = self._engine.events(POLL_S)
-            except Exception:  # noqa: BLE001  a closed engine may raise anything; whoever waits is told nothing more
+            except Exception:  # noqa: BLE001  a closed engine may raise anything, and one that has failed does
+                self._failed = True
+                if not self._loop.is_closed():
+                    self._loop.call_soon_threadsafe(self._give_up)
                 return
             for event in events:
                 if not self._loop.is_closed():
                     self._loop.call_soon_threadsafe(self._settle, event)
+
+    def _give_up(self) -> None:
+        """Tell all who wait that the engine answers no more."""
+        for number, answer in self._waiting.items():
+            if not answer.done():
+                answer.set_result(Failed(trajectory=TrajectoryId(number), epoch=0, error="the engine has ended"))
 
     def _settle(self, event: Sampled | Failed) -> None:
         answer = self._waiting.get(event.trajectory)

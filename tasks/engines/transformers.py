@@ -86,6 +86,10 @@ class TransformersEngine:
                     if older.request.epoch == request.epoch:
                         continue  # a repeated request
                     self._stop(older)
+                if max(request.tokens) >= self._model.config.vocab_size:  # a pass with it would end the whole engine
+                    unknown = f"token {max(request.tokens)} is none of the {self._model.config.vocab_size} of the model"
+                    self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=unknown))
+                    continue
                 self._start(RunningRequest(request))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:

@@ -123,7 +123,7 @@ class TinyBody:
                 self.pending.append(PullFinished(instance=command.instance, version=command.version))
             case Train():
                 for t, v in zip(command.trajectories, command.versions, strict=True):
-                    assert v <= command.step <= v + 2
+                    assert v <= command.step <= v + self.brain.ledger.eta  # all steps, of rules that keep no bound
                     assert self.ended.setdefault(t, Fate.CONSUMED) is Fate.CONSUMED
                 self.pending.append(VersionPublished(version=PolicyVersion(command.step + 1)))
             case Retire():

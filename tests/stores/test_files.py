@@ -280,9 +280,11 @@ OWN_WAYS = {
     "pipeline/jobs/tracking.py": "discards what a package prints",
     "pipeline/offline/exporting.py": "inside the folder that is published at the end",
     "pipeline/offline/reprocessing.py": "code for a worker's import, in a temporary folder of its own",
+    "pipeline/runtime/best_checkpoint.py": "renames a whole folder",
     "pipeline/runtime/resumption.py": "renames a whole file",
     "stores/weight_delta.py": "fills a part it is given",
     "pipeline/runtime/run_journal.py": "fills a part it is given",
+    "tasks/engines/vllm_adapters.py": "in a temporary folder of its own",
     "tasks/training/emulated.py": "fills a part it is given",
 }
 """Modules that write or rename files themselves, and why they may."""

@@ -45,6 +45,7 @@ from tasks.actors.server_answers import RewardItem, SaidItem
 from tasks.actors.server_settings import ServerSettings
 from tasks.actors.trajectory_server import TrajectoryServer
 from tasks.engines.base import Engine, Request
+from tasks.evaluation_sets import EvaluationSet
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Message, Task
 from tasks.training.advantage import Overlong
@@ -116,6 +117,12 @@ class Subject:
 # -- the server --------------------------------------------------------------------------------------------------
 
 
+class PlayedSource(NamedTuple):
+    """What the server asks of a task source."""
+
+    asks_by_directions: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class PlayedPrompts:
     """Prompts of given lengths, and a tokenizer of numbers: a message's content names its ids."""
@@ -123,6 +130,8 @@ class PlayedPrompts:
     lengths: tuple[int, ...]
     max_new_tokens: int = MAX_TOKENS
     held_out_notice: str = ""
+    sets: tuple[EvaluationSet, ...] = ()
+    source: PlayedSource = PlayedSource()
 
     def build(self) -> PlayedPrompts:
         return self

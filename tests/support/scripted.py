@@ -26,6 +26,7 @@ from stores.errors import ProtocolViolation, StoreError
 from stores.memory import MemoryStore
 from stores.resume_points import ResumePoints
 from stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from stores.weight_delta import DeltaFile
 from tasks.actors.calls import call
 from tasks.actors.environment_host import EnvironmentHost
 from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
@@ -479,14 +480,21 @@ class PlayedParameterServer:
         self._here = world.weights.setdefault(host, set())
         self._world, self._call_s = world, call_s
 
-    async def ensure(self, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]) -> Fetched:
+    async def ensure(
+        self,
+        version: PolicyVersion,
+        num_bytes: int,
+        sources: tuple[Source, ...],
+        deltas: tuple[DeltaFile, ...] = (),
+        recorded: str = "",
+    ) -> Fetched:
         if version not in self._here:
             name, actor = sources[0]
             await call(actor, "read_piece", version, 0, 1, within_s=self._call_s, who=name)
             self._here.add(version)
         return Fetched(path=self._world.path(version), num_bytes=num_bytes)
 
-    async def read_piece(self, version: PolicyVersion, offset: int, size: int) -> bytes | None:
+    async def read_piece(self, version: PolicyVersion, offset: int, size: int, delta: bool = False) -> bytes | None:
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while version not in self._here:  # it may be on its way
             if asyncio.get_running_loop().time() > deadline:
