@@ -136,10 +136,10 @@ def tracked(name: str, folder: Path) -> list[dict[int, float]]:
         names = SQLiteStorage.get_runs("staleflow")
         logs = [SQLiteStorage.get_logs("staleflow", name) for name in names]
         return [{row["step"]: row["reward"] for row in rows} for rows in logs]
-    ids = {f.parent.name.rpartition("-")[2] for f in (folder / "wandb").glob("offline-run-*/run-*.wandb")}
-    rewards: dict[str, dict[int, float]] = {one: {} for one in ids}
+    rewards: dict[str, dict[int, float]] = {}
     for file in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
-        rewards[file.stem.removeprefix("run-")] |= wandb_rewards(file)
+        # Not by the folder: of two that begin in the same second, the second one's name has a number at its end.
+        rewards.setdefault(file.stem, {}).update(wandb_rewards(file))
     return list(rewards.values())
 
 
