@@ -19,6 +19,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
@@ -159,10 +160,17 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ctrl_c_later() -> Iterator[None]:
-    """A SIGINT that comes inside is heard afterwards. Processes that are started inside hold it back until they ignore
-    it, as pipeline/runtime/preloading.py does."""
+    """A SIGINT that comes inside is heard afterwards, whichever thread gets it. Processes that are started
+    inside hold it back until they ignore it, as pipeline/runtime/preloading.py does."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    heard = []
+    main = threading.current_thread() is threading.main_thread()  # else the handler, and what it raises, are not ours
+    handler = signal.signal(signal.SIGINT, lambda *_: heard.append(True)) if main else None
     try:
         yield
     finally:
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)

@@ -63,12 +63,20 @@ async def _talk(process: asyncio.subprocess.Process, code: str) -> bytes:
     return output
 
 
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Wait until a process has ended. What it wrote meanwhile is read: a stream that holds much stops reading its pipe,
+    and asyncio does not tell of an end before that of the pipes."""
+    assert process.stdout is not None
+    while await process.stdout.read(2**16):
+        pass
+    await process.wait()
+
+
 async def _reaped(process: asyncio.subprocess.Process) -> None:
     """Wait for a process that was killed, also if this is cancelled in the meantime: it takes a moment."""
     with contextlib.suppress(asyncio.CancelledError):
-        await process.wait()
-    if process.returncode is None:
-        await process.wait()
+        await _ended(process)
+    await _ended(process)
     transport = getattr(process, "_transport", None)
     if transport is not None:
         transport.close()

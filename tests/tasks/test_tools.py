@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.episodes.calculator import calculate
 from tasks.episodes.host import Episodes, EpisodeSettings
 from tasks.episodes.limits import TOOL_NAMES
-from tasks.episodes.sandbox import MOST_OUTPUT, run_python
+from tasks.episodes.sandbox import MOST_OUTPUT, _reaped, run_python
 from tasks.episodes.tools import MOST_CALLS, TOOLS, tool_calls
 from tasks.task_source import Message
 
@@ -136,6 +137,21 @@ def test_the_sandbox_is_bounded_in_time_memory_and_output() -> None:
     long = ran("while True: print('a' * 1000)")
     assert long.endswith("error: stopped after 2000 bytes of output") and len(long) < MOST_OUTPUT + 100
     assert "error: the process was killed" in ran("import os, signal; os.abort()")
+
+
+def test_a_process_that_wrote_more_than_is_read_of_it_ends_when_it_is_killed() -> None:
+    async def killed() -> int | None:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec("yes", stdout=pipe)
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            while not getattr(process.stdout, "_paused"):  # noqa: B009  mypy does not know it
+                await asyncio.sleep(0.01)
+            process.kill()
+            await _reaped(process)
+        return process.returncode
+
+    assert asyncio.run(killed()) == -signal.SIGKILL
 
 
 def test_a_sandbox_that_is_cancelled_leaves_nothing_running() -> None:
