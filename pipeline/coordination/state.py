@@ -20,7 +20,7 @@ from pipeline.coordination.events import NewGroup
 from pipeline.coordination.fleet import Fleet, Instance, MutableFleet
 from pipeline.coordination.measured import Cuts, Measured
 from pipeline.coordination.phases import Phase, Transition, next_phase
-from pipeline.coordination.trajectories import LiveTrajectory
+from pipeline.coordination.trajectories import LiveTrajectory, found_in_flight
 from pipeline.coordination.work_queue import EVALUATION, FRESH, MutableWorkQueue, WorkQueue
 from stores.errors import ProtocolViolation
 from stores.in_flight import GroupInFlight
@@ -161,19 +161,7 @@ class CoordinatorState(PendingChanges):
                 self.ledger.reserve(found.group, member.trajectory, member.version)
         if self.ledger.entries[found.group].state is EntryState.QUEUED:
             self._fresh_groups.add(found.group)
-        for member in found.members:
-            live = LiveTrajectory(
-                id=member.trajectory,
-                group=found.group,
-                prompt_tokens=found.prompt_tokens,
-                phase=Phase.DONE if member.scored else sampled if member.sampled else Phase.QUEUED,
-                v_traj=member.version,
-                epoch=1 if member.version >= 0 else 0,
-                tokens=member.tokens,
-                safe_tokens=member.tokens,
-                reward=member.reward,
-                since=self._now,
-            )
+        for live in found_in_flight(found, sampled, self._now):
             self._live[live.id] = live
             if live.phase is Phase.DONE:
                 complete = self.ledger.complete(live.group, live.id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.coordination.phases import Phase
+from stores.in_flight import GroupInFlight
 from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId, is_evaluated
 
 
@@ -69,3 +70,23 @@ class LiveTrajectory:
     def leaving(self) -> bool:
         """An Interrupt is on its way to it."""
         return self.cut or self.target is not None
+
+
+def found_in_flight(found: GroupInFlight, sampled: Phase, now: float) -> list[LiveTrajectory]:
+    """The members of a stored run's group, as they were when it ended. sampled: the phase of one whose turn has
+    ended."""
+    return [
+        LiveTrajectory(
+            id=member.trajectory,
+            group=found.group,
+            prompt_tokens=found.prompt_tokens,
+            phase=Phase.DONE if member.scored else sampled if member.sampled else Phase.QUEUED,
+            v_traj=member.version,
+            epoch=1 if member.version >= 0 else 0,
+            tokens=member.tokens,
+            safe_tokens=member.tokens,
+            reward=member.reward,
+            since=now,
+        )
+        for member in found.members
+    ]
