@@ -3,13 +3,14 @@
     python -m benchmarks.soak --faults 1000 --seed 1      the long one: hours
     python -m benchmarks.soak --faults 30                  minutes
     python -m benchmarks.soak --only "kill -9 trainer"     one kind of fault
+    python -m benchmarks.soak --overlap 0.75               most faults strike before the last one has passed
     python -m benchmarks.soak --job-kind turns             episodes of several turns; ranks: two trainer processes
     python -m benchmarks.soak --mode kill-all --times 100  kill -9 of everything in the middle of a step, the demo's job
 
 A scheduler, workers and the run are processes of their own; the engine is emulated. Faults strike one after another,
 some before the last one has passed. Whatever has ended is started again by this program, as an operator's tools would,
-and what the run does by itself is left to it. After each resume the store is audited; at the end the run is stopped,
-and every prompt is counted against the source.
+and what the run does by itself is left to it. After a resume the whole store is audited, beside the run, and after the
+last one of those that come meanwhile; at the end the run is stopped, and every prompt is counted against the source.
 
 It fails (exit 1) if an audit has findings, a prompt was skipped or trained on twice, or the run did not train again
 within its deadlines.
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.soaking.cluster import Cluster
-from benchmarks.soaking.counting import Recoveries, audited, prompts, sampled
+from benchmarks.soaking.counting import AUDIT_S, Recoveries, audited, prompts, sampled
 from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, Scene, left_out
 from benchmarks.soaking.job import KINDS, STEPS, Job
 from benchmarks.soaking.killing import kill_all
@@ -41,8 +42,6 @@ from benchmarks.soaking.watching import Watch
 
 LOOK_S = 0.25
 """Seconds between two looks at the cluster."""
-OVERLAP = 0.2
-"""Share of the faults that strike while the one before has not passed."""
 STEPS_AFTER = 2
 """Training steps reported after a fault until it has passed: the first may have been under way."""
 MORE_STEPS = 3
@@ -53,10 +52,12 @@ ANEW = "everything was started anew"
 
 @dataclass(slots=True)
 class Soak:
-    """One soak. findings: what must not have happened."""
+    """One soak. overlap: share of the faults that strike while the one before has not passed. findings: what must not
+    have happened."""
 
     scene: Scene
     every_s: float
+    overlap: float
     rng: random.Random
     only: tuple[str, ...] = ()
     findings: list[str] = field(default_factory=list)
@@ -66,6 +67,7 @@ class Soak:
     _begin: float = field(default_factory=time.monotonic)
     _starts_seen: int = 0
     _retry_at: float = 0.0
+    _audit: asyncio.Task[None] | None = None
 
     def say(self, what: str) -> None:
         print(f"{time.monotonic() - self._begin:8.1f} s  step {self.scene.watch.step:>5}  {what}", flush=True)
@@ -79,7 +81,7 @@ class Soak:
         for number in range(1, num_faults + 1):
             name, what, at = await self.strike()
             self.say(f"fault {number}: {name}: {what}")
-            if number < num_faults and self.rng.random() < OVERLAP:
+            if number < num_faults and self.rng.random() < self.overlap:
                 self.num_overlapping += 1
                 await self.go_on(self.rng.uniform(0.0, 5.0))
                 continue
@@ -113,7 +115,6 @@ class Soak:
                     await self.anew()
                 return False
             await self.look()
-        await self.audit()
         return True
 
     async def go_on(self, seconds: float) -> None:
@@ -142,15 +143,23 @@ class Soak:
         for name in scene.cluster.revive():
             self.say(f"{name} is started again")
         await scene.watch.look()
+        self.audit()
 
-    async def audit(self) -> None:
-        """Audit the store if the run was resumed since the last time."""
+    def audit(self) -> None:
+        """Audit the store, beside the run, if the run was resumed since the last audit began."""
         starts = len(self.scene.run.starts())
-        if starts != self._starts_seen:
+        if starts != self._starts_seen and (self._audit is None or self._audit.done()):
             self._starts_seen = starts
             self.num_audits += 1
-            for finding in await audited(self.scene.job.run_dir):
-                self.found(finding)
+            self._audit = asyncio.create_task(self._find())
+
+    async def _find(self) -> None:
+        try:
+            findings = await audited(self.scene.job.run_dir)
+        except TimeoutError:
+            findings = [f"audit: not done within {AUDIT_S:g} s"]
+        for finding in findings:
+            self.found(finding)
 
     async def anew(self) -> None:
         """End all processes, and begin again with the run's folder as it is."""
@@ -173,8 +182,9 @@ class Soak:
             self.say(f"{scene.run.start(here=True, steps=last)} to the end of step {last}")
             if await self._until_over("training to the end") and (summary := self._summary()) != last:
                 self.found(f"the run was to end after {last} steps, its summary has {summary}")
-        for finding in await audited(scene.job.run_dir):
-            self.found(finding)
+        if self._audit is not None:
+            await self._audit
+        await self._find()
 
     async def _until_over(self, what: str) -> bool:
         """Wait until the run is over. False, and a finding, if it does not end within the job's deadlines."""
@@ -236,7 +246,7 @@ async def soak(args: argparse.Namespace, folder: Path, machine: Machine) -> list
     cluster = Cluster(folder, machine, job.kind)
     watch = Watch(cluster.file, job.run_dir)
     scene = Scene(job, cluster, machine, watch, Run(job, cluster, watch, rng), rng)
-    one = Soak(scene=scene, every_s=args.every, rng=rng, only=tuple(args.only))
+    one = Soak(scene=scene, every_s=args.every, overlap=args.overlap, rng=rng, only=tuple(args.only))
     try:
         await one.run(args.faults)
     finally:
@@ -253,6 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--every", type=float, default=2.0, help="mean seconds between a fault's end and the next")
+    parser.add_argument("--overlap", type=float, default=0.2, help="share of faults before the last one has passed")
     parser.add_argument("--mode", choices=("faults", "kill-all"), default="faults")
     parser.add_argument("--times", type=int, default=100, help="kill-all: how often")
     parser.add_argument("--job", default="examples/demo.toml", help="kill-all: the job; `make demo` makes its model")

@@ -26,9 +26,9 @@ STOPPED = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value} at the end"
 
 
 async def audited(run_dir: Path) -> list[str]:
-    """The findings of `staleflow store audit`."""
+    """The findings of `staleflow store audit`, at low priority: what a run does meanwhile is being timed."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "cli.main", "store", "audit", str(run_dir), "--json",
+        "nice", sys.executable, "-m", "cli.main", "store", "audit", str(run_dir), "--json",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     async with asyncio.timeout(AUDIT_S):
