@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,14 +59,19 @@ def source_settings(config: RunConfig) -> SourceSettings:
         return SourceSettings(source="emulated", options={}, seed=config.seed)
     return SourceSettings(
         source=task.source,
-        options=dict(task.options),
+        options=_with_tokenizer(task.source, task.options, config.model.path),
         seed=config.seed,
         columns=task.columns,
         evaluation=task.eval_source,
-        evaluation_options=dict(task.eval_options),
+        evaluation_options=_with_tokenizer(task.eval_source, task.eval_options, config.model.path),
         limits=config.environment,
         endpoint=EndpointSettings(config=config.endpoint, model=config.name, temperature=config.rollout.temperature),
     )
+
+
+def _with_tokenizer(source: str, options: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Options of a source, with the tokenizer that a taskset of `verifiers` renders by."""
+    return {"tokenizer": folder, **options} if source.startswith("verifiers:") else dict(options)
 
 
 def environment_settings(config: RunConfig) -> EpisodeSettings | EmulatedHostSettings:

@@ -93,7 +93,7 @@ class EndpointServer:
             listening = _listening(config.host, config.port)
             tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key} if config.tls_cert else {}
             try:
-                server = _QuietServer(
+                server = QuietServer(
                     uvicorn.Config(
                         self._application(), log_level="critical", lifespan="off", ws="none", http="h11",
                         server_header=False, access_log=False, timeout_graceful_shutdown=1,
@@ -253,7 +253,7 @@ class _Limited:
             await _refusal(problem)(scope, receive, counted)
 
 
-class _QuietServer(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """A server inside of a process that has signal handlers of its own."""
 
     @contextlib.contextmanager

@@ -5,6 +5,8 @@ before; what it returns, or prints last, is the reward. `task.source` names it:
 
 agent:path/to/agent.py:run    async def run(base_url, key, task) -> reward, or a plain function of the same
 agent:command                 task.options.command, a list: a program, which is told in its environment variables
+verifiers:TASKSET             see verifiers_agents.py
+openenv:URL_OR_PACKAGE        see openenv_agents.py
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ import json
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stores.errors import ConfigError
@@ -27,8 +28,11 @@ from tasks.endpoint.sessions import AgentSession
 from tasks.endpoint.settings import EndpointSettings
 from tasks.endpoint.turns import SampledTurn
 from tasks.episodes.episode import EpisodeFailed, EpisodeStart, Said, ended, observed, told
+from tasks.episodes.loaded_agent import LoadedAgent, Run, Told
+from tasks.episodes.openenv_agents import load_room
 from tasks.episodes.playing import PlayedTask
 from tasks.episodes.stepping import in_thread
+from tasks.episodes.verifiers_agents import load_taskset
 from tasks.task_source import Message, Prompt
 
 COMMAND = "command"
@@ -38,23 +42,12 @@ LONGEST_OUTPUT = 65_536
 LAST_LINES = 20
 """Lines that a program printed last which are kept, for its reward and for messages."""
 
-Told = tuple[str, str, PlayedTask]
-"""(base URL, key, task): what an agent is started with."""
-Run = Callable[[Told], Coroutine[Any, Any, Any]]
-"""Runs an agent to its end, and returns its reward."""
 
-
-@dataclass(frozen=True, slots=True)
-class LoadedAgent:
-    """An agent that is loaded. run: to its end. blocking: it needs a process of its own."""
-
-    run: Run
-    blocking: bool
-    options: Mapping[str, Any]
-
-
-def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """The agent that a job names after `agent:`. where: in the job, for messages. Raises ConfigError."""
+def load_agent(source: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
+    """The agent that a job names, `kind:name`. where: in the job, for messages. Raises ConfigError."""
+    kind, _, name = source.partition(":")
+    if kind in _PACKAGES:
+        return _PACKAGES[kind](name, options, where)
     if name == COMMAND:
         return _program(options, where)
     found = user_code.load(name, where.partition(" = ")[0])
@@ -71,6 +64,10 @@ def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent
         return await in_thread(lambda: found(*told))
 
     return LoadedAgent(run=run, blocking=True, options=options)
+
+
+_PACKAGES = {"verifiers": load_taskset, "openenv": load_room}
+"""Agents that a package brings."""
 
 
 def _program(options: Mapping[str, Any], where: str) -> LoadedAgent:
