@@ -12,10 +12,12 @@ openenv:URL_OR_PACKAGE        see openenv_agents.py
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
 import random
+import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +41,8 @@ COMMAND = "command"
 """In place of a file: the agent is a program."""
 LONGEST_OUTPUT = 65_536
 """Bytes of a line that a program prints; the reward must be on one."""
+POLL_S = 0.02
+"""Seconds between two looks whether a program has ended."""
 LAST_LINES = 20
 """Lines that a program printed last which are kept, for its reward and for messages."""
 
@@ -91,23 +95,32 @@ async def _run_program(command: Sequence[str], given: Told) -> Any:
     try:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, limit=LONGEST_OUTPUT,
-            env={**os.environ, **variables},
+            env={**os.environ, **variables}, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         raise EpisodeFailed(f"the agent's command {command[0]!r} cannot be started: {error.strerror}") from error
     try:
         assert process.stdout is not None and process.stderr is not None
-        printed, complained = await asyncio.gather(_last_lines(process.stdout), _last_lines(process.stderr))
+        reading = asyncio.gather(_last_lines(process.stdout), _last_lines(process.stderr))
+        while process.returncode is None:  # wait() also waits for its pipes, which a child that is left holds open
+            await asyncio.sleep(POLL_S)
+        _end_group(process.pid)
+        printed, complained = await reading
         status = await process.wait()
     finally:
-        if process.returncode is None:
-            process.kill()
+        _end_group(process.pid)
     if status:
         why = f": {complained[-1]}" if complained else ""
         raise EpisodeFailed(f"the agent's command ended with exit code {status}{why}")
     if not printed:
         raise EpisodeFailed("the agent's command printed nothing; its last line must be the reward")
     return _printed_reward(printed[-1])
+
+
+def _end_group(leader: int) -> None:
+    """End a program and the children that it has left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 async def _last_lines(stream: asyncio.StreamReader) -> list[str]:
