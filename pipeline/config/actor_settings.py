@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pipeline.config import fields
 from pipeline.config.deciding import instance_cost, make_episodes
 from pipeline.config.evaluation import HELD_OUT
+from pipeline.config.model_files import vocabulary_of
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
@@ -53,6 +54,7 @@ def source_settings(config: RunConfig) -> SourceSettings:
     """Settings of the source of prompts and of evaluation prompts."""
     from tasks.endpoint.settings import EndpointSettings
     from tasks.environments import SourceSettings
+    from tasks.episodes.loading import is_agent
 
     task = config.task
     if not config.has_texts:
@@ -65,7 +67,12 @@ def source_settings(config: RunConfig) -> SourceSettings:
         evaluation=task.eval_source,
         evaluation_options=_with_tokenizer(task.eval_source, task.eval_options, config.model.path),
         limits=config.environment,
-        endpoint=EndpointSettings(config=config.endpoint, model=config.name, temperature=config.rollout.temperature),
+        endpoint=EndpointSettings(
+            config=config.endpoint,
+            model=config.name,
+            temperature=config.rollout.temperature,
+            vocabulary=vocabulary_of(config.model.path) if is_agent(task.source) else 0,
+        ),
     )
 
 
