@@ -24,6 +24,7 @@ def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]
     """Answer chat completions by a run's newest checkpoint, or by a model's folder, for evaluation and for looking at
     it. Ends with Ctrl-C."""
     quiet_libraries()
+    from pipeline.config.model_files import vocabulary_of
     from pipeline.offline.serving import serving_plan
     from tasks.endpoint.server import EndpointServer
     from tasks.endpoint.settings import EndpointConfig, EndpointSettings
@@ -34,7 +35,12 @@ def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]
     async def work() -> None:
         policy = plan.build(given)
         config = EndpointConfig(host=host, port=port)
-        settings = EndpointSettings(config=config, model=plan.label, temperature=plan.config.rollout.temperature)
+        settings = EndpointSettings(
+            config=config,
+            model=plan.label,
+            temperature=plan.config.rollout.temperature,
+            vocabulary=vocabulary_of(plan.config.model.path),
+        )
         server = EndpointServer(settings, policy)
         try:
             await server.start()

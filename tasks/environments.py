@@ -16,7 +16,7 @@ from tasks import user_code
 from tasks.columns import Columns
 from tasks.endpoint.settings import EndpointSettings
 from tasks.episodes.limits import EnvironmentConfig
-from tasks.episodes.loading import AGENT, PACKAGED, is_environment
+from tasks.episodes.loading import PACKAGED, is_agent, is_environment
 from tasks.episodes.source import EnvironmentSource
 from tasks.names import REWARD_TOKEN
 from tasks.reward_part import RewardPart
@@ -233,7 +233,7 @@ class SourceSettings:
     @property
     def asks_by_directions(self) -> bool:
         """Whether prompts may say how their first turns are asked for."""
-        return self.source.startswith(f"{AGENT}:")
+        return is_agent(self.source)
 
     @property
     def at_once(self) -> int:
@@ -282,8 +282,8 @@ def make_source(
         return UserEnvironment(source, options, seed, key)
     raise ConfigError(
         f"{where}: expected reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:NAME, "
-        f"{', '.join(f'{kind}:NAME' for kind in PACKAGED)}, agent:FILE.py:NAME, file.py:NAME or "
-        "module:NAME"
+        f"{', '.join(f'{kind}:NAME' for kind in PACKAGED)}, agent:FILE.py:NAME, "
+        "verifiers:TASKSET, openenv:URL_OR_PACKAGE, file.py:NAME or module:NAME"
     )
 
 

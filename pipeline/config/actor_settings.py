@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from pipeline.config import fields
 from pipeline.config.deciding import instance_cost, make_episodes
 from pipeline.config.evaluation import HELD_OUT
+from pipeline.config.model_files import vocabulary_of
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
@@ -52,20 +54,31 @@ def source_settings(config: RunConfig) -> SourceSettings:
     """Settings of the source of prompts and of evaluation prompts."""
     from tasks.endpoint.settings import EndpointSettings
     from tasks.environments import SourceSettings
+    from tasks.episodes.loading import is_agent
 
     task = config.task
     if not config.has_texts:
         return SourceSettings(source="emulated", options={}, seed=config.seed)
     return SourceSettings(
         source=task.source,
-        options=dict(task.options),
+        options=_with_tokenizer(task.source, task.options, config.model.path),
         seed=config.seed,
         columns=task.columns,
         evaluation=task.eval_source,
-        evaluation_options=dict(task.eval_options),
+        evaluation_options=_with_tokenizer(task.eval_source, task.eval_options, config.model.path),
         limits=config.environment,
-        endpoint=EndpointSettings(config=config.endpoint, model=config.name, temperature=config.rollout.temperature),
+        endpoint=EndpointSettings(
+            config=config.endpoint,
+            model=config.name,
+            temperature=config.rollout.temperature,
+            vocabulary=vocabulary_of(config.model.path) if is_agent(task.source) else 0,
+        ),
     )
+
+
+def _with_tokenizer(source: str, options: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Options of a source, with the tokenizer that a taskset of `verifiers` renders by."""
+    return {"tokenizer": folder, **options} if source.startswith("verifiers:") else dict(options)
 
 
 def environment_settings(config: RunConfig) -> EpisodeSettings | EmulatedHostSettings:

@@ -105,6 +105,15 @@ def read_context(folder: Path, what: str) -> int:
     return context if isinstance(context, int) and context > 0 else 2**31
 
 
+def vocabulary_of(path: str) -> int:
+    """How many tokens a model on this machine knows; 0 if there is no telling. Raises ConfigError."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        return 0
+    found = read_architecture(folder, path).get("vocab_size")
+    return found if isinstance(found, int) else 0
+
+
 def check_files(folder: Path, what: str) -> None:
     """Raise ConfigError if transformers does not know a model's kind, or if its weights or its tokenizer are missing or
     incomplete. Reads headers only."""

@@ -46,8 +46,8 @@ class TaskConfig:
     source: str = knob(
         "reasoning_gym:chain_sum",
         "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, an environment of many turns "
-        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), an agent that asks over HTTP (agent:path/to/file.py:NAME), or "
-        "your own class or coroutine, path/to/file.py:NAME",
+        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), an agent that asks over HTTP (agent:path/to/file.py:NAME, "
+        "verifiers:TASKSET, openenv:URL_OR_PACKAGE), or your own class or coroutine, path/to/file.py:NAME",
     )
     options: dict[str, Any] = knob(
         {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"

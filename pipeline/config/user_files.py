@@ -13,7 +13,7 @@ from pipeline.config.deciding import make_strategies
 from pipeline.config.schema import TRACKERS, RunConfig
 from stores.errors import ConfigError
 from tasks import user_code
-from tasks.episodes.loading import AGENT, is_environment
+from tasks.episodes.loading import is_environment
 from tasks.episodes.own_tools import TOOLS_KEY
 from tasks.training.advantage import ADVANTAGES
 from tasks.training.loss import LOSSES
@@ -36,7 +36,7 @@ SOURCES = ("task.source", "task.eval_source")
 """Keys that may name a data set."""
 DATA = ("jsonl:", "parquet:", "datasets:")
 """How the name of a data set begins."""
-AGENTS = f"{AGENT}:"
+AGENTS = "agent:"
 """How the name of an agent begins, whose file follows."""
 
 

@@ -12,12 +12,11 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 import uvicorn
-import uvicorn.loops.asyncio
-import uvicorn.protocols.http.h11_impl  # loaded now, so that processes forked from this one have it
+import uvicorn.loops.asyncio  # loaded now, so that processes forked from this one have it
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -25,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stores.errors import ConfigError
+from tasks.endpoint.connections import timed_protocol
 from tasks.endpoint.counting import EndpointCounts
 from tasks.endpoint.replies import TurnReply, chunks, completion, generated, refusal
 from tasks.endpoint.requests import ChatRequest, Refused, read_chat, read_generate, read_json
@@ -35,9 +35,13 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Seconds after which a client is told to try again."""
+UNCOUNTED = ("/health", "/metrics")
+"""Paths whose requests are not those of clients."""
 KEEP_ALIVE_S = 600
 """Seconds that a connection may be idle. Agents call tools between two requests; a server that closes the connection
 just as the next one is sent looks to them like one that has failed."""
+CLIENT_GONE = 499
+"""Status under which requests are counted whose clients closed their connections."""
 START_S = 10.0
 """Seconds in which the server must listen."""
 
@@ -69,6 +73,7 @@ class EndpointServer:
         self._counts = EndpointCounts()
         self.sessions = Sessions()
         self._in_flight = 0
+        self._bodies = asyncio.Semaphore(settings.config.max_requests)
         self._stopping = False
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -93,11 +98,11 @@ class EndpointServer:
             listening = _listening(config.host, config.port)
             tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key} if config.tls_cert else {}
             try:
-                server = _QuietServer(
+                server = QuietServer(
                     uvicorn.Config(
-                        self._application(), log_level="critical", lifespan="off", ws="none", http="h11",
-                        server_header=False, access_log=False, timeout_graceful_shutdown=1,
-                        timeout_keep_alive=KEEP_ALIVE_S, **tls,  # type: ignore[arg-type]
+                        self._application(), log_level="critical", lifespan="off", ws="none",
+                        http=timed_protocol(config.body_s, config.max_connections), server_header=False,
+                        access_log=False, timeout_graceful_shutdown=1, timeout_keep_alive=KEEP_ALIVE_S, **tls,  # type: ignore[arg-type]
                     )
                 )  # fmt: skip
                 server.config.load()
@@ -137,37 +142,51 @@ class EndpointServer:
                 Route(f"{base}/v1/models/{{name:path}}", self._model, methods=["GET"]),
             ]
         handlers: dict[Any, Any] = {404: _unknown, 405: _unknown, Refused: _refused}
-        return _Limited(Starlette(routes=routes, exception_handlers=handlers), self)
+        return _Counted(Starlette(routes=routes, exception_handlers=handlers), self)
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "stopping" if self._stopping else "ok"})
+        if self._stopping:
+            return JSONResponse({"status": "stopping"}, 503, {"Retry-After": f"{RETRY_S:g}"})
+        return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
         return PlainTextResponse(self._counts.text(sessions=len(self._keys), in_flight=self._in_flight))
 
     async def _models(self, request: Request) -> Response:
-        self._session(request)
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        with self._place():
+            self._session(request)
+            return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def _model(self, request: Request) -> Response:
-        self._session(request)
-        return JSONResponse(self._described())
+        with self._place():
+            self._session(request)
+            return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
         return {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "staleflow"}
 
     def _answering(self, read: Read, told: Callable[[ChatRequest, TurnReply], Response]) -> Any:
         async def answer(request: Request) -> Response:
-            session = self._session(request)
-            body = await self._body(request)
-            refuses = self._settings.config.sampling == "refuse"
-            asked = read(read_json(body), temperature=self._settings.temperature, refuses=refuses)
-            begin = time.monotonic()
-            reply = await session.ask(asked)
-            self._counts.answered(time.monotonic() - begin, len(reply.turn.tokens))
-            return told(asked, reply)
+            # A session has one turn to wait for, and waits for it; whoever else waits is refused beyond the limit.
+            with self._place(waits=self._served is None):
+                session = self._session(request)
+                async with self._bodies:
+                    body = await self._body(request)
+                    refuses = self._settings.config.sampling == "refuse"
+                    asked = read(read_json(body), temperature=self._settings.temperature, refuses=refuses)
+                self._check_ids(asked)
+                begin = time.monotonic()
+                reply = await _unless_gone(request, session.ask(asked))
+                self._counts.answered(time.monotonic() - begin, len(reply.turn.tokens))
+                return told(asked, reply)
 
         return answer
+
+    def _check_ids(self, request: ChatRequest) -> None:
+        """Raise Refused if a token id is beyond the model's vocabulary."""
+        size = self._settings.vocabulary
+        if size and request.token_ids is not None and (largest := max(request.token_ids)) >= size:
+            raise Refused(400, f"token_ids has {largest}, where the model's vocabulary has {size} tokens")
 
     def _session(self, request: Request) -> TurnSource:
         """The session of a request, by its key. Raises Refused."""
@@ -205,12 +224,13 @@ class EndpointServer:
         return bytes(body)
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
-        """A place among the requests in flight. Raises Refused if there is none."""
+    def _place(self, *, waits: bool = False) -> Iterator[None]:
+        """A place among the requests in flight. waits: it is a session's turn, for which there always is one. Raises
+        Refused if there is none."""
         if self._stopping:
             raise Refused(503, "the endpoint is stopping; try again", "stopping", RETRY_S)
         most = self._settings.config.max_requests
-        if self._in_flight >= most:
+        if self._in_flight >= most and not waits:
             raise Refused(429, f"endpoint.max_requests = {most} are in flight; try again", "too_many", RETRY_S)
         self._in_flight += 1
         try:
@@ -222,8 +242,8 @@ class EndpointServer:
         self._counts.count(status)
 
 
-class _Limited:
-    """Lets in as many requests as may be in flight, and counts answers. An error of ours is told without its text."""
+class _Counted:
+    """Counts answers. An error of ours is told without its text."""
 
     def __init__(self, app: ASGIApp, server: EndpointServer) -> None:
         self._app, self._server = app, server
@@ -237,15 +257,13 @@ class _Limited:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                self._server.count(message["status"])
+                if scope["path"] not in UNCOUNTED:
+                    self._server.count(message["status"])
             await send(message)
 
         try:
-            with self._server.place():
-                await self._app(scope, receive, counted)
+            await self._app(scope, receive, counted)
             return
-        except Refused as refused:
-            problem = refused
         except Exception:
             logger.exception("the endpoint failed on a request")
             problem = Refused(500, "the endpoint failed on this request; its log says why", "internal")
@@ -253,12 +271,32 @@ class _Limited:
             await _refusal(problem)(scope, receive, counted)
 
 
-class _QuietServer(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """A server inside of a process that has signal handlers of its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, TurnReply]) -> TurnReply:
+    """An answer, or Refused as soon as its client is gone. A session's turn goes on, for whoever asks for it again."""
+    asking, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            raise Refused(CLIENT_GONE, "the client closed the connection", "client_gone")
+        return asking.result()
+    finally:
+        for task in (asking, gone):
+            task.cancel()
+        await asyncio.wait({asking, gone})
+
+
+async def _gone(request: Request) -> None:
+    """Returns once the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _refusal(refused: Refused) -> Response:

@@ -20,19 +20,30 @@ class EndpointConfig:
         choices=("override", "refuse"),
     )
     max_body_kib: int = knob(8192, "KiB of a request's body; a longer one is answered 413", low=1, high=1_048_576)
-    body_s: float = knob(10.0, "seconds for a request's body to arrive; a later one is answered 408", above=0)
-    max_requests: int = knob(1024, "requests in flight; further ones are answered 429", low=1, high=65_536)
+    body_s: float = knob(
+        10.0, "seconds for a request's head to arrive, and for its body; a later one is answered 408", above=0
+    )
+    max_requests: int = knob(
+        1024,
+        "requests in flight, and bodies read at once; further ones are answered 429, but those of sessions wait for "
+        "their turns",
+        low=1,
+        high=65_536,
+    )
+    max_connections: int = knob(8192, "open connections; further ones are answered 503", low=1, high=1_048_576)
     tls_cert: str = knob("", "file of a TLS certificate, PEM; with it the endpoint speaks https")
     tls_key: str = knob("", "file of that certificate's private key, PEM")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
-    """Settings of an endpoint. model: its name in answers. temperature: that the job samples at."""
+    """Settings of an endpoint. model: its name in answers. temperature: that the job samples at.
+    vocabulary: tokens that the model knows; 0 if that is not known."""
 
     config: EndpointConfig = EndpointConfig()
     model: str = "policy"
     temperature: float = 1.0
+    vocabulary: int = 0
 
     @property
     def drawing(self) -> EndpointSettings:

@@ -5,18 +5,21 @@ before; what it returns, or prints last, is the reward. `task.source` names it:
 
 agent:path/to/agent.py:run    async def run(base_url, key, task) -> reward, or a plain function of the same
 agent:command                 task.options.command, a list: a program, which is told in its environment variables
+verifiers:TASKSET             see verifiers_agents.py
+openenv:URL_OR_PACKAGE        see openenv_agents.py
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
 import random
+import signal
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stores.errors import ConfigError
@@ -27,34 +30,28 @@ from tasks.endpoint.sessions import AgentSession
 from tasks.endpoint.settings import EndpointSettings
 from tasks.endpoint.turns import SampledTurn
 from tasks.episodes.episode import EpisodeFailed, EpisodeStart, Said, ended, observed, told
+from tasks.episodes.loaded_agent import LoadedAgent, Run, Told
+from tasks.episodes.openenv_agents import load_room
 from tasks.episodes.playing import PlayedTask
 from tasks.episodes.stepping import in_thread
+from tasks.episodes.verifiers_agents import load_taskset
 from tasks.task_source import Message, Prompt
 
 COMMAND = "command"
 """In place of a file: the agent is a program."""
 LONGEST_OUTPUT = 65_536
 """Bytes of a line that a program prints; the reward must be on one."""
+POLL_S = 0.02
+"""Seconds between two looks whether a program has ended."""
 LAST_LINES = 20
 """Lines that a program printed last which are kept, for its reward and for messages."""
 
-Told = tuple[str, str, PlayedTask]
-"""(base URL, key, task): what an agent is started with."""
-Run = Callable[[Told], Coroutine[Any, Any, Any]]
-"""Runs an agent to its end, and returns its reward."""
 
-
-@dataclass(frozen=True, slots=True)
-class LoadedAgent:
-    """An agent that is loaded. run: to its end. blocking: it needs a process of its own."""
-
-    run: Run
-    blocking: bool
-    options: Mapping[str, Any]
-
-
-def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """The agent that a job names after `agent:`. where: in the job, for messages. Raises ConfigError."""
+def load_agent(source: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
+    """The agent that a job names, `kind:name`. where: in the job, for messages. Raises ConfigError."""
+    kind, _, name = source.partition(":")
+    if kind in _PACKAGES:
+        return _PACKAGES[kind](name, options, where)
     if name == COMMAND:
         return _program(options, where)
     found = user_code.load(name, where.partition(" = ")[0])
@@ -71,6 +68,10 @@ def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent
         return await in_thread(lambda: found(*told))
 
     return LoadedAgent(run=run, blocking=True, options=options)
+
+
+_PACKAGES = {"verifiers": load_taskset, "openenv": load_room}
+"""Agents that a package brings."""
 
 
 def _program(options: Mapping[str, Any], where: str) -> LoadedAgent:
@@ -94,23 +95,32 @@ async def _run_program(command: Sequence[str], given: Told) -> Any:
     try:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, limit=LONGEST_OUTPUT,
-            env={**os.environ, **variables},
+            env={**os.environ, **variables}, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         raise EpisodeFailed(f"the agent's command {command[0]!r} cannot be started: {error.strerror}") from error
     try:
         assert process.stdout is not None and process.stderr is not None
-        printed, complained = await asyncio.gather(_last_lines(process.stdout), _last_lines(process.stderr))
+        reading = asyncio.gather(_last_lines(process.stdout), _last_lines(process.stderr))
+        while process.returncode is None:  # wait() also waits for its pipes, which a child that is left holds open
+            await asyncio.sleep(POLL_S)
+        _end_group(process.pid)
+        printed, complained = await reading
         status = await process.wait()
     finally:
-        if process.returncode is None:
-            process.kill()
+        _end_group(process.pid)
     if status:
         why = f": {complained[-1]}" if complained else ""
         raise EpisodeFailed(f"the agent's command ended with exit code {status}{why}")
     if not printed:
         raise EpisodeFailed("the agent's command printed nothing; its last line must be the reward")
     return _printed_reward(printed[-1])
+
+
+def _end_group(leader: int) -> None:
+    """End a program and the children that it has left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 async def _last_lines(stream: asyncio.StreamReader) -> list[str]:

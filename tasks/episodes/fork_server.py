@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ ENDED = struct.Struct("<qi")
 """What it reports: an episode's number, and the status that its process ended with."""
 BEGIN, STEP, CLOSE = "begin", "step", "close"
 """What an episode's process is asked."""
+LAST_S = 2.0
+"""Seconds that the server spends at its end on killing what is left."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Of prctl(2)."""
 
@@ -108,7 +111,7 @@ class Forking:
             signal.set_wakeup_fd(-1)  # its socket ends with this method, before the children do
             for process in self.numbers:
                 _kill_group(process)
-            _kill_children(set())
+            self._kill_all()
 
     def _obey(self, own: tuple[socket.socket, ...]) -> bool:
         """Do what the caller says; false once it is gone."""
@@ -146,8 +149,17 @@ class Forking:
             if number is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process, signal.SIGKILL)
-                _kill_children(set(self.numbers))
                 self.reports += ENDED.pack(number, os.waitstatus_to_exitcode(status))
+            _kill_children(set(self.numbers))  # and the children of those, once they are dead
+
+    def _kill_all(self) -> None:
+        """Kill all children, and theirs, which become this process's once those are dead."""
+        end = time.monotonic() + LAST_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < end:
+                _kill_children(set())
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    time.sleep(0.005)
 
     def _report(self) -> None:
         """Send as much of the reports as there is room for."""

@@ -21,12 +21,13 @@ from stores.errors import ConfigError
 from tasks.endpoint.server import EndpointServer
 from tasks.endpoint.turns import SampledTurn
 from tasks.environments import SourceSettings
-from tasks.episodes.agents import AgentEpisode, Told, load_agent
+from tasks.episodes.agents import AgentEpisode, load_agent
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.episodes.episode import OBSERVED, Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
 from tasks.episodes.fork_server import ForkSettings
 from tasks.episodes.limits import EnvironmentConfig
-from tasks.episodes.loading import AGENT, open_environment, traits_of
+from tasks.episodes.loaded_agent import Told
+from tasks.episodes.loading import is_agent, open_environment, traits_of
 from tasks.episodes.own_tools import GIVEN_BACK
 from tasks.episodes.processes import ForkedEpisode, ForkServer
 from tasks.episodes.tools import Tool, ToolEpisode, check_tools, tools_of
@@ -374,7 +375,7 @@ def environment_kind(settings: EpisodeSettings, other: bool, endpoint: EndpointS
     source = settings.source
     key = "task.eval_source" if other else "task.source"
     named, options = (source.evaluation, source.evaluation_options) if other else (source.source, source.options)
-    if named.startswith(f"{AGENT}:"):
+    if is_agent(named):
         return agent_episodes(settings, named, options, key, endpoint)
     traits, isolation = traits_of(named, key), settings.limits.isolation
     if isolation == "process" or (isolation == "auto" and traits.blocking):
@@ -402,7 +403,7 @@ def agent_episodes(
 ) -> EpisodeMaker:
     """Episodes of an agent: a coroutine runs on the host's loop, all else in a process each, unless the job says
     otherwise. Raises ConfigError."""
-    agent = load_agent(named.partition(":")[2], options, f"{key} = {named!r}")
+    agent = load_agent(named, options, f"{key} = {named!r}")
     limits = settings.limits
     if not (limits.isolation == "process" or (limits.isolation == "auto" and agent.blocking)):
         return EpisodeMaker(make=lambda record: AgentEpisode(endpoint, start_of(record), agent), repeatable=False)

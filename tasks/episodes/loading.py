@@ -19,8 +19,8 @@ from tasks.episodes.stepping import SteppedEnvironment
 
 PACKAGED = ("textarena", "gymnasium", "skyrl_gym")
 """Kinds of environments that a package brings."""
-AGENT = "agent"
-"""Kind of the agents that ask for their turns over HTTP; see tasks/episodes/agents.py."""
+AGENTS = ("agent", "verifiers", "openenv")
+"""Kinds of agents, which ask for their turns over HTTP; see tasks/episodes/agents.py."""
 SINGLE_TURN = ("reasoning_gym", "jsonl", "parquet", "datasets")
 """Kinds of sources whose tasks are a prompt and a verifier."""
 
@@ -28,9 +28,15 @@ SINGLE_TURN = ("reasoning_gym", "jsonl", "parquet", "datasets")
 def is_environment(source: str, key: str) -> bool:
     """Whether a task source is an environment of many turns. Loads a user's file. Raises ConfigError."""
     kind, _, name = source.partition(":")
-    if kind in (*PACKAGED, *SINGLE_TURN, AGENT) or not name:
-        return kind in (*PACKAGED, AGENT) and bool(name)
+    if kind in (*PACKAGED, *SINGLE_TURN, *AGENTS) or not name:
+        return kind in (*PACKAGED, *AGENTS) and bool(name)
     return _plays(user_code.load(source, key))
+
+
+def is_agent(source: str) -> bool:
+    """Whether a task source is an agent that asks for its turns over HTTP."""
+    kind, _, name = source.partition(":")
+    return kind in AGENTS and bool(name)
 
 
 class Traits(NamedTuple):
@@ -51,7 +57,7 @@ def traits_of(source: str, key: str) -> Traits:
         # A game may search the network, and textarena's draw from Python's own random numbers; the process that each
         # has to itself makes those its own.
         return Traits(repeatable=kind != "skyrl_gym", blocking=True)
-    if kind == AGENT:
+    if kind in AGENTS:
         return Traits(repeatable=False, blocking=True)
     found = user_code.load(source, key)
     is_async = inspect.iscoroutinefunction(getattr(found, "step", found))
@@ -73,9 +79,10 @@ def open_environment(
         traits_of(source, key)  # which tells whether the package is there
         games = importlib.import_module(_GAMES[kind])
         return SteppedEnvironment(games.open_game(name, options, where))
-    if kind == AGENT:
+    if kind in AGENTS:
         agents = importlib.import_module("tasks.episodes.agents")
-        agent = agents.load_agent(name, options, where)
+        agent = agents.load_agent(source, options, where)
+        agent.prepare()
         runs: Environment = agents.AgentRuns(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
         return runs
     found = user_code.load(source, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
@@ -16,9 +17,11 @@ from stores.errors import ConfigError
 from tasks.directions import directions_of, split
 from tasks.endpoint.turns import SampledTurn
 from tasks.environments import SourceSettings
+from tasks.episodes.agents import load_agent
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.episodes.host import Episodes, EpisodeSettings
 from tasks.episodes.limits import EnvironmentConfig
+from tasks.episodes.playing import PlayedTask
 from tasks.task_source import Message, Task
 
 AGENTS = '''
@@ -393,6 +396,22 @@ def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypat
     while left() and time.monotonic() < begin + 10:
         time.sleep(0.05)
     assert left() == []
+
+
+def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    started = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"
+    left = f"import subprocess, sys; open({str(pids)!r}, 'w').write(str({started}.pid)); print(0.5)"
+    agent = load_agent("agent:command", {"command": [sys.executable, "-c", left]}, "task.source")
+    task = PlayedTask(index=0, held_out=False, seed=1, options={}, rng=random.Random(1))
+
+    async def work() -> None:
+        assert await agent.run(("http://x/v1", "key", task)) == 0.5
+        folder = Path("/proc") / pids.read_text()
+        while folder.exists() and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            await asyncio.sleep(0.01)
+
+    running(work())
 
 
 def test_an_episode_that_is_cancelled_ends_its_agent_and_its_key(agents: Path) -> None:

@@ -1,0 +1,69 @@
+"""Connections of an endpoint: how many there may be, and how long the head of a request may take to arrive.
+
+Agents keep connections while their tools work, so an idle one costs nothing but its place. One that has begun to send a
+request, or has never sent any, must come to the end of the request's head in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+RETRY_S = 1
+"""Seconds after which a client that found no place is told to try again."""
+
+
+def timed_protocol(head_s: float, most: int) -> type[H11Protocol]:
+    """A protocol of uvicorn's with these limits: seconds for a request's head, connections at once."""
+
+    class TimedProtocol(H11Protocol):
+        """A connection whose requests' heads must arrive in time."""
+
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                why = f"endpoint.max_connections = {most} are open; try again"
+                self._end(503, why, "too_many", f"Retry-After: {RETRY_S}\r\n")
+            else:
+                self._late = self.loop.call_later(head_s, self._too_late)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._in_time()
+            elif self._late is None and not self.transport.is_closing():
+                self._late = self.loop.call_later(head_s, self._too_late)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0] and self._late is None:
+                self._late = self.loop.call_later(head_s, self._too_late)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._in_time()
+            super().connection_lost(exc)
+
+        def _in_time(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+        def _too_late(self) -> None:
+            self._late = None
+            self._end(408, f"the head of a request took longer than endpoint.body_s = {head_s:g} s", "too_slow")
+
+        def _end(self, status: int, why: str, code: str, more: str = "") -> None:
+            """Answer with one line, and close."""
+            error: dict[str, Any] = {"message": why, "type": "invalid_request_error", "param": None, "code": code}
+            body = json.dumps({"error": error})
+            head = f"HTTP/1.1 {status} {code}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            self.transport.write(f"{head}{more}Connection: close\r\n\r\n{body}".encode())
+            self.transport.close()
+
+    return TimedProtocol

@@ -1,0 +1,164 @@
+"""Environments of the package `openenv` (0.10) as agents: an environment's own server is asked over its own protocol,
+and the model over the endpoint.
+
+`openenv:http://HOST:PORT` is a server that runs; `openenv:PACKAGE` an installed package, whose `server.app:app` is
+served on loopback by each episode for itself. What an environment observes is shown as JSON; what the model says is an
+action, as JSON or, if an action has one required field, as that field's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import socket
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from stores.errors import ConfigError
+from tasks.endpoint.server import QuietServer
+from tasks.episodes.episode import EpisodeFailed, told
+from tasks.episodes.loaded_agent import LoadedAgent, Told, check_package
+
+PACKAGE = "openenv"
+OPTIONS = ("reset", "system", "field")
+UNSHOWN = ("done", "reward", "metadata")
+"""Fields of an observation that the model is not shown."""
+START_S = 10.0
+"""Seconds in which a package's server must listen."""
+
+
+class BadAction(ValueError):
+    """What the model said is no action."""
+
+
+def load_room(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
+    """The environment at a URL, or of a package. options: see docs/endpoint.md. Raises ConfigError."""
+    check_package(PACKAGE, where)
+    check_package("openai", where)
+    for option in options:
+        if option not in OPTIONS:
+            raise ConfigError(f"{where}: task.options.{option}: unknown; there are {', '.join(OPTIONS)}")
+    room = Room(name, options, where)
+    return LoadedAgent(run=room.run, blocking=True, options={}, prepare=room.prepare)
+
+
+class Room:
+    """An environment and its server, loaded once a process."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
+        self._url = name if name.startswith(("http://", "https://")) else ""
+        self._name, self._options, self._where = name, options, where
+        self._app: Any = None
+
+    def prepare(self) -> None:
+        """Load the package, if it is one. Does nothing if it is loaded. Raises ConfigError."""
+        if self._url or self._app is not None:
+            return
+        module = f"{self._name}.server.app"
+        try:
+            self._app = importlib.import_module(module).app
+        except Exception as error:
+            raise ConfigError(f"{self._where}: no app in {module}: {told(error)}") from error
+
+    async def run(self, given: Told) -> float:
+        """One episode, to the sum of its steps' rewards. Raises EpisodeFailed, ConfigError."""
+        from openai import AsyncOpenAI, BadRequestError
+        from openenv import GenericEnvClient
+
+        base_url, key, task = given
+        self.prepare()
+        reward = 0.0
+        async with (
+            self._served() as url,
+            AsyncOpenAI(base_url=base_url, api_key=key) as client,
+            GenericEnvClient(base_url=url) as room,
+        ):
+            schema = await _action_schema(url)
+            result = await room.reset(**{"seed": task.seed, **self._options.get("reset", {})})
+            system = self._options.get("system")
+            messages: list[Any] = [{"role": "system", "content": system}] if system else []
+            while not result.done:
+                messages.append({"role": "user", "content": self._shown(result.observation)})
+                try:
+                    answer = await client.chat.completions.create(model="policy", messages=messages)
+                except BadRequestError as error:
+                    if error.code != "context_length_exceeded":
+                        raise
+                    break
+                said = answer.choices[0].message.content or ""
+                messages.append({"role": "assistant", "content": said})
+                try:
+                    result = await room.step(action_of(said, schema))
+                except BadAction:
+                    break
+                except RuntimeError as error:
+                    if "VALIDATION_ERROR" not in str(error):
+                        raise
+                    break  # the server has read what the model said, and it is no action
+                reward += float(result.reward or 0.0)
+        return reward
+
+    def _shown(self, observation: Mapping[str, Any]) -> str:
+        """An observation as the model is shown it."""
+        field = self._options.get("field")
+        if field:
+            return str(observation.get(field, ""))
+        return json.dumps({k: v for k, v in observation.items() if k not in UNSHOWN and v is not None}, sort_keys=True)
+
+    @contextlib.asynccontextmanager
+    async def _served(self) -> AsyncIterator[str]:
+        """The address of the environment's server, which runs meanwhile if it is a package's."""
+        if self._url:
+            yield self._url
+            return
+        import uvicorn
+
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            config = uvicorn.Config(self._app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+            server = QuietServer(config)
+            serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+            try:
+                async with asyncio.timeout(START_S):
+                    while not server.started:
+                        if serving.done():
+                            raise EpisodeFailed(f"the server of {self._name} ended before it listened")
+                        await asyncio.sleep(0.005)
+                yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            finally:
+                server.should_exit = True
+                await asyncio.wait({serving}, timeout=2.0)
+                serving.cancel()
+
+
+def action_of(said: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model says as an action. Raises BadAction.
+
+    >>> action_of("go", {"required": ["message"]})
+    {'message': 'go'}
+    """
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError):
+        found = said.strip()
+    if isinstance(found, dict):
+        return found
+    required = schema.get("required", ())
+    if len(required) != 1:
+        raise BadAction(f"an action has the fields {', '.join(required)}; say a JSON object with them")
+    (name,) = required
+    texts = schema.get("properties", {}).get(name, {}).get("type", "string") == "string"
+    return {name: said.strip() if texts else found}
+
+
+async def _action_schema(url: str) -> Mapping[str, Any]:
+    """The schema of a server's actions, as JSON Schema."""
+    import httpx
+
+    async with httpx.AsyncClient(timeout=START_S) as http:
+        answer = await http.get(f"{url}/schema")
+        answer.raise_for_status()
+        found: Mapping[str, Any] = answer.json()["action"]
+        return found

@@ -1,0 +1,108 @@
+"""Tasksets of the package `verifiers` (0.4) as agents: its environment, harness, rewards and train client run as they
+are, and ask the endpoint for token ids.
+
+What the model is shown is rendered by the train client, so the job's tokenizer must be one that the package `renderers`
+knows, or have a chat template.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from stores.errors import ConfigError
+from tasks.episodes.episode import EpisodeFailed, told
+from tasks.episodes.loaded_agent import LoadedAgent, Told, check_package
+from tasks.episodes.playing import PlayedTask
+
+PACKAGE = "verifiers"
+OPTIONS = ("env", "renderer", "tokenizer", "held_out_tasks")
+ROLE = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+"""What each agent of an environment is unless the job says otherwise: the package's own default is a sandbox of a
+service."""
+NO_KEY = "STALEFLOW_NO_KEY"
+"""Variable from which the client would read a key. There is none: the key is part of the path."""
+
+
+def load_taskset(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
+    """The taskset of that id. options: see OPTIONS and docs/endpoint.md. Raises ConfigError."""
+    check_package(PACKAGE, where)
+    for option in options:
+        if option not in OPTIONS:
+            raise ConfigError(f"{where}: task.options.{option}: unknown; there are {', '.join(OPTIONS)}")
+    taskset = Taskset(name, options, where)
+    return LoadedAgent(run=taskset.run, blocking=True, options={}, prepare=taskset.prepare)
+
+
+class Taskset:
+    """A taskset and its environment, loaded once a process."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
+        self._name, self._options, self._where = name, options, where
+        self._env: Any = None
+        self._client: Any = None
+        self._tasks: tuple[Any, ...] = ()
+        """All tasks, of a taskset that has an end."""
+
+    def prepare(self) -> None:
+        """Load what episodes share. Does nothing if it is loaded. Raises ConfigError."""
+        if self._env is not None:
+            return
+        try:
+            self._load()
+        except Exception as error:
+            self._env = None
+            raise ConfigError(f"{self._where}: {told(error)}") from error
+
+    def _load(self) -> None:
+        from verifiers.v1.configs.agent import AgentConfig
+        from verifiers.v1.configs.client import TrainClientConfig
+        from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
+
+        given = dict(self._options.get("env", {}))
+        declared = env_config_type(self._name, given.get("id", "")).model_fields
+        for role in (name for name, field in declared.items() if isinstance(field.default, AgentConfig)):
+            given[role] = {**ROLE, **given.get(role, {})}
+        given["taskset"] = {**given.get("taskset", {}), "id": self._name}
+        tokenizer = self._options.get("tokenizer")
+        self._client = TrainClientConfig(
+            api_key_var=NO_KEY, renderer=self._options.get("renderer"), renderer_model_name=tokenizer
+        )
+        self._env = load_environment(resolve_env_config(given))
+        if self._env.taskset.bounded:
+            self._tasks = tuple(self._env.taskset)
+            if not self._tasks:
+                raise ValueError("the taskset has no tasks")
+
+    async def run(self, given: Told) -> tuple[float, dict[str, float]]:
+        """One episode, to its reward and the reward's parts. Raises EpisodeFailed, ConfigError."""
+        from verifiers.v1.clients import ModelContext
+
+        base_url, key, task = given
+        self.prepare()
+        url = base_url.removesuffix("/v1") + f"/session/{key}/v1"
+        context = ModelContext(model="policy", client=self._client.model_copy(update={"base_url": url}))
+        async with self._env.serving():
+            episode = await self._env.run_episode(self._task(task), context)
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            why = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error is told"
+            raise EpisodeFailed(f"the taskset's episode failed: {' '.join(why.split())[:500]}")
+        rewards = [(name, r.value) for trace in episode.traces for name, r in trace.rewards.items() if r is not None]
+        parts: dict[str, float] = {}
+        for name, value in rewards:
+            parts[name] = parts.get(name, 0.0) + float(value)
+        return sum(parts.values()), parts
+
+    def _task(self, task: PlayedTask) -> Any:
+        """The taskset's own task. The first ones of a finite taskset are held out, in turn; of an endless one every
+        second one."""
+        if not self._tasks:
+            number = 2 * task.index + int(task.held_out)
+            return next(itertools.islice(iter(self._env.taskset), number, None))
+        default = len(self._tasks) // 10
+        held_out = min(int(self._options.get("held_out_tasks", default)), len(self._tasks) - 1)
+        if held_out and task.held_out:
+            return self._tasks[task.index % held_out]
+        return self._tasks[held_out + task.index % (len(self._tasks) - held_out)]

@@ -1,0 +1,156 @@
+"""Agents that packages bring, run by the packages themselves: an environment of OpenEnv, a taskset of verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stores.errors import ConfigError
+from tasks.directions import split
+from tasks.endpoint.turns import SampledTurn
+from tasks.environments import SourceSettings
+from tasks.episodes.agents import load_agent
+from tasks.episodes.answers import Answer, EpisodeKey
+from tasks.episodes.host import Episodes, EpisodeSettings
+from tasks.episodes.limits import EnvironmentConfig
+from tasks.episodes.openenv_agents import BadAction, action_of
+from tasks.task_source import Task
+from tests.tasks.chat_models import chat_tokenizer
+
+
+def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeSettings:
+    config = EnvironmentConfig(**{"step_s": 60.0, "max_turns": 3, **limits})
+    return EpisodeSettings(source=SourceSettings(source=source, options=options, seed=3, limits=config), limits=config)
+
+
+def running(work: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(240):
+            await work
+
+    asyncio.run(limited())
+
+
+async def played(episodes: Episodes, task: Task, turns: Sequence[SampledTurn]) -> list[Answer]:
+    texts = [turn.text for turn in turns]
+    key = EpisodeKey(task=0, member=0)
+    return [
+        await episodes.act(key, task.record, texts[: n + 1], cut=False, newest=turn) for n, turn in enumerate(turns)
+    ]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment that OpenEnv's own command makes: it echoes, and rewards the length of what it is told."""
+    pytest.importorskip("openenv.core")
+    folder = tmp_path_factory.mktemp("rooms")
+    script = "from openenv.cli.__main__ import main; main()"
+    subprocess.run([sys.executable, "-c", script, "init", "echo_room"], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize(("source", "package"), [("verifiers:wordle", "verifiers"), ("openenv:room", "openenv")])
+def test_a_package_that_is_missing_is_named(source: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"needs the package {package}"):
+        load_agent(source, {}, f"task.source = {source!r}")
+
+
+def test_what_the_model_says_is_an_action_or_none() -> None:
+    one = {"required": ["message"], "properties": {"message": {"type": "string"}}}
+    assert action_of('{"message": "hi"}', one) == {"message": "hi"}
+    assert action_of(" hi ", one) == {"message": "hi"}
+    assert action_of("12", one) == {"message": "12"}
+    assert action_of("12", {"required": ["n"], "properties": {"n": {"type": "integer"}}}) == {"n": 12}
+    with pytest.raises(BadAction, match="the fields a, b"):
+        action_of("hi", {"required": ["a", "b"]})
+
+
+@pytest.mark.slow
+def test_an_environment_of_openenv_is_played_through_its_own_server(
+    room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openai")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(room), *sys.path]))
+    made = settings("openenv:echo_room", {"field": "echoed_message"})
+    task = made.source.build().task(0)
+    assert [m.content for m in split(task.prompt)[1]] == ["Echo Room environment ready!"]
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        turns = [
+            SampledTurn(before=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
+            for n, text in enumerate(["four", '{"message": "123456"}', "x" * 50])
+        ]
+        answers = await played(episodes, task, turns)
+        assert [[m.content for m in a.messages] for a in answers] == [["four"], ["123456"], []]
+        assert [(a.ended, a.error) for a in answers] == [(False, ""), (False, ""), (True, "")]
+        assert answers[-1].reward == pytest.approx(0.4 + 0.6 + 1.0)
+        await episodes.close()
+
+    running(work())
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus that the taskset's games draw words from, as nltk finds it: a few words in place of a download."""
+    folder = tmp_path_factory.mktemp("nltk")
+    (folder / "corpora" / "words").mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        text = "cat dog sun moon tree book fish bird star rain snow wind rock leaf frog".replace(" ", "\n")
+        (folder / "corpora" / "words" / name).write_text(text + "\n")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_taskset_of_verifiers_is_run_by_its_own_harness(
+    words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A game of two turns: its environment, harness, interception, rewards and train client are the package's."""
+    pytest.importorskip("verifiers")
+    pytest.importorskip("textarena")
+    pytest.importorskip("mcp.server.mcpserver", reason="of mcp 2, which verifiers needs and openenv does not allow")
+    monkeypatch.setenv("NLTK_DATA", str(words))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.save_pretrained(tmp_path)
+    made = settings(
+        "verifiers:textarena",
+        {
+            "env": {"taskset": {"game": "WordSearch-v0"}, "player": {"max_turns": 2}},
+            "tokenizer": str(tmp_path),
+            "renderer": {"name": "qwen3"},
+        },
+        memory_mib=0,
+    )
+    task = made.source.build().task(0)
+    directions, shown = split(task.prompt)
+    assert not shown
+    prompt = directions.token_ids
+    assert prompt is not None
+    assert "Word Search" in tokenizer.decode(prompt)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        before, turns, answers = tuple(prompt), list[SampledTurn](), list[Answer]()
+        for text in ("[1 1 1 1]", "[2 2 2 2]"):
+            ids = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
+            turns.append(SampledTurn(before=before, tokens=ids, logprobs=(-0.5,) * len(ids), text=text))
+            answers = await played(episodes, task, turns)
+            assert answers[-1].error == ""
+            if not answers[-1].ended:
+                given = split(answers[-1].messages)[0].token_ids
+                assert given
+                before = (*before, *ids, *given)
+        assert [a.ended for a in answers] == [False, True]
+        assert list(answers[-1].parts) == ["game_reward"]
+        await episodes.close()
+
+    running(work())

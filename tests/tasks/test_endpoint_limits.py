@@ -1,0 +1,167 @@
+"""Clients that come in numbers, come slowly, or leave: what an endpoint bears, and that it loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from tasks.endpoint.replies import TurnReply
+from tasks.endpoint.requests import ChatRequest
+from tasks.endpoint.server import EndpointServer
+from tasks.endpoint.settings import EndpointSettings
+from tests.tasks.test_endpoint import CHAT, GENERATE, HELLO, chat, keyed, raw, running, serving, turn
+
+
+class NeverAnswers:
+    """A served policy that is asked and never answers."""
+
+    def __init__(self) -> None:
+        self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    def __len__(self) -> int:
+        return 1
+
+    def find(self, key: str) -> NeverAnswers:
+        return self
+
+    def is_another(self, id: str, found: object) -> bool:
+        return False
+
+    async def ask(self, request: ChatRequest) -> TurnReply:
+        self.asked.set()
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            self.cancelled.set()
+
+
+def address(server: EndpointServer) -> tuple[str, int]:
+    host, port = server.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    return host, int(port)
+
+
+def request(key: str) -> bytes:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}'
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_a_client_that_leaves_has_its_request_cancelled() -> None:
+    async def work() -> None:
+        policy = NeverAnswers()
+        server = EndpointServer(EndpointSettings(), policy)
+        await server.start()
+        _, writer = await asyncio.open_connection(*address(server))
+        writer.write(request("any"))
+        await policy.asked.wait()
+        writer.close()
+        await policy.cancelled.wait()
+        await server.stop()
+
+    running(work())
+
+
+def test_a_session_whose_client_left_gets_its_turn_when_it_asks_again() -> None:
+    async def work() -> None:
+        async with serving(max_requests=1) as (server, client):
+            session = server.sessions.open()
+            _, writer = await asyncio.open_connection(*address(server))
+            writer.write(request(session.key))
+            await session.asked
+            writer.close()
+            while (await client.get("/v1/models", headers=keyed(session))).status_code == 429:
+                await asyncio.sleep(0.01)  # until the endpoint has noticed
+            session.answer(turn("hi"))
+            found = await chat(client, session, HELLO)
+            assert found.json()["choices"][0]["message"]["content"] == "hi"
+            assert not session.asked.done()
+
+    running(work())
+
+
+def test_more_sessions_than_requests_may_be_in_flight_wait_for_their_turns() -> None:
+    async def work() -> None:
+        async with serving(max_requests=2) as (server, client):
+            sessions = [server.sessions.open() for _ in range(9)]
+            waiting = [asyncio.ensure_future(chat(client, session, HELLO)) for session in sessions]
+            await asyncio.gather(*(session.asked for session in sessions))
+            assert (await client.get("/v1/models", headers=keyed(sessions[0]))).status_code == 429
+            assert (await client.get("/health")).status_code == 200
+            assert "staleflow_endpoint_in_flight 9.0" in (await client.get("/metrics")).text
+            for session in sessions:
+                session.answer(turn("hi"))
+            assert [(await one).status_code for one in waiting] == [200] * 9
+
+    running(work())
+
+
+def test_requests_for_health_and_metrics_are_not_counted() -> None:
+    async def work() -> None:
+        async with serving() as (_, client):
+            for path in ("/health", "/metrics", "/v1/models"):
+                await client.get(path)
+            counts = [line for line in (await client.get("/metrics")).text.splitlines() if "requests_total{" in line]
+            assert counts == ['staleflow_endpoint_requests_total{status="401"} 1.0']
+
+    running(work())
+
+
+@pytest.mark.parametrize("data", [b"", b"GET /v1/mod", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+def test_a_head_that_never_ends_is_refused(data: bytes) -> None:
+    async def work() -> None:
+        async with serving(body_s=0.2) as (server, _):
+            found = await raw(server, data)
+            assert b" 408 " in found
+            assert b"took longer than endpoint.body_s = 0.2 s" in found
+
+    running(work())
+
+
+def test_a_second_head_that_never_ends_is_refused_too_and_an_idle_connection_is_not() -> None:
+    async def work() -> None:
+        async with serving(body_s=0.2) as (server, _):
+            reader, writer = await asyncio.open_connection(*address(server))
+            for _ in range(2):
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert b" 200 " in await reader.readuntil(b'{"status":"ok"}')
+                await asyncio.sleep(0.4)
+            writer.write(b"GET /hea")
+            assert b" 408 " in await reader.read()
+            writer.close()
+
+    running(work())
+
+
+def test_connections_beyond_the_limit_are_told_to_try_again() -> None:
+    async def work() -> None:
+        async with serving(max_connections=2) as (server, client):
+            held = [await asyncio.open_connection(*address(server)) for _ in range(2)]
+            found = await raw(server, b"")
+            assert found.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nRetry-After: 1\r\n" in found
+            for _, writer in held:
+                writer.close()
+                await writer.wait_closed()
+            await asyncio.sleep(0.05)
+            assert (await client.get("/health")).status_code == 200
+
+    running(work())
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused_at_the_door() -> None:
+    async def work() -> None:
+        server = EndpointServer(EndpointSettings(vocabulary=300))
+        await server.start()
+        session = server.sessions.open()
+        async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
+            body = {"model": "m", "token_ids": [1, 300], "sampling_params": {"logprobs": 1}}
+            found = await client.post(GENERATE, headers=keyed(session), json=body)
+            assert found.status_code == 400
+            why = "token_ids has 300, where the model's vocabulary has 300 tokens"
+            assert found.json()["error"]["message"] == why
+            assert not session.asked.done()
+        await server.stop()
+
+    running(work())
