@@ -31,7 +31,7 @@ from tasks.endpoint.settings import EndpointSettings
 from tasks.endpoint.turns import SampledTurn
 from tasks.episodes.episode import EpisodeFailed, EpisodeStart, Said, ended, observed, told
 from tasks.episodes.loaded_agent import LoadedAgent, Run, Told
-from tasks.episodes.openenv_agents import load_room
+from tasks.episodes.openenv_agents import load_environment
 from tasks.episodes.playing import PlayedTask
 from tasks.episodes.stepping import in_thread
 from tasks.episodes.verifiers_agents import load_taskset
@@ -70,7 +70,7 @@ def load_agent(source: str, options: Mapping[str, Any], where: str) -> LoadedAge
     return LoadedAgent(run=run, blocking=True, options=options)
 
 
-_PACKAGES = {"verifiers": load_taskset, "openenv": load_room}
+_PACKAGES = {"verifiers": load_taskset, "openenv": load_environment}
 """Agents that a package brings."""
 
 

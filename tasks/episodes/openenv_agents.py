@@ -33,18 +33,18 @@ class BadAction(ValueError):
     """What the model said is no action."""
 
 
-def load_room(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
+def load_environment(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
     """The environment at a URL, or of a package. options: see docs/endpoint.md. Raises ConfigError."""
     check_package(PACKAGE, where)
     check_package("openai", where)
     for option in options:
         if option not in OPTIONS:
             raise ConfigError(f"{where}: task.options.{option}: unknown; there are {', '.join(OPTIONS)}")
-    room = Room(name, options, where)
-    return LoadedAgent(run=room.run, blocking=True, options={}, prepare=room.prepare)
+    environment = OpenEnvironment(name, options, where)
+    return LoadedAgent(run=environment.run, blocking=True, options={}, prepare=environment.prepare)
 
 
-class Room:
+class OpenEnvironment:
     """An environment and its server, loaded once a process."""
 
     def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
@@ -73,10 +73,10 @@ class Room:
         async with (
             self._served() as url,
             AsyncOpenAI(base_url=base_url, api_key=key) as client,
-            GenericEnvClient(base_url=url) as room,
+            GenericEnvClient(base_url=url) as environment,
         ):
             schema = await _action_schema(url)
-            result = await room.reset(**{"seed": task.seed, **self._options.get("reset", {})})
+            result = await environment.reset(**{"seed": task.seed, **self._options.get("reset", {})})
             system = self._options.get("system")
             messages: list[Any] = [{"role": "system", "content": system}] if system else []
             while not result.done:
@@ -90,7 +90,7 @@ class Room:
                 said = answer.choices[0].message.content or ""
                 messages.append({"role": "assistant", "content": said})
                 try:
-                    result = await room.step(action_of(said, schema))
+                    result = await environment.step(action_of(said, schema))
                 except BadAction:
                     break
                 except RuntimeError as error:
