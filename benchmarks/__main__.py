@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "reprocess": ((),),
     "run_page": ((),),
     "long_store": ((),),
-    "training": ((), ("--memory",)),
+    "training": ((), ("--prompts",), ("--memory",)),
     "learning": (("--set", "runs_dir={folder}"),),
     "soak": ((),),
     "endpoint": (("load",),),

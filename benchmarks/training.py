@@ -8,6 +8,9 @@ configuration and makes its own batches, padded as ever; timed are its compute_l
 and with old logprobs its pass for them. Its head scores valid positions only, as on a GPU: everywhere else it computes
 those of padding, too.
 
+With --prompts: a step on groups of which 10, 36 and 60 % of the tokens are prompts', computed once for a group and for
+each response, turn about.
+
 With --memory: the peak memory of a step on 2,048 sampled tokens at a vocabulary of 152,000, with all logits at once and
 in chunks, and with activations kept and computed again, each in a process of its own.
 
@@ -42,6 +45,8 @@ GROUP = 8
 MEDIAN, SPREAD, LONGEST = 70, 0.8, 512
 """Of the lognormal response lengths: 96 tokens on average."""
 BUDGET = 4096
+SHARES = (0.1, 0.36, 0.6)
+"""Of prompts' tokens in all tokens of groups, where each response is counted with its prompt."""
 CAP = 5.0
 LIMIT = "forward and backward"
 OURS = "staleflow "
@@ -76,12 +81,13 @@ def make_model(folder: Path, vocabulary: int) -> None:
     make_tokenizer(("<pad>", "<eos>", "<unk>", *"0123456789")).save_pretrained(folder)
 
 
-def make_rows(groups: int, vocabulary: int) -> list[Row]:
-    """Rows of groups with one prompt each."""
+def make_rows(groups: int, vocabulary: int, prompts: Sequence[int] = range(16, 64)) -> list[Row]:
+    """Rows of groups with one prompt each. prompts: lengths that they may have."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(groups):
-        prompt = rng.integers(3, vocabulary, int(rng.integers(16, 64))).astype(np.int32)
+        length = int(rng.integers(prompts[0], prompts[-1] + 1))
+        prompt = rng.integers(3, vocabulary, length).astype(np.int32)
         for _ in range(GROUP):
             length = int(np.clip(rng.lognormal(np.log(MEDIAN), SPREAD), 1, LONGEST))
             rows.append(
@@ -280,6 +286,35 @@ def _spread(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
+def prompts_table(vocabulary: int, groups: int, rounds: int) -> None:
+    """Print the CPU seconds of a step with each group's prompt computed once, over those of one without that."""
+    from tasks.training import shared_prompts
+
+    least = shared_prompts.LEAST_SAVED
+    print(f"vocabulary {vocabulary:,}, {groups} groups of {GROUP}, {rounds} rounds")
+    print("| prompts, of all tokens | tokens computed | CPU seconds | gradient norms |\n|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        make_model(Path(name), vocabulary)
+        step = our_step(Path(name), PPO)
+        for share in SHARES:
+            responses = make_rows(groups, vocabulary, [1])
+            length = round(share / (1 - share) * sum(len(row.response) for row in responses) / len(responses))
+            rows = make_rows(groups, vocabulary, [length])
+            step(rows)  # after which the optimizer has its moments
+            ratios, norms = list[float](), set[str]()
+            for _ in range(rounds):
+                once, norm = timed(functools.partial(step, rows))
+                norms.add(f"{norm:.6g}")
+                shared_prompts.LEAST_SAVED = 2**40
+                each, norm = timed(functools.partial(step, rows))
+                shared_prompts.LEAST_SAVED = least
+                norms.add(f"{norm:.6g}")
+                ratios.append(once / each)
+            tokens = sum(len(row.response) for row in rows)
+            left = (tokens + groups * length) / (tokens + len(rows) * length)
+            print(f"| {share:.0%} | {left:.2f} | {_spread(ratios)} | {', '.join(sorted(norms))} |", flush=True)
+
+
 def memory(model: Path, rows: Sequence[Row], *, chunks: bool, again: bool) -> tuple[float, float]:
     """Bytes of weights, gradients and optimizer, and those that a step takes at most besides. For a fresh process."""
     import torch
@@ -323,6 +358,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[8192, 65536])
     parser.add_argument("--groups", type=int, default=4, help=f"of {GROUP} rows")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", action="store_true", help="prompts computed once for a group, and with each row")
     parser.add_argument("--memory", action="store_true", help="peak memory of a step instead")
     parser.add_argument("--quick", action="store_true", help="one short round: whether it works")
     args = parser.parse_args()
@@ -331,6 +367,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.memory:
         memory_table(512 if args.quick else 152_000, 8, 16 if args.quick else 256)
+        return
+    if args.prompts:
+        prompts_table(64, 1, 1) if args.quick else prompts_table(args.vocabulary[0], args.groups, args.rounds)
         return
     if importlib.util.find_spec("trl") is None:
         print("without TRL; to measure it, too: pip install trl==1.16.0")

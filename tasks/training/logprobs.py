@@ -19,6 +19,7 @@ import torch
 from tasks.training.head import Asked, OutputLayer, of_targets
 from tasks.training.packing import MicroBatch, Row, microbatches
 from tasks.training.row_attention import RowLengths, takes_rows
+from tasks.training.shared_prompts import Layout
 
 PartLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """The loss of a part of a micro-batch, from its [N, T] logprobs, and entropies if they are wanted."""
@@ -29,20 +30,21 @@ class _Sampled:
     """The sampled tokens of a micro-batch, in the order of rows and columns; its first one, if there is none."""
 
     tokens: torch.Tensor  # [n] int64
-    place: tuple[torch.Tensor, torch.Tensor]  # [n] rows and [n] columns of targets
+    index: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # [n] rows and [n] columns of targets
+    place: tuple[torch.Tensor, torch.Tensor]  # the same, where the model is
     shape: tuple[int, ...]  # of targets
     none: bool
 
     @classmethod
     def of(cls, batch: MicroBatch, device: str) -> _Sampled:
-        rows, columns = (torch.from_numpy(index) for index in np.nonzero(batch.mask > 0))
+        rows, columns = np.nonzero(batch.mask > 0)
         none = not len(rows)
         if none:  # of a model in shards, every part has a gradient on every rank
-            rows = columns = torch.zeros(1, dtype=torch.int64)
-        tokens = torch.from_numpy(batch.targets[rows.numpy(), columns.numpy()])
+            rows = columns = np.zeros(1, np.int64)
         return cls(
-            tokens=tokens.to(device),
-            place=(rows.to(device), columns.to(device)),
+            tokens=torch.from_numpy(batch.targets[rows, columns]).to(device),
+            index=(rows, columns),
+            place=(torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)),
             shape=batch.targets.shape,
             none=none,
         )
@@ -58,7 +60,8 @@ class _Sampled:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobModel:
     """A model to compute logprobs under, with the settings for it. half: forward under bfloat16 autocast. token_budget:
-    padded tokens per forward pass. rank, ranks: this process and how many there are in a trainer's group."""
+    tokens per forward pass, with padding if there is any. rank, ranks: this process and how many there are in a
+    trainer's group."""
 
     model: Any
     device: str
@@ -137,20 +140,18 @@ class LogprobModel:
         self, batch: MicroBatch, sampled: _Sampled, answer: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> torch.Tensor:
         """What is made of the [n, H] hidden states that sampled tokens are drawn from; their [n, V] logits without."""
-        rows, columns = sampled.place
-        ids = torch.from_numpy(batch.input_ids).to(self.device)
-        inputs: dict[str, Any] = {"input_ids": ids}
+        inputs: dict[str, Any] = {}
         if self.takes_rows:
-            attended = torch.from_numpy(batch.attention_mask > 0).to(self.device)
-            lengths = batch.attention_mask.sum(1)
-            begins = torch.from_numpy(lengths.cumsum() - lengths).to(self.device)
-            keep = begins[rows] + batch.start + columns
-            there = RowLengths(tuple(lengths.tolist()))
-            inputs["input_ids"] = ids[attended][None]
-            inputs |= {"position_ids": there.positions(self.device), "row_lengths": there}
+            layout = Layout.of(batch.input_ids, batch.attention_mask.sum(1), batch.prompts)
+            ids = torch.from_numpy(batch.input_ids[layout.row, layout.column]).to(self.device)[None]
+            rows, columns = sampled.index
+            keep = torch.from_numpy(layout.places(rows, batch.start + columns)).to(self.device)
+            there = RowLengths(layout.blocks)
+            inputs = {"position_ids": there.positions(self.device), "row_lengths": there}
             picked = None
         else:
             # Padding is at the right end, where no token of a row sees it: a mask would change nothing.
+            ids = torch.from_numpy(batch.input_ids).to(self.device)
             keep = torch.arange(batch.start, ids.shape[1] - 1, device=self.device)
             picked = sampled.place
 
@@ -159,14 +160,14 @@ class LogprobModel:
 
         answering = nullcontext() if answer is None else self.layer.answering(lambda hidden: answer(of_kept(hidden)))
         with answering, self._autocast():
-            found: torch.Tensor = self.model(**inputs, use_cache=False, logits_to_keep=keep).logits
+            found: torch.Tensor = self.model(input_ids=ids, **inputs, use_cache=False, logits_to_keep=keep).logits
         return of_kept(found) if answer is None else found
 
     def microbatches(
         self, rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32]
     ) -> list[MicroBatch]:
         """This rank's micro-batches of the chosen rows. weights: [len(chosen)], of their tokens."""
-        return microbatches(rows, chosen, weights, self.token_budget, self.rank, self.ranks)
+        return microbatches(rows, chosen, weights, self.token_budget, self.rank, self.ranks, unpadded=self.takes_rows)
 
     def rows(self, rows: Sequence[Row], chosen: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
         """[T] log-probabilities of the response of each chosen row that is this rank's, nats, by row index; 0 at given

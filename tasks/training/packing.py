@@ -1,6 +1,6 @@
 """Splits a step's trajectories into minibatches and micro-batches. Numpy, pure.
 
-A micro-batch is bounded by padded tokens, not by rows: lengths vary by orders of magnitude, memory must not. Token
+A micro-batch is bounded by tokens, not by rows: lengths vary by orders of magnitude, memory must not. Token
 weights are fixed over the whole minibatch first, so how it is split cannot change its loss.
 """
 
@@ -15,6 +15,8 @@ import numpy.typing as npt
 from stores.trajectory import NO_VERSION, Ended
 from tasks.names import AGGREGATION_NAMES
 from tasks.training.division import divided
+from tasks.training.division_by_prompt import divided_by_prompt
+from tasks.training.shared_prompts import alike
 
 MESSAGE_BYTES = 32 * 2**20
 """Bytes of rows in a message to the trainer, at most. A process that packs, sends or takes in a message does little
@@ -147,6 +149,7 @@ class MicroBatch:
     rows: tuple[int, ...]
     input_ids: npt.NDArray[np.int64]  # [N, L]
     attention_mask: npt.NDArray[np.int64]  # [N, L]
+    prompts: npt.NDArray[np.int64]  # [N] tokens of each row's prompt
     start: int  # index of the first position whose prediction is used: min prompt length - 1
     targets: npt.NDArray[np.int64]  # [N, L - 1 - start], the token after each position
     mask: npt.NDArray[np.float32]  # same shape, 1 where the target is a sampled token
@@ -162,6 +165,7 @@ class MicroBatch:
             rows=self.rows[rows],
             input_ids=self.input_ids[rows],
             attention_mask=self.attention_mask[rows],
+            prompts=self.prompts[rows],
             start=self.start + (columns.start or 0),
             targets=self.targets[rows, columns],
             mask=self.mask[rows, columns],
@@ -206,6 +210,7 @@ NO_ROWS = MicroBatch(
     rows=(),
     input_ids=np.zeros((1, 2), np.int64),
     attention_mask=np.ones((1, 2), np.int64),
+    prompts=np.ones(1, np.int64),
     start=0,
     targets=np.zeros((1, 1), np.int64),
     mask=np.zeros((1, 1), np.float32),
@@ -249,15 +254,23 @@ def microbatches(
     token_budget: int,
     rank: int = 0,
     ranks: int = 1,
+    *,
+    unpadded: bool = False,
 ) -> list[MicroBatch]:
-    """The chosen rows, shortest first, split so that rows x longest <= token_budget; a single row always fits. Of
+    """The chosen rows, split so that rows x longest <= token_budget, shortest first; a single row always fits. Of
     several ranks each gets its share of the rows, in as many micro-batches as every other; some may have no rows.
 
-    weights: [len(chosen)], from `token_weights`.
+    weights: [len(chosen)], from `token_weights`. unpadded: they are computed without padding, and the prompts that they
+    have in common once: only those tokens count, and rows of a prompt stay together.
     """
-    lengths = [len(rows[i].prompt) + len(rows[i].response) for i in chosen]
-    parts = (parts[rank] for parts in divided(lengths, ranks, token_budget))
-    return [_pad(rows, chosen, weights, part) if part else NO_ROWS for part in parts]
+    responses = [len(rows[i].response) for i in chosen]
+    prompts = [len(rows[i].prompt) for i in chosen]
+    if unpadded:
+        same = alike(rows[i].prompt.tobytes() for i in chosen)
+        cut = divided_by_prompt(same, prompts, responses, ranks, token_budget)
+    else:
+        cut = divided([sum(lengths) for lengths in zip(prompts, responses, strict=True)], ranks, token_budget)
+    return [_pad(rows, chosen, weights, parts[rank]) if parts[rank] else NO_ROWS for parts in cut]
 
 
 def _pad(
@@ -280,6 +293,7 @@ def _pad(
         rows=tuple(chosen[i] for i in part),
         input_ids=ids,
         attention_mask=attention,
+        prompts=np.asarray([len(r.prompt) for r in picked], np.int64),
         start=start,
         targets=ids[:, start + 1 :],
         mask=mask[:, start + 1 :],

@@ -1,0 +1,256 @@
+"""Prompts of a group, computed once: the numbers of separate rows, in less tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.names import AGGREGATION_NAMES
+from tasks.training import division_by_prompt, shared_prompts
+from tasks.training.division_by_prompt import divided_by_prompt
+from tasks.training.logprobs import LogprobModel
+from tasks.training.packing import MicroBatch, Row
+from tasks.training.policy import TrainerSettings
+from tasks.training.rank import ALONE
+from tasks.training.settings import LossConfig, TrainingConfig
+from tasks.training.shared_prompts import Layout, alike, counted, pays
+from tests.support.rank_processes import in_group
+from tests.tasks.test_ranks import Training, check_same, ragged, train
+from tests.tasks.test_row_attention import model
+
+SEPARATE = 2**40
+"""Tokens that no sharing saves."""
+
+
+def group(prompt: int, rests: Sequence[int], seed: int = 0) -> list[Row]:
+    """Responses to one prompt. Some of their tokens are given, as those of an environment are."""
+    rng = np.random.default_rng((seed, prompt, *rests))
+    shared = rng.integers(3, 20, prompt).astype(np.int32)
+
+    def one(i: int, rest: int) -> Row:
+        return Row(
+            prompt=shared,
+            response=rng.integers(3, 20, rest).astype(np.int32),
+            behaviour=rng.normal(-3, 0.4, rest).astype(np.float32),
+            sampled=(np.arange(rest) % 7 < 5) | (np.arange(rest) == 0),
+            advantage=float(rng.normal()),
+            staleness=i % 2,
+        )
+
+    return [one(i, rest) for i, rest in enumerate(rests)]
+
+
+BATCHES = {
+    "ragged groups": [*group(9, (1, 14, 3, 22, 8)), *group(17, (5, 4, 30)), *group(40, (2, 2))],
+    "one response": [*group(12, (6,)), *group(30, (9,))],
+    "a prompt of one token": [*group(1, (3, 5, 2, 8) * 6)],
+    "one prompt begins another": [
+        *group(20, (4, 6, 3)),
+        *(replace(r, prompt=r.prompt[:18]) for r in group(20, (7, 5))),
+    ],
+    "after the prompt, longer than a mask is used for": [*group(20, (300, 270)), *group(300, (290, 5))],
+    "nothing shared": list(ragged(6, np.random.default_rng(3))),
+}
+
+
+def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+    """Of other weights for each row."""
+    assert entropy is not None
+    return (logprobs * torch.tensor([[1.0 + i % 3] for i in part.rows])).sum() + 0.1 * entropy.sum()
+
+
+def computed(found: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], list[int]]:
+    """The gradients of a loss of all tokens, and each row's logprobs; tokens of each pass."""
+    under = LogprobModel(model=found, device="cpu", half=False, temperature=0.7, token_budget=budget)
+    assert under.takes_rows
+    passes = list[int]()
+    handle = found.register_forward_pre_hook(
+        lambda _, __, inputs: passes.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    weights = np.ones(len(rows), np.float32)
+    found.zero_grad()
+    logprobs = dict[int, Any]()
+    for batch in under.microbatches(rows, range(len(rows)), weights):
+        given = under.backward(batch, loss_of, entropy=True, by_token=True)
+        logprobs |= {i: given[k][torch.from_numpy(batch.mask[k] > 0)] for k, i in enumerate(batch.rows)}
+    handle.remove()
+    return [*(logprobs[i] for i in range(len(rows))), *(p.grad.clone() for p in found.parameters())], passes
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("budget", [60, 10_000])
+@pytest.mark.parametrize(
+    ("kind", "config", "changes"),
+    [
+        ("LlamaForCausalLM", "LlamaConfig", {}),
+        ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 16}),
+        ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}),
+    ],
+)
+def test_rows_that_share_a_prompt_have_the_numbers_of_separate_ones(
+    monkeypatch: pytest.MonkeyPatch, name: str, budget: int, kind: str, config: str, changes: dict[str, Any]
+) -> None:
+    """With rotary and with absolute positions. With a small budget groups are cut over micro-batches."""
+    rows = BATCHES[name]
+    found, fewer = computed(model(kind, config, **changes), rows, budget)
+    monkeypatch.setattr(shared_prompts, "LEAST_SAVED", SEPARATE)
+    expected, passes = computed(model(kind, config, **changes), rows, budget)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * max(1.0, float(other.abs().max())))
+    assert sum(passes) == sum(len(row.prompt) + len(row.response) for row in rows)
+    if budget > 60 and name not in ("one response", "nothing shared"):
+        assert sum(fewer) < sum(passes)
+
+
+def test_a_model_of_padded_rows_computes_prompts_with_each() -> None:
+    """Its attention has a window, so it has no other place for rows."""
+    found = model("MistralForCausalLM", "MistralConfig", sliding_window=8)
+    under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
+    assert not under.takes_rows
+    rows = group(20, (4, 9, 3))
+    together = under.rows(rows, range(3))
+    for i, row in enumerate(rows):
+        np.testing.assert_allclose(under.rows([row], [0])[0], together[i], rtol=1e-5, atol=1e-6)
+
+
+# -- a step of the trainer ----------------------------------------------------------------------------------------
+
+
+def job(path: Path, aggregation: str, loss: str = "decoupled_ppo", **changes: Any) -> Training:
+    config = TrainingConfig(
+        microbatch_tokens=90, learning_rate=1e-5, loss=LossConfig(name=loss, aggregation=aggregation), **changes
+    )
+    settings = TrainerSettings(
+        model=str(path), dtype="float32", device="cpu", training=config, num_steps=2, temperature=1.0, max_length=40,
+        seed=0,
+    )  # fmt: skip
+    rows = BATCHES["ragged groups"]
+    return Training(settings, (tuple(rows), tuple(rows[3:] + group(33, (6, 2, 9)))))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATION_NAMES)
+def test_a_step_is_that_of_separate_rows(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, aggregation: str) -> None:
+    """Also with several minibatches, which take the rows of a group apart, and layers that are computed again."""
+    found = train(ALONE, job(tiny_model, aggregation))
+    again = train(ALONE, job(tiny_model, aggregation))
+    assert again.metrics == found.metrics
+    assert all(np.array_equal(weights, found.weights[name]) for name, weights in again.weights.items())
+    several = train(ALONE, job(tiny_model, aggregation, minibatches=2, recompute_activations=True))
+    monkeypatch.setattr(shared_prompts, "LEAST_SAVED", SEPARATE)
+    check_same(found, train(ALONE, job(tiny_model, aggregation)))
+    check_same(several, train(ALONE, job(tiny_model, aggregation, minibatches=2)))
+
+
+def test_two_ranks_train_as_one_does(tiny_model: Path) -> None:
+    one = job(tiny_model, "token_mean", "gspo")
+    check_same(in_group(2, train, one)[0], train(ALONE, one))
+
+
+# -- how rows are divided -----------------------------------------------------------------------------------------
+
+GROUPS = st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 60), min_size=1, max_size=6)), max_size=8)
+
+
+def flat(groups: Sequence[tuple[int, Sequence[int]]]) -> tuple[list[list[int]], list[int], list[int]]:
+    """Rows of each prompt, and each row's lengths."""
+    numbers = [number for number, (_, rests) in enumerate(groups) for _ in rests]
+    prompts = [prompt for prompt, rests in groups for _ in rests]
+    return alike(numbers), prompts, [rest for _, rests in groups for rest in rests]
+
+
+def count(part: Sequence[int], same: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int]) -> int:
+    runs = [[i for i in run if i in part] for run in same]
+    return sum(int(counted(len(run), prompts[run[0]], sum(rests[i] for i in run))) for run in runs if run)
+
+
+@given(groups=GROUPS, ranks=st.integers(1, 4), budget=st.integers(1, 400))
+def test_every_row_is_in_one_part_and_no_part_is_over_the_budget(
+    groups: list[tuple[int, list[int]]], ranks: int, budget: int
+) -> None:
+    same, prompts, rests = flat(groups)
+    batches = divided_by_prompt(same, prompts, rests, ranks, budget)
+    assert sorted(i for batch in batches for part in batch for i in part) == list(range(len(prompts)))
+    assert batches == divided_by_prompt(same, prompts, rests, ranks, budget)
+    for batch in batches:
+        assert len(batch) == ranks
+        assert any(batch)
+        for part in batch:
+            padded = len(part) * max((prompts[i] + rests[i] for i in part), default=0)
+            assert len(part) <= 1 or padded <= division_by_prompt.PADDED * budget
+            assert len(part) <= 1 or count(part, same, prompts, rests) <= budget
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 30), min_size=1, max_size=4)), max_size=3),
+    budget=st.integers(1, 300),
+)
+def test_no_other_way_of_cutting_the_line_takes_less_time(groups: list[tuple[int, list[int]]], budget: int) -> None:
+    """Compared with all of them."""
+    same, prompts, rests = flat(groups)
+    if not same:
+        return
+    line = division_by_prompt._Line.of(same, prompts, rests)
+
+    def price(part: Sequence[int]) -> int | None:
+        tokens = count(part, same, prompts, rests)
+        padded = len(part) * max(prompts[i] + rests[i] for i in part)
+        fits = tokens <= budget and padded <= division_by_prompt.PADDED * budget
+        return tokens + division_by_prompt.PASS_TOKENS if fits or len(part) == 1 else None
+
+    prices = []
+    for cuts in itertools.product([False, True], repeat=len(line.order) - 1):
+        ends = [i for i, cut in enumerate(cuts, start=1) if cut] + [len(line.order)]
+        paid = [price(line.order[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+        if None not in paid:
+            prices.append(sum(p for p in paid if p is not None))
+    assert sum(line.count(part) + division_by_prompt.PASS_TOKENS for part in line.cut(budget)) == min(prices)
+
+
+def test_groups_stay_whole_where_that_takes_no_more_parts() -> None:
+    same, prompts, rests = flat([(50, (10, 30, 20, 5))] * 4)
+    batches = divided_by_prompt(same, prompts, rests, ranks=1, token_budget=330)
+    assert len(batches) == 2
+    assert all(sum(set(run) <= set(part) for (part,) in batches) == 1 for run in same)
+
+
+def test_two_ranks_compute_about_as_much_at_the_same_time() -> None:
+    same, prompts, rests = flat([(50, (10, 30, 20, 5))] * 8)
+    ((one, other),) = divided_by_prompt(same, prompts, rests, ranks=2, token_budget=900)
+    assert count(one, same, prompts, rests) == count(other, same, prompts, rests)
+
+
+@given(groups=GROUPS)
+def test_every_token_stands_in_the_sequence_where_it_is_looked_for(groups: list[tuple[int, list[int]]]) -> None:
+    if not groups:
+        return
+    rows = [row for number, (prompt, rests) in enumerate(groups) for row in group(prompt, rests, number)]
+    longest = max(len(row.prompt) + len(row.response) for row in rows)
+    ids = np.stack([np.pad(whole := [*row.prompt, *row.response], (0, longest - len(whole))) for row in rows])
+    ids = ids.astype(np.int64)
+    lengths = np.asarray([len(row.prompt) + len(row.response) for row in rows])
+    layout = Layout.of(ids, lengths, np.asarray([len(row.prompt) for row in rows]))
+    sequence = ids[layout.row, layout.column]
+    positions = np.concatenate([block.positions for block in layout.blocks])
+    np.testing.assert_array_equal(positions, layout.column)
+    assert sum(block.size for block in layout.blocks) == len(sequence)
+    for i, length in enumerate(lengths):
+        columns = np.arange(length)
+        places = layout.places(np.full(length, i), columns)
+        np.testing.assert_array_equal(sequence[places], ids[i, :length])
+        np.testing.assert_array_equal(positions[places], columns)
+
+
+def test_few_tokens_are_not_shared() -> None:
+    assert not pays(2, 15, 10)
+    assert pays(2, 16, 10)
+    assert not pays(8, 4, 2000)
+    assert pays(np.asarray([1, 9]), 8, 0).tolist() == [False, True]
