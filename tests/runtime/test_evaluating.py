@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,11 +128,64 @@ def test_two_sets_with_their_own_prompts_samples_and_limits(body: Body) -> None:
     assert all(e.tokens == 3 * 2 * 5 for e in short)
 
 
-def test_the_best_version_is_kept(body: Body) -> None:
-    run = body.run(*EVALUATED, "evaluation.best=held-out", world=World(train_s=4.0))
-    run.check()
-    saved: Any = [call.args[0] for call in run.workers.calls if call.method == "save_checkpoint"]
-    assert [path.rpartition("/")[2] for path in saved][:3] == [f"evaluated-{v:06d}" for v in (1, 2, 3)]
+BEST = (*EVALUATED, "evaluation.best=held-out", "steps=6")
+
+
+def judged(figure: Callable[[int], float], **changes: Any) -> World:
+    """A world in which what is scored after `n` steps is worth figure(n), and evaluations outlast steps."""
+    world = World(length=lambda trajectory: 30 if is_evaluated(trajectory) else 8, train_s=2.0, **changes)
+    world.reward = lambda text: figure(len(world.trained))
+    return world
+
+
+def kept(run: Run) -> int:
+    """The version that checkpoints/best is of; nothing else of an evaluation is there."""
+    checkpoints = run.config.run_dir / "checkpoints"
+    assert not list(checkpoints.glob("*evaluated-*"))
+    said = json.loads((checkpoints / "best" / "evaluation.json").read_text())
+    assert (checkpoints / "best" / "version").read_text() == str(said["version"]), "its weights are its own"
+    (found,) = [e for e in run.outcomes.evaluations if e.version == said["version"]]
+    assert said["reward"] == found.figure
+    return int(said["version"])
+
+
+def best_of(run: Run) -> int:
+    """The version after the first that its evaluations say is the best."""
+    return max((e for e in run.outcomes.evaluations if e.version), key=lambda e: (e.figure, -e.version)).version
+
+
+SHAPES = {"rises": float, "falls": lambda n: float(-n), "peaks": lambda n: float(-abs(n - 3))}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("every", "save_s"), [(1, 7.0), (2, 0.0)])
+def test_the_best_of_the_versions_that_were_evaluated_is_kept(
+    body: Body, every: int, save_s: float, shape: str
+) -> None:
+    """Most fall due during another's evaluation, so that later ones are evaluated; and the trainer may save what has
+    been pruned everywhere else by then."""
+    run = body.run(*BEST, f"evaluation.every={every}", world=judged(SHAPES[shape], save_s=save_s))
+    check(run)
+    assert len(run.outcomes.evaluations) > 2
+    assert kept(run) == best_of(run)
+
+
+@pytest.mark.parametrize("undone", [0, 3])
+@pytest.mark.parametrize("steps", [2, 4, 5])
+def test_a_run_that_goes_on_keeps_the_best_of_what_it_still_has(body: Body, steps: int, undone: int) -> None:
+    """What was better was of a version that is trained again. What the kill left is gone."""
+    killed_then = killed(lambda run: len(run.outcomes.steps) >= steps)
+    first = body.run(*BEST, world=judged(lambda n: 50.0 + n), meanwhile=killed_then)
+    resumption = resumption_of(first, undone)
+    latest = max(versions(first), default=0)
+    world = judged(lambda n: 9.0 - n)
+    world.stores = first.world.stores
+    second = body.run(config=first.config, world=world, resumption=resumption)
+    if second.error is not None:
+        raise second.error
+    second.check_kept()
+    new = versions(second)[second.outcomes.earlier_evaluations :]
+    assert kept(second) == (latest if 0 < latest <= resumption.version else next(v for v in new if v))
 
 
 def test_a_run_that_is_stopped_gives_its_evaluation_up(body: Body) -> None:
