@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.actor_settings import make_workload
 from stores.trajectory import is_evaluated
-from tests.runtime.test_taking_up import killed, resumption_of
+from tasks.evaluation_items import group_of
+from tests.runtime.test_taking_up import SHAPES, killed, resumption_of
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World
@@ -128,6 +130,21 @@ def test_two_sets_with_their_own_prompts_samples_and_limits(body: Body) -> None:
     assert all(e.tokens == 3 * 2 * 5 for e in short)
 
 
+def test_episodes_of_many_turns_end_at_the_limit_of_their_set(body: Body) -> None:
+    """A turn of 8 tokens and further ones of 1, with answers of 3: within 13 tokens there are two turns."""
+    job = (*SHAPES["agents"], "steps=3", "evaluation.every=1", "task.eval_prompts=4", "simulation.failed_step_share=0",
+           "evaluation.sets.short.prompts=4", "evaluation.sets.short.max_new_tokens=13")  # fmt: skip
+    run = body.run(*job, world=World(train_s=4.0, length=lambda _: 8))
+    check(run)
+    workload, found = make_workload(run.config), run.outcomes.evaluations
+    assert [e.name for e in found] == ["held-out", "short"] * (len(found) // 2) and found[-1].version == 3
+    for number, (held_out, short) in enumerate(zip(found[::2], found[1::2], strict=True)):
+        turns = [len(workload.turns(-group_of(number, i, 16), 0)) for i in range(16)]
+        assert max(turns) > 2
+        assert held_out.tokens == sum(7 + count for count in turns[:8])
+        assert short.tokens == sum(7 + min(count, 2) for count in turns[8:])
+
+
 BEST = (*EVALUATED, "evaluation.best=held-out", "steps=6")
 
 
@@ -154,17 +171,17 @@ def best_of(run: Run) -> int:
     return max((e for e in run.outcomes.evaluations if e.version), key=lambda e: (e.figure, -e.version)).version
 
 
-SHAPES = {"rises": float, "falls": lambda n: float(-n), "peaks": lambda n: float(-abs(n - 3))}
+FIGURES = {"rises": float, "falls": lambda n: float(-n), "peaks": lambda n: float(-abs(n - 3))}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", FIGURES)
 @pytest.mark.parametrize(("every", "save_s"), [(1, 7.0), (2, 0.0)])
 def test_the_best_of_the_versions_that_were_evaluated_is_kept(
     body: Body, every: int, save_s: float, shape: str
 ) -> None:
     """Most fall due during another's evaluation, so that later ones are evaluated; and the trainer may save what has
     been pruned everywhere else by then."""
-    run = body.run(*BEST, f"evaluation.every={every}", world=judged(SHAPES[shape], save_s=save_s))
+    run = body.run(*BEST, f"evaluation.every={every}", world=judged(FIGURES[shape], save_s=save_s))
     check(run)
     assert len(run.outcomes.evaluations) > 2
     assert kept(run) == best_of(run)
