@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -70,6 +70,12 @@ class StepRecord:
     num_rows: int = 0
     num_tokens: int = 0
     """Rows and stored tokens (prompts included) of this commit; a truncated array is detected by them."""
+
+    def repeats(self, other: StepRecord | None) -> bool:
+        """Whether this asks for what `other` is the commit of."""
+        if other is None or (self.kind, self.step) != (other.kind, other.step):
+            return False
+        return replace(self.ledger, live=()) == replace(other.ledger, live=())
 
 
 class TrajectoryStore(Protocol):

@@ -166,6 +166,13 @@ class InFlight:
         """What is neither live nor stored."""
         return [*itertools.chain(*self.batches.values()), *(e.trajectory for e in self.ended)]
 
+    def unstored(self, num_started: int, stored: Iterable[TrajectoryId]) -> list[TrajectoryId]:
+        """Of the first `num_started` trajectories, those in flight that are not among `stored`. Groups that are drawn
+        but not yet in the ledger have not been started there."""
+        ids = set(stored)
+        aside = (t.id for t in self.set_aside() if t.id not in ids)
+        return [i for i in (*self.live, *aside) if 0 <= i < num_started]
+
     def stored(self, rows: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
         """Drop what a commit has stored: these rows, and with them the batch of `step`. Returns the groups of which
         nothing is in flight any more."""

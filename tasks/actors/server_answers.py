@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from stores.base import LedgerState
 from stores.in_flight import GroupInFlight
-from stores.trajectory import FinishReason, GroupId, PolicyVersion, TrajectoryId
+from stores.trajectory import FinishReason, GroupId, PolicyVersion, Trajectory, TrajectoryId
 from tasks.evaluation_items import EvaluationItem
 from tasks.scoring import ScoredResponse
 from tasks.task_source import Message, Record
@@ -56,6 +56,12 @@ class Payload(NamedTuple):
     """Most tokens of the present turn, if its environment has said so; else 0."""
     evaluated: EvaluatedAs | None = None
     """How an evaluation wants it sampled; None for one that is to be trained on."""
+
+
+def payload(t: Trajectory, turn_tokens: int, evaluated: EvaluatedAs | None) -> Payload:
+    """What a trajectory consists of so far."""
+    prompt, response = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
+    return Payload(prompt, response, t.finish, t.num_in_turn, turn_tokens, evaluated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -27,15 +28,25 @@ class StepBatch:
 class StepBatches:
     """The batches of steps that are trained or wait for their commit, each made when it is first asked for.
 
-    flight: has what each step has taken. group_size: as in BatchConfig. advantage, overlong: how advantages are
-    computed. thread: computes fingerprints."""
+    flight: has what each step has taken. stored: the rows of a step that is stored. group_size: as in BatchConfig.
+    advantage, overlong: how advantages are computed. thread: computes fingerprints."""
 
     def __init__(
-        self, flight: InFlight, group_size: int, advantage: str, overlong: Overlong, thread: ThreadPoolExecutor
+        self,
+        flight: InFlight,
+        stored: Callable[[int], Iterable[Ended]],
+        group_size: int,
+        advantage: str,
+        overlong: Overlong,
+        thread: ThreadPoolExecutor,
     ) -> None:
-        self._flight, self._group_size, self._thread = flight, group_size, thread
+        self._flight, self._stored = flight, stored
+        self._group_size, self._thread = group_size, thread
         self._advantage, self._overlong = advantage, overlong
         self._made: dict[int, StepBatch] = {}
+        self._again: list[Ended] = []
+        """The rows of a stored step that is trained again, number `_again_step`."""
+        self._again_step = -1
 
     def batch(self, step: int) -> StepBatch:
         """The batch of a step that has taken trajectories."""
@@ -47,6 +58,17 @@ class StepBatches:
             self._made[step] = StepBatch(rows=rows, fingerprint=fingerprint, metrics=metrics)
         return self._made[step]
 
+    async def part(self, step: int, first: int) -> BatchPart:
+        """Rows from row `first` on, as many as fit into a message; of a step that is stored if it has taken none."""
+        if step in self._flight.batches:
+            return await _part_of(self.batch(step).rows, first)
+        if step != self._again_step or not first:
+            self._again, self._again_step = await asyncio.to_thread(lambda: list(self._stored(step))), step
+        part = await _part_of(self._again, first)
+        if not part.rest:
+            self._again, self._again_step = [], -1
+        return part
+
     def forget(self, step: int) -> None:
         """Drop the batch of a step that is stored."""
         self._made.pop(step, None)
@@ -56,7 +78,7 @@ class StepBatches:
         self._made.clear()
 
 
-async def part_of(rows: list[Ended], first: int) -> BatchPart:
+async def _part_of(rows: list[Ended], first: int) -> BatchPart:
     """As many rows from row `first` on as fit into a message; packed beside the event loop."""
     last = part_end(rows, first)
     packed = await asyncio.to_thread(PackedRows.of, rows[first:last])

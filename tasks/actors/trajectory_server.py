@@ -42,15 +42,7 @@ from stores.spool_entries import (
     TrajectoriesRetired,
     TrajectoriesRouted,
 )
-from stores.trajectory import (
-    Ended,
-    GroupId,
-    PolicyVersion,
-    Segment,
-    Trajectory,
-    TrajectoryId,
-    is_evaluated,
-)
+from stores.trajectory import Ended, GroupId, PolicyVersion, Segment, Trajectory, TrajectoryId, is_evaluated
 from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
 from tasks.actors.drawn_tasks import DrawnTasks
@@ -67,9 +59,10 @@ from tasks.actors.server_answers import (
     SaidItem,
     ScoringItem,
     TakenUp,
+    payload,
 )
 from tasks.actors.server_settings import ServerSettings
-from tasks.actors.step_batches import StepBatches, part_of
+from tasks.actors.step_batches import StepBatches
 from tasks.actors.unkept import aborted_row, all_aborted
 from tasks.directions import directions_of, role_of, split
 from tasks.endpoint.turns import SampledTurn
@@ -97,9 +90,8 @@ class TrajectoryServer:
         sys.setswitchinterval(SWITCH_S)
         # Seconds since the run's start, as the driver counts them.
         self._epoch = time.monotonic() - start_s
-        path = Path(settings.store)
+        path, prompts = Path(settings.store), settings.prompts
         stored = self.stores.open(path) if settings.resumed else None
-        prompts = settings.prompts
         if stored is not None:
             prompts = replace(prompts, held_out=stored.header.held_out, longest=stored.header.longest_prompt)
         self._settings = settings
@@ -110,15 +102,17 @@ class TrajectoryServer:
         self._points = ResumePoints(path.with_name("resume"))
         self._tasks = DrawnTasks(self._prompts, prompts.sets)
         self._last_record: StepRecord | None = None
-        self._again: list[Ended] = []
-        """The rows of a stored step that is trained again, number `_again_step`."""
-        self._again_step = -1
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._spool_thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
         self._evaluated = EvaluatedInFlight(self._flight, self._tasks)
         self._answers = GivenAnswers(self._prompts)
         self._batches = StepBatches(
-            self._flight, settings.group_size, settings.advantage, settings.overlong, self._store_thread
+            self._flight,
+            self._store.ended,
+            settings.group_size,
+            settings.advantage,
+            settings.overlong,
+            self._store_thread,
         )
         self._keeps_in_flight = True
         """False while a run of an earlier version is resumed: it has no spool."""
@@ -257,12 +251,10 @@ class TrajectoryServer:
         found = {}
         for member, _ in alive:
             t = self._flight.live[member]
-            response, in_turn = tuple(t.response_tokens.tolist()), t.num_in_turn
             most = self._flight.turn_tokens.get(member, 0)
             if not t.has_answers and t.group in records:
                 most = directions_of(records[t.group]).max_tokens
-            prompt = tuple(t.prompt_tokens.tolist())
-            found[member] = Payload(prompt, response, t.finish, in_turn, most, asked.get(member))
+            found[member] = payload(t, most, asked.get(member))
         await self._write([entry] if changed else [])
         return found
 
@@ -427,21 +419,14 @@ class TrajectoryServer:
         trajectories: none for a step that was trained before and is asked for again, stored or not. versions: each
         trajectory's v_traj, as decided by the ledger.
         """
-        if step not in self._flight.batches and not trajectories:
-            if step != self._again_step or not first:
-                self._again, self._again_step = await asyncio.to_thread(lambda: list(self._store.ended(step))), step
-            part = await part_of(self._again, first)
-            if not part.rest:
-                self._again, self._again_step = [], -1
-            return part
         written = None
-        if step not in self._flight.batches:
+        if trajectories and step not in self._flight.batches:
             asked, settings = [self._flight.live[t] for t in trajectories], self._settings
             check_batch(step, asked, settings.group_size, settings.max_error_share, settings.reward)
             taken = BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._flight.apply(taken)
             written = self._write([taken])
-        part = await part_of(self._batches.batch(step).rows, first)
+        part = await self._batches.part(step, first)
         if written is not None:
             await written
         return part
@@ -457,16 +442,12 @@ class TrajectoryServer:
         Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit.
         """
         begin = time.monotonic()
-        if self._is_stored(record):  # it is asked for again, by one that did not hear of it
-            return {"commit_s": 0.0, **(self._last_record.metrics if self._last_record else {})}
+        if record.repeats(last := self._last_record):  # it is asked for again, by one that did not hear of it
+            return {"commit_s": 0.0, **(last.metrics if last else {})}
         step = record.step if record.kind == "step" else None
         batch = None if step is None else self._batches.batch(step)
         rows = [*(batch.rows if batch else []), *self._flight.ended]
-        # Groups that are drawn but not yet in the ledger have not been started there.
-        started = record.ledger.num_started
-        ids = {e.trajectory.id for e in rows}
-        aside = (t.id for t in self._flight.set_aside() if t.id not in ids)
-        live = id_ranges(i for i in (*self._flight.live, *aside) if 0 <= i < started)
+        live = id_ranges(self._flight.unstored(record.ledger.num_started, (e.trajectory.id for e in rows)))
         metrics = batch.metrics if batch else {}
         record = replace(
             record,
@@ -513,12 +494,6 @@ class TrajectoryServer:
             self._spool.rotate(min(self._points.versions(), default=None))
 
         await self._in(self._spool_thread, prune)
-
-    def _is_stored(self, record: StepRecord) -> bool:
-        last = self._last_record
-        if last is None or (record.kind, record.step) != (last.kind, last.step):
-            return False
-        return replace(record.ledger, live=()) == replace(last.ledger, live=())
 
     @property
     def _last_ledger(self) -> LedgerState:

@@ -244,12 +244,12 @@ def test_a_program_prints_its_reward(
 @pytest.mark.parametrize(("does", "error"), [
     ("raise", "the agent raised: ValueError: I do not like it"),
     ("exit", "the agent raised: SystemExit: 3"),
-    ("hang", "step 1 took longer than environment.step_s = 1 s"),
+    ("hang", "step 1 took longer than environment.step_s = 6 s"),
     ("text", "what the agent returned is 'good'; it must be a number"),
     ("rewrite", "the agent raised: RuntimeError: changed_past"),
 ])  # fmt: skip
 def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
-    made = settings(f"agent:{agents}:moody", step_s=1.0)
+    made = settings(f"agent:{agents}:moody", step_s=6.0)
     task = made.source.build().task(0)
 
     async def work() -> None:
@@ -335,11 +335,11 @@ def alive(pids: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("does", "error"), [
-    ("die", "its process ended with exit code 7"), ("hang", "step 1 took longer than environment.step_s = 2 s"),
+    ("die", "its process ended with exit code 7"), ("hang", "step 1 took longer than environment.step_s = 6 s"),
 ])  # fmt: skip
 def test_a_process_ends_with_all_that_it_started(agents: Path, tmp_path: Path, does: str, error: str) -> None:
     pids = tmp_path / "pids"
-    made = settings(f"agent:{agents}:die", {"pids": str(pids)}, step_s=2.0)
+    made = settings(f"agent:{agents}:die", {"pids": str(pids)}, step_s=6.0)
     task = made.source.build().task(0)
 
     async def work() -> None:
@@ -369,7 +369,7 @@ def descendants(marker: str) -> Iterator[int]:
 def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARKED_BY", marker := f"test-{os.getpid()}-{time.monotonic_ns()}")
     command = ["/bin/sh", "-c", f"{sys.executable} {agents.with_name('program.py')}; echo 1"]
-    made = settings("agent:command", {"command": command}, step_s=2.0)
+    made = settings("agent:command", {"command": command}, step_s=6.0)
     task = made.source.build().task(0)
 
     async def work() -> None:

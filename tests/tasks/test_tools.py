@@ -69,9 +69,9 @@ def test_the_calculator(expression: str, result: str) -> None:
 
 @given(st.text("0123456789+-*/%^(). ,esqrtminab×", max_size=60))
 def test_the_calculator_answers_whatever_it_is_asked_at_once(expression: str) -> None:
-    begin = time.monotonic()
+    begin = time.thread_time()
     assert calculate(expression)
-    assert time.monotonic() - begin < 1
+    assert time.thread_time() - begin < 1
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9), st.sampled_from(["+", "-", "*"]))
