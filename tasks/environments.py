@@ -295,10 +295,17 @@ def math_verify_reward(answer: str, record: Record) -> float:
     return float(verify(parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$"), parse(answer)))
 
 
-def make_reward(function: str, source: TaskSource, parts: Mapping[str, RewardPart] = MappingProxyType({})) -> Reward:
-    """The reward named `function`, or the weighted sum of `parts`. Raises ConfigError."""
+def make_reward(
+    function: str,
+    source: TaskSource,
+    parts: Mapping[str, RewardPart] = MappingProxyType({}),
+    *,
+    key: str = "reward.function",
+) -> Reward:
+    """The reward named `function`, or the weighted sum of `parts`. key: of the job file that names it, for messages.
+    Raises ConfigError."""
     if not parts:
-        return _load_reward(function, source, "reward.function")
+        return _load_reward(function, source, key)
     if function != "task":
         raise ConfigError(f"reward.function = {function!r}: there are reward.parts too; make it one of them")
     loaded = {n: _load_reward(part.function, source, f"reward.parts.{n}.function") for n, part in parts.items()}

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stores.errors import ConfigError
 from tasks.columns import Columns
 from tasks.environments import make_source
-from tasks.episodes.limits import EnvironmentConfig
+from tasks.episodes.loading import is_environment
 from tasks.rows import Use
 from tasks.task_source import TaskSource
 
@@ -23,7 +24,6 @@ class EvaluationSet:
     options: Mapping[str, Any] = field(default_factory=dict)
     columns: Columns = Columns()
     seed: int = 0
-    limits: EnvironmentConfig = EnvironmentConfig()
     main: bool = False
     reward: str = "task"
     prompts: int
@@ -35,4 +35,9 @@ class EvaluationSet:
     def build(self) -> TaskSource:
         """Create its source, which it must name. Raises ConfigError."""
         key = f"evaluation.sets.{self.name}.source"
-        return make_source(self.source, self.options, self.seed, self.columns, Use.EVALUATION, self.limits, key=key)
+        if is_environment(self.source, key):
+            raise ConfigError(
+                f"{key} = {self.source!r} is an environment of many turns, which is played as task.source or "
+                "task.eval_source only; leave it empty in a set of that environment's tasks"
+            )
+        return make_source(self.source, self.options, self.seed, self.columns, Use.EVALUATION, key=key)

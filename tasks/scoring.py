@@ -201,7 +201,8 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         source = settings.source.build()
         rewards = {"": make_reward(settings.function, source, settings.parts)}
         for one in settings.sets:
-            rewards[one.name] = make_reward(one.reward, one.build() if one.source else source)
+            of = one.build() if one.source else source
+            rewards[one.name] = make_reward(one.reward, of, key=f"evaluation.sets.{one.name}.reward")
     except ConfigError as error:
         _write(answers, str(error))
         return

@@ -153,7 +153,6 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
             options=dict(one.options),
             columns=config.task.columns,
             seed=config.seed,
-            limits=config.environment,
             main=name == HELD_OUT,
             reward=one.reward,
             prompts=one.prompts,

@@ -72,7 +72,7 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         user_files.check(config)
         return []
     unchecked: list[str] = []
-    for key, kind, path in _data(config):
+    for key, kind, path in user_files.data_files(config):
         if here and (not path.exists() or (kind == "jsonl:" and path.is_dir())):
             why = "a folder, not a file" if path.exists() else "no such file"
             raise ConfigError(f"{key} = {f'{kind}{path}'!r}: cannot be read: {why}")
@@ -251,7 +251,7 @@ def _checked_folder(key: str, path: str, unchecked: list[str], *, here: bool) ->
 
 def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
     """Whether the job's data or reward can only be found where the job will run."""
-    for key, kind, path in _data(config):
+    for key, kind, path in user_files.data_files(config):
         if not path.exists():
             unchecked.append(f"not checked here: {key} = {f'{kind}{path}'!r} is not on this machine")
             return True
@@ -268,14 +268,6 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
             unchecked.append(f"not checked here: {key} = {named!r} cannot be imported on this machine")
             return True
     return False
-
-
-def _data(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
-    """(key, how its value begins, path) of each data set of the job that is a file or folder."""
-    for key, source in (("task.source", config.task.source), ("task.eval_source", config.task.eval_source)):
-        kind, path = user_files.data_file(source)
-        if path is not None:
-            yield key, kind, path
 
 
 def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> tuple[Task, TokenizedPrompts | None]:

@@ -136,6 +136,7 @@ def _check_evaluation(config: RunConfig, where: str) -> None:
     most, sets = config.rollout.max_new_tokens, config.evaluation_sets
     if HELD_OUT in config.evaluation.sets:
         raise ConfigError(f"{where}: evaluation.sets.{HELD_OUT} is the name of the set of task.eval_prompts; rename it")
+    plays = config.acts and not config.environment.tools
     for name, one in config.evaluation.sets.items():
         key = f"{where}: evaluation.sets.{name}"
         if not one.responses_per_prompt:
@@ -145,12 +146,12 @@ def _check_evaluation(config: RunConfig, where: str) -> None:
                 f"{key}.max_new_tokens = {one.max_new_tokens} is more than rollout.max_new_tokens = {most}, which the "
                 "engines have room for; lower it"
             )
-        if config.acts and one.max_new_tokens not in (0, most):
+        if plays and one.reward != "task":
             raise ConfigError(
-                f"{key}.max_new_tokens = {one.max_new_tokens}: episodes of many turns have room for "
-                f"rollout.max_new_tokens = {most} in every set; leave it at 0"
+                f"{key}.reward = {one.reward!r}: environments reward their episodes themselves; remove it, and return "
+                "the reward from the environment"
             )
-        if config.acts and one.source:
+        if plays and one.source:
             raise ConfigError(
                 f"{key}.source = {one.source!r}: environments of a run are those of task.source and task.eval_source; "
                 "leave it empty"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -40,19 +40,29 @@ AGENTS = "agent:"
 """How the name of an agent begins, whose file follows."""
 
 
-def code_keys(reward_parts: Iterable[str], num_tools: int) -> tuple[str, ...]:
-    """Keys of a job with these parts of its reward, and so many tools, that may name user code by file."""
+def code_keys(reward_parts: Iterable[str], num_tools: int, sets: Iterable[str]) -> tuple[str, ...]:
+    """Keys of a job with these parts of its reward, so many tools and these evaluation sets, that may name user code by
+    file."""
     parts = (f"reward.parts.{name}.function" for name in reward_parts)
-    return (*CODE, *parts, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)))
+    of_sets = (f"evaluation.sets.{name}.{key}" for name in sets for key in ("source", "reward"))
+    return (*CODE, *parts, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)), *of_sets)
 
 
 def _code_keys(config: RunConfig) -> tuple[str, ...]:
-    return code_keys(config.reward.parts, len(config.environment.tools))
+    return code_keys(config.reward.parts, len(config.environment.tools), config.evaluation.sets)
 
 
-def scoring_keys(reward_parts: Iterable[str]) -> tuple[str, ...]:
-    """Those of them whose code scores responses."""
-    return tuple(key for key in code_keys(reward_parts, 0) if key.startswith(("task.", "reward.")))
+def scoring_keys(config: RunConfig) -> tuple[str, ...]:
+    """Those of a job's whose code scores responses."""
+    return tuple(key for key in _code_keys(config) if key.startswith(("task.", "reward.", "evaluation.")))
+
+
+def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
+    """(key, how its value begins, path) of each data set of the job that is a file or folder."""
+    for key in (*SOURCES, *(f"evaluation.sets.{name}.source" for name in config.evaluation.sets)):
+        kind, path = data_file(_get(config, key))
+        if path is not None:
+            yield key, kind, path
 
 
 def located(config: RunConfig) -> RunConfig:
@@ -62,10 +72,8 @@ def located(config: RunConfig) -> RunConfig:
         if file:
             config = _set_named(config, key, str(Path(file).resolve()), name)
     config = models_located(config)
-    for key in SOURCES:
-        kind, path = data_file(_get(config, key))
-        if path is not None:
-            config = _set(config, key, f"{kind}{path.resolve()}")
+    for key, kind, path in data_files(config):
+        config = _set(config, key, f"{kind}{path.resolve()}")
     if config.workload.run:
         config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
     return _set(settled(config), "runs_dir", str(Path(config.runs_dir).resolve()))

@@ -27,7 +27,8 @@ class EvaluationHosts:
         version = found.evaluated if found.evaluated >= 0 else published
         places = self._places
         wanted = places.hosts if self._trained else min(places.hosts, -(-found.to_sample // places.of_each))
-        missing = wanted - sum(fleet.get(host) is not None for host in found.hosts)
+        # One that leaves samples nothing more; the trajectories on it are queued as soon as they have arrived.
+        missing = wanted - sum(one is not None and one.max_running > 0 for one in map(fleet.get, found.hosts))
         if missing <= 0:
             return []
         able = [
@@ -56,6 +57,7 @@ class EvaluationHosts:
             host
             for name in found.hosts
             if (host := self._state.fleet.get(name)) is not None
+            and host.version == found.evaluated
             and host.num_evaluated < of_each
             and host.num_running < host.max_running
             and (host.kv_tokens + live.kv_tokens <= host.kv_capacity or not host.trajectories)

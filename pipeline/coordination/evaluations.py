@@ -82,14 +82,20 @@ class MutableEvaluations:
         found = self.under_way
         if found is None or not found.hosts:
             return []
-        running = sum(host.num_evaluated for name in found.hosts if (host := self._fleet.get(name)) is not None)
-        if found.to_sample > running:  # the others are queued, or return from their environment
+        hosts = [host for name in found.hosts if (host := self._fleet.get(name)) is not None]
+        if found.to_sample > sum(
+            host.num_evaluated for host in hosts
+        ):  # the others are queued, or return from their environment
             return []
-        hosts = [(name, self._fleet.get(name)) for name in found.hosts]
-        done = [(name, host) for name, host in hosts if host is None or not host.num_evaluated]
-        for name, _ in done:
-            del found.hosts[name]
-        return [host for _, host in done if host is not None]
+        done = [host for host in hosts if not host.num_evaluated]
+        for host in done:
+            del found.hosts[host.instance]
+        return done
+
+    def lose(self, instance: InstanceId) -> None:
+        """Note that an instance is gone. One that joins under its name later has nothing to stay for."""
+        if self.under_way is not None:
+            self.under_way.hosts.pop(instance, None)
 
     def sampled(self, live: LiveTrajectory) -> None:
         """Note that one of its trajectories is sampled to its end."""

@@ -74,6 +74,8 @@ def _validate_evaluation(state: CoordinatorState) -> None:
     sampling = {Phase.QUEUED, Phase.RUNNING, Phase.ACTING}
     if found.to_sample != sum(state.live[member].phase in sampling for member in members):
         raise ProtocolViolation(f"{found.to_sample} are taken to be sampled yet for evaluation {found.number}")
+    if gone := [name for name in found.hosts if state.fleet.get(name) is None]:
+        raise ProtocolViolation(f"evaluation {found.number} has hosts that are gone: {gone}")
     for member in members:
         live = state.live[member]
         instance = state.fleet.get(live.instance)

@@ -379,6 +379,7 @@ class CoordinatorState(PendingChanges):
     def lose(self, instance: Instance) -> None:
         """Remove an instance, after everything that ran on it was queued or given up."""
         self._fleet.lose(instance)
+        self._evaluations.lose(instance.instance)
         self._loads_changed.pop(instance.instance, None)
 
     def hear_progress(

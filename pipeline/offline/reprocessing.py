@@ -79,7 +79,7 @@ def reprocess(
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
     errors: dict[int, str] = {}
     done = 0
-    config, code = user_files.with_code(config, user_files.scoring_keys(config.reward.parts))
+    config, code = user_files.with_code(config, user_files.scoring_keys(config))
     # As the store's header has it: the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(
         config, held_out=store.header.held_out, longest=store.header.longest_prompt

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +93,8 @@ class Actors:
         self._published: dict[PolicyVersion, StepResult] = {}
         self._transfers = Transfers(self, config.deadlines.call_s, config.cluster.delta_versions)
         self._trained: dict[PolicyVersion, str] = {}
+        self._to_save: Counter[PolicyVersion] = Counter()
+        """Checkpoints of each version that are being saved."""
         self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every, trainer_group.others(config))
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.losses: list[str] = []
@@ -425,6 +427,7 @@ class Actors:
         them until the next time: whether its instances are there is for others to find out."""
         used = wanted | {i.version for i in self.instances.values()}
         used |= {i.fetching for i in self.instances.values() if i.fetching is not None}
+        used |= {version for version, count in self._to_save.items() if count}
         self._transfers.keep(used)
         newest = max(self._published)
         for name, placed in list(self._workers.placed.items()):
@@ -434,12 +437,21 @@ class Actors:
                 except (ActorLost, ActorFailed) as error:
                     logger.info("old versions are kept on %s for now: %s", placed.host, error)
 
-    async def checkpoint(self, name: str) -> None:
-        """Save the trainer's present weights in the run's folder."""
+    async def checkpoint(self, name: str, version: PolicyVersion) -> bool:
+        """Save a version's weights in the run's folder; it is not pruned before. False if they are gone, as those of an
+        older version are with the trainer that published them."""
         folder = self._run_dir / "checkpoints"
         folder.mkdir(exist_ok=True)
-        await self.ask("trainer", "save_checkpoint", str(folder / name), deadline="train_s")
-        logger.info("checkpoint written to %s", folder / name)
+        self._to_save[version] += 1
+        try:
+            saved: bool = await self.ask("trainer", "save_checkpoint", str(folder / name), version, deadline="train_s")
+        finally:
+            self._to_save[version] -= 1
+        if saved:
+            logger.info("checkpoint written to %s", folder / name)
+        else:
+            logger.warning("%s is not written: version %d went with a lost trainer", folder / name, version)
+        return saved
 
     # -- losing --------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ from stores.base import LedgerState, StepRecord
 from stores.errors import RunStuck
 from stores.metrics import with_rate
 from stores.resume_points import ResumePoints
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, ended_as
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, ended_as, is_evaluated
 from tasks.actors.server_answers import FoundInFlight, TakenUp
 from tasks.actors.trainer import StepResult
 
@@ -192,7 +192,7 @@ class Driver:
             self._sum_up()
         self._membership.rest()
         self._note(await self._actors.ask("server", "held_out_notice"))
-        await self._actors.checkpoint(f"step-{self._coordinator.ledger.version:06d}")
+        await self._checkpoint(self._coordinator.ledger.version)
         self._log_resume_points()
         return self.outcomes
 
@@ -351,6 +351,8 @@ class Driver:
                 instance = self._actors.instances.get(command.instance)
                 if instance is not None:  # else its loss is already on the way
                     instance.outbox.put_nowait(command)
+                if isinstance(command, Route) and is_evaluated(command.trajectory):
+                    self._evaluating.best.sampling(command.version)
             case Draw():
                 self._background.spawn(self._draw(command), "draw")
             case Score():
@@ -401,10 +403,14 @@ class Driver:
         self._commits.put(record)
         every = self._config.training.checkpoint_every
         if every and result.version % every == 0 and result.version < self._config.steps:
-            self._background.spawn(self._actors.checkpoint(f"step-{result.version:06d}"), "checkpoint")
+            self._background.spawn(self._checkpoint(result.version), "checkpoint")
         ordered = {PolicyVersion(view.version) for view in self._coordinator.snapshot().instances}
         self._background.spawn(self._actors.prune(ordered), "prune")
         return VersionPublished(version=result.version)
+
+    async def _checkpoint(self, version: PolicyVersion) -> None:
+        if not await self._actors.checkpoint(f"step-{version:06d}", version):
+            self._note(f"there is no checkpoint of version {version}: its weights went with a lost trainer")
 
     def _stored(self, record: StepRecord, metrics: dict[str, float]) -> None:
         """Note a step that is committed, with its batch's metrics."""

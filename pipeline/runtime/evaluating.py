@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,7 @@ class Evaluating:
 
     async def begin(self, version: PolicyVersion) -> None:
         """Ask for the prompts, and request what is due at the version that the run begins or goes on with."""
+        await asyncio.to_thread(self.best.settle, version, self._found)
         if not self._sets:
             return
         self._items = await self._actors.ask("server", "evaluation_items", deadline="train_s")
@@ -84,13 +86,13 @@ class Evaluating:
         """Request an evaluation of the version just published, if it is due."""
         if self._items and self._schedule.is_due(version):
             self._is_due = True
-            self.best.version_is_due(version)
             self._request()
 
     async def conclude(self, command: Conclude) -> None:
         """Sum up an evaluation that has ended, and request the next if one is due."""
         if command.abandoned:
             self._is_due = True
+            await self.best.evaluated(command.version, ())
             self._note(
                 f"the evaluation of version {command.version} was given up, as no instance serves it any more; a later "
                 "version is evaluated in its place"

@@ -95,7 +95,8 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     known = all(isinstance(part, str) for part in place)  # else it is no job, as is said below
     tools = _below(tree, "environment", "tools")
     num_tools = len(tools) if isinstance(tools, list) else 0
-    for path in (*PATHS, *user_files.code_keys(_reward_parts(tree), num_tools)) if known else ():
+    code = user_files.code_keys(_names(tree, "reward", "parts"), num_tools, _names(tree, "evaluation", "sets"))
+    for path in (*PATHS, *code) if known else ():
         *tables, key = path.split(".")
         section = _below(tree, *tables)
         at = int(key) if isinstance(section, list) else key
@@ -113,10 +114,10 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     return user_files.placed(config, here)
 
 
-def _reward_parts(tree: Mapping[str, Any]) -> list[str]:
-    """Names of the parts of an unchecked job's reward."""
-    parts = _below(tree, "reward", "parts")
-    return list(parts) if isinstance(parts, dict) else []
+def _names(tree: Mapping[str, Any], *path: str) -> list[str]:
+    """Names of what an unchecked job describes by name, such as the parts of its reward."""
+    named = _below(tree, *path)
+    return list(named) if isinstance(named, dict) else []
 
 
 def _below(tree: Any, *path: str) -> Any:

@@ -40,6 +40,12 @@ class EvaluatedInFlight:
         begun: list[Entry] = [entry for entry in entries if self._flight.apply(entry)]
         return {i: EvaluatedAs.of(asked[group]) for i, group in groups.items()}, begun
 
+    async def max_new_tokens(self, groups: Iterable[GroupId]) -> dict[GroupId, int]:
+        """Most tokens of a response, for those of these groups that are of an evaluation."""
+        asked = {group for group in groups if is_evaluated(group)}
+        found = await self._tasks.evaluated(asked) if asked else {}
+        return {group: item.of.max_new_tokens for group, item in found.items()}
+
     def responses(self, groups: Sequence[GroupId]) -> list[EvaluatedResponse]:
         """What has become of the items that these groups answer."""
         members = [TrajectoryId(group * self._flight.members) for group in groups]

@@ -13,17 +13,18 @@ from tasks.task_source import Message
 
 
 class GivenAnswers:
-    """Makes answers into token ids, in any thread. max_new_tokens: most tokens of a response."""
+    """Makes answers into token ids, in any thread."""
 
-    def __init__(self, prompts: Prompts, max_new_tokens: int) -> None:
-        self._prompts, self._max_new_tokens = prompts, max_new_tokens
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts = prompts
 
-    def to_give(self, t: Trajectory, item: SaidItem) -> list[int] | Literal["full", "differs"]:
-        """The tokens of an environment's answer to a trajectory's last turn, or why it is not taken."""
+    def to_give(self, t: Trajectory, item: SaidItem, max_new_tokens: int) -> list[int] | Literal["full", "differs"]:
+        """The tokens of an environment's answer to a trajectory's last turn, or why it is not taken. max_new_tokens:
+        most that its response may have."""
         if item.replayed and not self._spoke_alike(t, item.replayed):
             return "differs"
         given = self._given(t, item.messages)
-        return "full" if item.tokens + len(given) >= self._max_new_tokens else given
+        return "full" if item.tokens + len(given) >= max_new_tokens else given
 
     def _given(self, t: Trajectory, messages: tuple[Message, ...]) -> list[int]:
         """Token ids that a trajectory is given after its newest turn."""

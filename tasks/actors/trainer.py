@@ -125,10 +125,15 @@ class Trainer:
         """The version that was published last. Answers while a step is being trained, too."""
         return self._version
 
-    async def save_checkpoint(self, folder: str) -> None:
-        """Save the weights that were published last in the format of `from_pretrained`, in the type they have there."""
+    async def save_checkpoint(self, folder: str, version: PolicyVersion | None = None) -> bool:
+        """Save published weights in the format of `from_pretrained`, in the type they have there. version: by default
+        the one published last; steps may be trained since. False if it is not here."""
+        path = self._folder.path(self._version if version is None else version)
         await self._saved()
-        await self._in_thread(self._policy.save, Path(folder), self._folder.path(self._version))
+        if not path.is_file():
+            return False
+        await self._in_thread(self._policy.save, Path(folder), path)
+        return True
 
     async def close(self) -> None:
         await self._end_saving()

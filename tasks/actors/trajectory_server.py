@@ -105,7 +105,7 @@ class TrajectoryServer:
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._spool_thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
         self._evaluated = EvaluatedInFlight(self._flight, self._tasks)
-        self._answers = GivenAnswers(self._prompts, prompts.max_new_tokens)
+        self._answers = GivenAnswers(self._prompts)
         self._batches = StepBatches(
             self._flight,
             self._store.ended,
@@ -287,9 +287,10 @@ class TrajectoryServer:
         that are no longer live."""
         found = [self._flight.live.get(trajectory) for trajectory, _ in asked]
         records = await self._tasks.records(t.group for t in found if t is not None)
+        most = await self._evaluated.max_new_tokens(t.group for t in found if t is not None)
         texts = await asyncio.to_thread(lambda: [self._texts(u.tolist() for u in t.turns) if t else [] for t in found])
         return [
-            None if t is None else self._episode(t, epoch, tuple(said), records[t.group])
+            None if t is None else self._episode(t, epoch, tuple(said), records[t.group], most.get(t.group))
             for t, (_, epoch), said in zip(found, asked, texts, strict=True)
         ]
 
@@ -298,7 +299,10 @@ class TrajectoryServer:
         found = [(self._flight.live.get(trajectory), text) for trajectory, text in asked]
         return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in found])
 
-    def _episode(self, t: Trajectory, epoch: int, turns: tuple[str, ...], record: Record) -> EpisodeState:
+    def _episode(
+        self, t: Trajectory, epoch: int, turns: tuple[str, ...], record: Record, most: int | None
+    ) -> EpisodeState:
+        """most: tokens of its response, if not the run's."""
         return EpisodeState(
             task=t.group,
             member=t.id % self._settings.members_started,
@@ -307,7 +311,7 @@ class TrajectoryServer:
             turns=turns,
             tokens=t.num_tokens,
             held_out=is_evaluated(t.id),
-            full=t.num_tokens >= self._settings.prompts.max_new_tokens,
+            full=t.num_tokens >= (most or self._settings.prompts.max_new_tokens),
             answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
             restarted=not self._flight.hears(t.id, epoch),
             score=self._score(t.id),
@@ -316,10 +320,15 @@ class TrajectoryServer:
     async def give(self, said: list[SaidItem]) -> list[Bridged]:
         """Add environments' answers to the turns that they answer. One is not taken if nothing could be sampled after
         it, or if its environment, set back, has spoken otherwise than before."""
+        longest = await self._evaluated.max_new_tokens(GroupId(i.trajectory // self._flight.members) for i in said)
         awaited = [self._flight.awaits(item.trajectory, item.tokens, item.epoch) for item in said]
         found = [self._flight.live[i.trajectory] if a else None for i, a in zip(said, awaited, strict=True)]
+        most = self._settings.prompts.max_new_tokens
         given = await asyncio.to_thread(
-            lambda: [self._answers.to_give(t, item) if t else None for t, item in zip(found, said, strict=True)]
+            lambda: [
+                self._answers.to_give(t, item, longest.get(t.group, most)) if t else None
+                for t, item in zip(found, said, strict=True)
+            ]
         )
         taken: list[Entry] = []
         bridged: list[Bridged] = []

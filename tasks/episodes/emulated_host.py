@@ -27,7 +27,8 @@ class EmulatedHostSettings:
 
 
 class EmulatedEnvironments:
-    """Answers as the workload says, after as long as it says."""
+    """Answers as the workload says, after as long as it says. Evaluated tasks have negative numbers, and the episodes
+    of the positive ones, as in emulated engines."""
 
     def __init__(self, settings: EmulatedHostSettings) -> None:
         self._settings = settings
@@ -48,7 +49,7 @@ class EmulatedEnvironments:
         cut: bool,
         newest: SampledTurn | None = None,
     ) -> Answer:
-        found = self._episodes.answer(key.task, key.member, len(turns) - 1, attempt=key.attempt, cut=cut)
+        found = self._episodes.answer(abs(key.task), key.member, len(turns) - 1, attempt=key.attempt, cut=cut)
         limit_s, scale = self._settings.limits.step_s, self._settings.time_scale
         clock = asyncio.get_running_loop().time
         asked_s = clock()
@@ -67,7 +68,7 @@ class EmulatedEnvironments:
         )
 
     async def end(self, key: EpisodeKey, record: Record) -> Answer:
-        found = self._episodes.answer(key.task, key.member, 0, attempt=key.attempt, cut=True)
+        found = self._episodes.answer(abs(key.task), key.member, 0, attempt=key.attempt, cut=True)
         return Answer(ended=True, reward=found.reward)
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:

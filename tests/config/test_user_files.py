@@ -38,10 +38,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("reasoning_gym:chain_sum", "reasoning_gym:chain_sum"),
     ],
 )
-@pytest.mark.parametrize("key", ["task.source", "task.eval_source"])
+@pytest.mark.parametrize("key", ["task.source", "task.eval_source", "evaluation.sets.a.source"])
 def test_a_data_set_is_found_from_any_folder(here: Path, key: str, source: str, found: str) -> None:
-    task = user_files.located(job(f"{key}={source}")).task
-    assert (task.source if key == "task.source" else task.eval_source) == found.format(here=here)
+    located = user_files.located(job(f"{key}={source}"))
+    values = {"task.source": located.task.source, "task.eval_source": located.task.eval_source}
+    values |= {f"evaluation.sets.{name}.source": one.source for name, one in located.evaluation.sets.items()}
+    assert values[key] == found.format(here=here)
 
 
 def test_files_of_one_name_are_sent_apart(here: Path) -> None:
@@ -89,3 +91,19 @@ def test_parts_are_written_explained_and_checked_by_name(here: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             job(override)
+
+
+def test_the_code_of_an_evaluation_set_is_found_sent_and_put_back(here: Path) -> None:
+    own = ("evaluation.sets.one.source=a/mine.py:Sums", "evaluation.sets.two.reward=b/mine.py:f")
+    config = user_files.located(job(*own))
+    sets = config.evaluation.sets
+    assert (sets["one"].source, sets["two"].reward) == (f"{here}/a/mine.py:Sums", f"{here}/b/mine.py:f")
+    assert (sets["one"].reward, sets["two"].source) == ("task", "")
+    sent, code = user_files.with_code(config)
+    assert sorted(code.values()) == ["# a/mine.py\n", "# b/mine.py\n"]
+    assert {key for key in user_files.scoring_keys(config) if "sets" in key} == {
+        f"evaluation.sets.{name}.{key}" for name in ("one", "two") for key in ("source", "reward")
+    }
+    back = user_files.with_code_in(sent, here / "code", code).evaluation.sets
+    for named, text in ((back["one"].source, "# a/mine.py\n"), (back["two"].reward, "# b/mine.py\n")):
+        assert code[Path(named.rpartition(":")[0]).name] == text

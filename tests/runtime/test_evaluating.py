@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from pipeline.config.actor_settings import make_workload
 from stores.trajectory import is_evaluated
-from tests.runtime.test_taking_up import killed, resumption_of
+from tasks.evaluation_items import group_of
+from tests.runtime.test_taking_up import SHAPES, killed, resumption_of
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World
@@ -127,11 +130,79 @@ def test_two_sets_with_their_own_prompts_samples_and_limits(body: Body) -> None:
     assert all(e.tokens == 3 * 2 * 5 for e in short)
 
 
-def test_the_best_version_is_kept(body: Body) -> None:
-    run = body.run(*EVALUATED, "evaluation.best=held-out", world=World(train_s=4.0))
-    run.check()
-    saved: Any = [call.args[0] for call in run.workers.calls if call.method == "save_checkpoint"]
-    assert [path.rpartition("/")[2] for path in saved][:3] == [f"evaluated-{v:06d}" for v in (1, 2, 3)]
+def test_episodes_of_many_turns_end_at_the_limit_of_their_set(body: Body) -> None:
+    """A turn of 8 tokens and further ones of 1, with answers of 3: within 13 tokens there are two turns."""
+    job = (*SHAPES["agents"], "steps=3", "evaluation.every=1", "task.eval_prompts=4", "simulation.failed_step_share=0",
+           "evaluation.sets.short.prompts=4", "evaluation.sets.short.max_new_tokens=13")  # fmt: skip
+    run = body.run(*job, world=World(train_s=4.0, length=lambda _: 8))
+    check(run)
+    workload, found = make_workload(run.config), run.outcomes.evaluations
+    assert [e.name for e in found] == ["held-out", "short"] * (len(found) // 2) and found[-1].version == 3
+    for number, (held_out, short) in enumerate(zip(found[::2], found[1::2], strict=True)):
+        turns = [len(workload.turns(-group_of(number, i, 16), 0)) for i in range(16)]
+        assert max(turns) > 2
+        assert held_out.tokens == sum(7 + count for count in turns[:8])
+        assert short.tokens == sum(7 + min(count, 2) for count in turns[8:])
+
+
+BEST = (*EVALUATED, "evaluation.best=held-out", "steps=6")
+
+
+def judged(figure: Callable[[int], float], **changes: Any) -> World:
+    """A world in which what is scored after `n` steps is worth figure(n), and evaluations outlast steps."""
+    world = World(length=lambda trajectory: 30 if is_evaluated(trajectory) else 8, train_s=2.0, **changes)
+    world.reward = lambda text: figure(len(world.trained))
+    return world
+
+
+def kept(run: Run) -> int:
+    """The version that checkpoints/best is of; nothing else of an evaluation is there."""
+    checkpoints = run.config.run_dir / "checkpoints"
+    assert not list(checkpoints.glob("*evaluated-*"))
+    said = json.loads((checkpoints / "best" / "evaluation.json").read_text())
+    assert (checkpoints / "best" / "version").read_text() == str(said["version"]), "its weights are its own"
+    (found,) = [e for e in run.outcomes.evaluations if e.version == said["version"]]
+    assert said["reward"] == found.figure
+    return int(said["version"])
+
+
+def best_of(run: Run) -> int:
+    """The version after the first that its evaluations say is the best."""
+    return max((e for e in run.outcomes.evaluations if e.version), key=lambda e: (e.figure, -e.version)).version
+
+
+FIGURES = {"rises": float, "falls": lambda n: float(-n), "peaks": lambda n: float(-abs(n - 3))}
+
+
+@pytest.mark.parametrize("shape", FIGURES)
+@pytest.mark.parametrize(("every", "save_s"), [(1, 7.0), (2, 0.0)])
+def test_the_best_of_the_versions_that_were_evaluated_is_kept(
+    body: Body, every: int, save_s: float, shape: str
+) -> None:
+    """Most fall due during another's evaluation, so that later ones are evaluated; and the trainer may save what has
+    been pruned everywhere else by then."""
+    run = body.run(*BEST, f"evaluation.every={every}", world=judged(FIGURES[shape], save_s=save_s))
+    check(run)
+    assert len(run.outcomes.evaluations) > 2
+    assert kept(run) == best_of(run)
+
+
+@pytest.mark.parametrize("undone", [0, 3])
+@pytest.mark.parametrize("steps", [2, 4, 5])
+def test_a_run_that_goes_on_keeps_the_best_of_what_it_still_has(body: Body, steps: int, undone: int) -> None:
+    """What was better was of a version that is trained again. What the kill left is gone."""
+    killed_then = killed(lambda run: len(run.outcomes.steps) >= steps)
+    first = body.run(*BEST, world=judged(lambda n: 50.0 + n), meanwhile=killed_then)
+    resumption = resumption_of(first, undone)
+    latest = max(versions(first), default=0)
+    world = judged(lambda n: 9.0 - n)
+    world.stores = first.world.stores
+    second = body.run(config=first.config, world=world, resumption=resumption)
+    if second.error is not None:
+        raise second.error
+    second.check_kept()
+    new = versions(second)[second.outcomes.earlier_evaluations :]
+    assert kept(second) == (latest if 0 < latest <= resumption.version else next(v for v in new if v))
 
 
 def test_a_run_that_is_stopped_gives_its_evaluation_up(body: Body) -> None:

@@ -69,6 +69,8 @@ class World:
     publish_s: float = 0.1
     point_s: float = 0.0
     """Seconds a resume point takes, in the trainer's thread."""
+    save_s: float = 0.0
+    """Seconds until the trainer comes to saving a checkpoint."""
     commit_s: float = 0.0
     """Seconds a commit takes, in the server's thread."""
     reward_s: float = 0.02
@@ -436,8 +438,14 @@ class PlayedTrainer:
     async def version(self) -> PolicyVersion:
         return self._version
 
-    async def save_checkpoint(self, folder: str) -> None:
+    async def save_checkpoint(self, folder: str, version: PolicyVersion | None = None) -> bool:
+        await asyncio.sleep(self._world.save_s)
+        if version is not None and version not in self._world.weights[self._host]:
+            return False
         self.saved.append(folder)
+        Path(folder).mkdir(exist_ok=True)
+        (Path(folder) / "version").write_text(str(self._version if version is None else version))
+        return True
 
     async def close(self) -> None:
         """There is nothing to close."""

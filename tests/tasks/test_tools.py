@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import signal
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import actor_settings, loading
 from stores.errors import ConfigError
+from tasks.environments import EvaluationRecord
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.episodes.calculator import calculate
 from tasks.episodes.host import Episodes, EpisodeSettings
@@ -265,6 +267,31 @@ def test_a_generated_task_is_played_with_tools(tooled: Path) -> None:
         first, last = await answers(episodes, ["<calculator>1 + 1</calculator>", task.record["answer"]], made)
         assert (first.error, first.messages) == ("", (Message("tool", "<result>2</result>"),))
         assert (last.error, last.reward) == ("", 1.0)
+        await episodes.close()
+
+    asyncio.run(work())
+
+
+def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scored_by_its_own_verifier(tooled: Path) -> None:
+    (tooled.parent / "other.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4"}\n')
+    (tooled.parent / "mine.py").write_text("def half(answer, record):\n    return 0.5 * (answer == record['answer'])\n")
+    made = settings(
+        tooled,
+        f"evaluation.sets.other.source=jsonl:{tooled.parent}/other.jsonl",
+        f"evaluation.sets.other.reward={tooled.parent}/mine.py:half",
+    )
+    assert made.scoring is not None
+    (own,) = made.scoring.sets
+    task = own.build().task(0, held_out=True)
+    record = pickle.loads(pickle.dumps(EvaluationRecord.named("other", task.record)))
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        key = EpisodeKey(task=-1, held_out=True)
+        first = await episodes.act(key, record, ["<calculator>2+2</calculator>"], cut=False)
+        assert first.messages == (Message("tool", "<result>4</result>"),)
+        last = await episodes.act(key, record, ["<calculator>2+2</calculator>", "so 4"], cut=False)
+        assert (last.ended, last.reward, last.error) == (True, 0.5, "")
         await episodes.close()
 
     asyncio.run(work())

@@ -139,6 +139,31 @@ def test_steps_go_on_while_a_point_is_written_and_the_next_point_waits_for_it(tm
     asyncio.run(whole())
 
 
+def test_a_checkpoint_is_of_the_version_that_was_asked_for(tmp_path: Path) -> None:
+    """Though a step ends while the resume point is awaited. Of a version that is not here any more there is none."""
+    saved: list[int] = []
+
+    class Noting(Slow):
+        def save(self, folder: Path, published: Path) -> None:
+            saved.append(int(published.stem[1:]))
+
+    async def whole() -> None:
+        policy = Noting()
+        actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
+        for step in range(2):
+            await actor.train(Server(), step, (), ())
+        asked = [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / "newest")))]
+        asked += [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / str(v)), v)) for v in (1, 2, 7)]
+        await asyncio.sleep(0)
+        await actor.train(Server(), 2, (), ())
+        policy.free.set()
+        assert await asyncio.gather(*asked) == [True, True, True, False]
+        await actor.close()
+
+    asyncio.run(whole())
+    assert sorted(saved) == [1, 2, 2]
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_what_keeps_a_point_from_being_written_is_told_once_by_whatever_call_comes_next(
     tmp_path: Path, late: bool

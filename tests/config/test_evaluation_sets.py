@@ -1,0 +1,62 @@
+"""Evaluation sets of a job: what is refused, in one line each, and what their sources may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import actor_settings, loading
+from pipeline.config.schema import RunConfig
+from stores.errors import ConfigError
+
+PLAYED = ("task.environment=yes", "task.source=mine.py:Game")
+
+
+def job(*overrides: str) -> RunConfig:
+    return loading.load("examples/demo.toml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("evaluation.sets.a.samples=0", "evaluation.sets.a.greedy=false"), "sets.a: samples = 0 and greedy = false"),
+        (("evaluation.sets.a.max_new_tokens=65",), r"max_new_tokens = 65 is more than rollout.max_new_tokens = 64"),
+        (
+            (*PLAYED, "evaluation.sets.a.source=jsonl:rows.jsonl"),
+            r"sets.a.source = 'jsonl:rows.jsonl': environments of",
+        ),
+        (
+            (*PLAYED, "evaluation.sets.a.reward=math_verify"),
+            r"sets.a.reward = 'math_verify': environments reward their",
+        ),
+        (("evaluation.best=a",), "evaluation.best = 'a' is no set that is evaluated; known: held-out"),
+        (
+            ("evaluation.sets.held-out.prompts=1",),
+            "evaluation.sets.held-out is the name of the set of task.eval_prompts",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        job(*overrides)
+    assert "\n" not in str(refused.value)
+
+
+def test_episodes_of_many_turns_may_have_less_room_in_a_set() -> None:
+    config = job(*PLAYED, "evaluation.sets.a.max_new_tokens=9")
+    assert [one.max_new_tokens for one in actor_settings.evaluation_sets(config)] == [64, 9]
+
+
+@pytest.mark.parametrize("source", ["agent:{here}/mine.py:play", "gymnasium:Taxi-v3", "{here}/mine.py:Game"])
+def test_an_environment_in_a_set_of_a_job_without_is_refused(tmp_path: Path, source: str) -> None:
+    """Its episodes would be taken for single turns, and each of their rewards fail."""
+    (tmp_path / "mine.py").write_text(
+        "def play(task, client):\n    return 1.0\n\n\n"
+        "class Game:\n    def reset(self, seed):\n        return 'hi', {}\n\n"
+        "    def step(self, action):\n        return '', 1.0, True, False, {}\n"
+    )
+    config = job(f"evaluation.sets.a.source={source.format(here=tmp_path)}")
+    (_, own) = actor_settings.evaluation_sets(config)
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.a\.source = .* is an environment of many turns, which"):
+        own.build()
