@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ from pipeline.config.fields import apply_override, merged
 from pipeline.config.rules import check_across
 from pipeline.config.schema import RunConfig
 from stores.errors import ConfigError
-from tasks.knobs import build
+from tasks.knobs import build, values
+
+logger = logging.getLogger(__name__)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -50,6 +53,13 @@ def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
     config = build(RunConfig, _with_profile(tree, where), where)
     check_across(config, where)
+    # Not refused: jobs of before that were written out in full have the slack that was the default then.
+    if (slack := values(config.rollout)["pace_slack"]) and config.rollout.routing == "deadline":
+        logger.warning(
+            "%s: rollout.pace_slack = %g is not used: rollout.routing = 'deadline' finds the slack itself; remove it",
+            where,
+            slack,
+        )
     return config
 
 

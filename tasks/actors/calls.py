@@ -155,7 +155,21 @@ async def _watched(asked: asyncio.Task[Any], address: str, who: str) -> Any:
     while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
         if await _refused(address):
             raise ActorLost(f"{who} is gone: nothing listens at {address}", who)
-    return await asked
+    return _answer(asked)
+
+
+async def _waited(asked: asyncio.Task[Any]) -> Any:
+    """The result of an actor's call, which goes on if the caller is cancelled."""
+    await asyncio.wait({asked})
+    return _answer(asked)
+
+
+def _answer(asked: asyncio.Task[Any]) -> Any:
+    """The result of a call that has ended. One that was cancelled on its way, as by a connection that is closed, is
+    not the caller's cancellation: who takes that for his own ends though nobody has asked him to."""
+    if asked.cancelled():
+        raise RuntimeError("the call was cancelled")
+    return asked.result()
 
 
 async def _refused(address: str) -> bool:
@@ -183,7 +197,7 @@ async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, l
                 return await getattr(actor, method)(*args)
             asked = _begun(_execute(actor, method, _packed(args)))
             address = actor.address if isinstance(actor, RemoteActor) else actor._address
-            result = await (_watched(asked, address, who) if _within_actor.get() else asyncio.shield(asked))
+            result = await (_watched(asked, address, who) if _within_actor.get() else _waited(asked))
             return result if type(result) is bytes else pickle.loads(result[1])
     except ActorFailed as error:
         if error.who:

@@ -292,3 +292,15 @@ def test_explain_says_only_what_was_checked() -> None:
     """An emulated job names no model, and no data or reward that is used."""
     result = CliRunner().invoke(config_command, ["explain", "examples/dryrun.toml"])
     assert (result.exit_code, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("routing", "slack", "told"), [("deadline", 1.5, True), ("deadline", 0, False), ("deadline@1", 1.5, False)]
+)
+def test_a_slack_that_the_routing_rule_does_not_use_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, routing: str, slack: float, told: bool
+) -> None:
+    """Not refused: jobs of before have it without anybody having asked for it."""
+    load(tmp_path, GOOD, f"rollout.routing={routing}", f"rollout.pace_slack={slack}")
+    said = "rollout.pace_slack = 1.5 is not used: rollout.routing = 'deadline' finds the slack itself; remove it"
+    assert [said in record.getMessage() for record in caplog.records] == [True] * told

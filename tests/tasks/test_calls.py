@@ -12,7 +12,7 @@ from distributed import Client, LocalCluster, get_worker
 
 from stores.errors import ActorFailed, ActorLost, StoreError
 from stores.trajectory import FinishReason, TrajectoryId
-from tasks.actors.calls import answers_calls, call
+from tasks.actors.calls import RemoteActor, answers_calls, call
 from tasks.engines.base import Sampled
 
 
@@ -116,6 +116,26 @@ def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None
                 await call(actor, "fail", within_s=30.0, who="it")
 
     asyncio.run(whole())
+
+
+class Ending:
+    """The calls of a worker that ends what it is asked for, as Dask does while it closes connections."""
+
+    async def actor_execute(self, **asked: Any) -> Any:
+        raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("within_actor", [False, True])
+def test_a_call_that_is_cancelled_on_its_way_is_a_loss_and_does_not_cancel_the_caller(within_actor: bool) -> None:
+    async def whole() -> None:
+        other = RemoteActor("inproc://none", "key", Ending())
+        if within_actor:
+            await Relaying().relay(other, "wait")
+        else:
+            await call(other, "wait", within_s=60.0, who="other")
+
+    with pytest.raises(ActorLost, match=r"^other is gone: the call was cancelled$"):
+        asyncio.run(whole())
 
 
 @answers_calls
