@@ -68,11 +68,11 @@ class LedPolicy:
 
     def close(self) -> None:
         """End the group."""
-        self._policy.group.shared(None)
+        self._policy.group.shared(None, idle=True)
         self._policy.close()
 
     def _tell(self, method: str, *args: Any) -> None:
-        self._policy.group.shared((method, *args))
+        self._policy.group.shared((method, *args), idle=True)
 
 
 @contextlib.contextmanager
@@ -136,7 +136,7 @@ def _follow(given: bytes, rank: Rank) -> None:
     policy = PolicyTrainer(pickle.loads(given), rank)
     own: Any = None
     try:
-        while (asked := policy.group.shared(own)) is not None:
+        while (asked := policy.group.shared(own, idle=True)) is not None:
             method, *args = asked
             getattr(policy, method)(*args)
     finally:

@@ -39,28 +39,39 @@ T = TypeVar("T")
 
 SEEN_S = 10.0
 """Seconds until a file that one host has written to a shared folder is seen by another."""
-COLLECTIVE_S = 1800.0
-"""Seconds that a rank waits in one operation for the others. Whoever hangs is found sooner, by the driver's deadlines;
-this ends threads whose run has ended."""
+LONGEST_S = 1800.0
+"""Seconds that a rank waits until others have written their shards, or until it is told what to do next: neither says
+that one hangs."""
 
 
 class Group:
     """The group as rank `rank` sees it. Waits until all ranks are there; one process can be in one group at a time."""
 
-    def __init__(self, rank: Rank = ALONE, device: str = "cpu", *, half: bool = False, offload: bool = False) -> None:
+    def __init__(
+        self,
+        rank: Rank = ALONE,
+        device: str = "cpu",
+        *,
+        half: bool = False,
+        offload: bool = False,
+        collective_s: float = LONGEST_S,
+    ) -> None:
         """half: blocks compute in bfloat16 and are gathered in it. offload: shards are kept in the processor's memory,
-        with their gradients and what an optimizer keeps of them; the device has a block at a time."""
+        with their gradients and what an optimizer keeps of them; the device has a block at a time. collective_s:
+        seconds that a rank waits for the others in one operation; then it fails."""
         self.rank = rank
         self.device = device
         self._mesh: Any = None
         self._saving: Any = None
         """A process group for what is written in the background: its calls have another order than the trainer's."""
+        self._idle: Any = None
+        """A process group in which ranks wait for what they are to do next."""
         if rank.count == 1 and not offload:
             return
         self._half, self._offload = half, offload
         if dist.is_initialized():  # this process was in the group of a run before
             dist.destroy_process_group()
-        limit = datetime.timedelta(seconds=COLLECTIVE_S)
+        limit, longest = datetime.timedelta(seconds=collective_s), datetime.timedelta(seconds=LONGEST_S)
         store = _store(rank, limit) if rank.count > 1 else dist.HashStore()
         if device == "cuda":
             # Of this thread: a trainer does all of its work in one.
@@ -69,7 +80,8 @@ class Group:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=limit)
         self._mesh = init_device_mesh(device, (rank.count,))
-        self._saving = dist.new_group(backend="gloo", timeout=limit)
+        self._saving = dist.new_group(backend="gloo", timeout=longest)
+        self._idle = dist.new_group(backend="gloo", timeout=longest)
 
     @property
     def shards(self) -> bool:
@@ -117,12 +129,14 @@ class Group:
             whole = distribute_tensor(whole.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
         shard.copy_(whole)
 
-    def shared(self, thing: T) -> T:
-        """What the leading rank was called with, on all ranks; the others' own is left."""
+    def shared(self, thing: T, *, idle: bool = False) -> T:
+        """What the leading rank was called with, on all ranks; the others' own is left. idle: the leading one may be
+        busy with something else for long before it calls this."""
         if self._mesh is None:
             return thing
         things = [thing if self.rank.leads else None]
-        dist.broadcast_object_list(things, src=0, device=torch.device("cpu"))
+        group = self._idle if idle else None
+        dist.broadcast_object_list(things, src=0, group=group, device=torch.device("cpu"))
         return things[0]  # type: ignore[return-value]  # the leading rank's
 
     def merged(self, found: Mapping[int, T]) -> dict[int, T]:
@@ -166,7 +180,7 @@ class Group:
         """End this process's part in the group. On GPUs that also ends what its threads wait for from other ranks."""
         if self._mesh is None or not dist.is_initialized():
             return
-        if self.device == "cuda":  # a hung kernel would keep the GPU and its memory until COLLECTIVE_S
+        if self.device == "cuda":  # a hung kernel would keep the GPU and its memory until its deadline
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()

@@ -63,7 +63,8 @@ class PolicySettings(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
     """Settings of the trainer; see ModelConfig. training: the job's table. num_steps: length of a schedule that
-    decays, unless the table has one. max_length: for constant_length."""
+    decays, unless the table has one. max_length: for constant_length. collective_s: seconds that a rank waits for the
+    others in one operation."""
 
     model: str
     dtype: str
@@ -73,6 +74,7 @@ class TrainerSettings:
     temperature: float
     max_length: int
     seed: int
+    collective_s: float = 180.0
 
     def build(self, threads: int, rank: Rank = ALONE) -> Policy:
         import torch

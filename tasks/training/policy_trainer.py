@@ -90,7 +90,7 @@ class PolicyTrainer:
         self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
         half = settings.dtype == "bfloat16"
-        self.group = Group(rank, self.device, half=half, offload=training.offload)
+        self.group = Group(rank, self.device, half=half, offload=training.offload, collective_s=settings.collective_s)
         model = self._load_model()
         if training.lora.rank:
             model = lora.adapted(model, training.lora, settings.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stores import parameters, weight_file
 from stores.errors import StoreError
 from stores.weight_hash import in_order
+from tasks.actors.trainer_rank import tells_of_a_lost_rank
 from tasks.names import AGGREGATION_NAMES
 from tasks.training import division, group
 from tasks.training.blocks import blocks
 from tasks.training.division import divided
+from tasks.training.group import Group
 from tasks.training.loss import LOSSES
 from tasks.training.packing import Row
 from tasks.training.policy import TrainerSettings
@@ -342,6 +345,24 @@ def apart(rank: Rank, job: Training, folder: Path) -> str:
     finally:
         trainer.close()
     return ""
+
+
+def waited(rank: Rank) -> str:
+    """What becomes of a group whose leading rank is late for what was told, and the other for a sum."""
+    told = Group(rank, collective_s=1.0)
+    if rank.leads:
+        time.sleep(2.0)
+    assert told.shared("sum" if rank.leads else "", idle=True) == "sum"
+    if not rank.leads:
+        time.sleep(4.0)
+        return ""
+    with pytest.raises(RuntimeError) as failed:
+        told.summed([1.0])
+    return f"{failed.value}" if tells_of_a_lost_rank(failed.value) else ""
+
+
+def test_a_rank_waits_for_one_that_hangs_as_long_as_it_may_and_longer_for_what_it_is_told() -> None:
+    assert "Timed out waiting 1000ms" in in_group(2, waited)[0]
 
 
 def test_ranks_whose_folder_is_not_shared_are_told_when_they_save(tiny_model: Path, tmp_path: Path) -> None:
