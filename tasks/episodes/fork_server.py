@@ -37,8 +37,8 @@ ENDED = struct.Struct("<qi")
 """What it reports: an episode's number, and the status that its process ended with."""
 BEGIN, STEP, CLOSE = "begin", "step", "close"
 """What an episode's process is asked."""
-LAST_S = 2.0
-"""Seconds that the server spends at its end on killing what is left."""
+LAST_S = 10.0
+"""Seconds that the server spends at its end, at most, on killing what is left."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Of prctl(2)."""
 

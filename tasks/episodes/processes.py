@@ -23,6 +23,7 @@ from tasks.episodes.fork_server import (
     ENDED,
     FORK,
     KILL,
+    LAST_S,
     ORDER,
     STEP,
     ForkSettings,
@@ -161,10 +162,14 @@ class ForkServer:
 
 
 def _stopped(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """Stop a server; it kills its processes, or they die with it."""
+    """Stop a server. It kills its processes and what these have started, which would outlive it if it were killed
+    before; what hangs is."""
     control.close()
-    process.kill()
-    process.wait()
+    try:
+        process.wait(LAST_S + 2.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class ForkedEpisode:

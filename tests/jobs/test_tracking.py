@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,22 +145,37 @@ def tracked(name: str, folder: Path) -> list[dict[int, float]]:
 
 
 def wandb_rewards(file: Path) -> dict[int, float]:
-    """Rewards by step, from the records of an offline run: LevelDB's log format, after a header of seven bytes."""
+    """Rewards by step, from the records of an offline run. Waits for the last one: the package's own process may write
+    it after a run has been finished."""
+    end = time.monotonic() + 60
+    while True:
+        found, whole = read_wandb(file.read_bytes())
+        if whole or time.monotonic() > end:
+            return found
+        time.sleep(0.05)
+
+
+def read_wandb(data: bytes) -> tuple[dict[int, float], bool]:
+    """Rewards by step, and whether the records' end is among them: LevelDB's log format, after a header of seven
+    bytes."""
     from wandb.proto import wandb_internal_pb2
 
-    data, at, found = file.read_bytes(), 7, {}
+    at, found, whole = 7, dict[int, float](), False
     while at + 7 <= len(data):
         if at % 32768 > 32768 - 7:  # the rest of a block is too short for a record
             at += 32768 - at % 32768
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + size > len(data):
+            break
         if kind == 1:  # whole; larger ones, of the settings, are in parts
             record = wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size])
             values = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
             if "reward" in values:
                 found[int(values["_step"])] = float(values["reward"])
+            whole |= record.WhichOneof("record_type") == "exit"
         at += 7 + size
-    return found
+    return found, whole
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages
