@@ -12,7 +12,8 @@ With --prompts: a step on groups of which 10, 36 and 60 % of the tokens are prom
 each response, turn about.
 
 With --memory: the peak memory of a step on 2,048 sampled tokens at a vocabulary of 152,000, with all logits at once and
-in chunks, and with activations kept and computed again, each in a process of its own.
+in chunks, and with activations kept and computed again, each in a process of its own. With --resident: what each of 1,
+2 and 4 ranks holds between two steps.
 
 The limit is what no trainer of this model can be much below: forward, cross-entropy and backward of each row alone,
 without padding, with logits of response tokens only; or of rows of like length in padded batches, if that is less.
@@ -31,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ import numpy as np
 
 from tasks.training.packing import Row, microbatches
 from tasks.training.policy import TrainerSettings
+from tasks.training.rank import ALONE, Rank
 from tasks.training.settings import LossConfig, TrainingConfig
 
 GROUP = 8
@@ -103,7 +105,7 @@ def make_rows(groups: int, vocabulary: int, prompts: Sequence[int] = range(16, 6
     return rows
 
 
-def our_step(model: Path, loss: str, **changes: Any) -> Callable[[Sequence[Row]], float]:
+def our_step(model: Path, loss: str, rank: Rank = ALONE, **changes: Any) -> Callable[[Sequence[Row]], float]:
     """A step of this project's trainer on rows; gives the gradient's norm."""
     from tasks.training.policy_trainer import PolicyTrainer
 
@@ -114,7 +116,7 @@ def our_step(model: Path, loss: str, **changes: Any) -> Callable[[Sequence[Row]]
         model=str(model), dtype="float32", device="cpu", training=training, num_steps=1, temperature=1.0,
         max_length=LONGEST, seed=0,
     )  # fmt: skip
-    trainer = PolicyTrainer(settings)
+    trainer = PolicyTrainer(settings, rank)
     return lambda rows: trainer.step(0, rows)["grad_norm"]
 
 
@@ -334,14 +336,58 @@ def memory(model: Path, rows: Sequence[Row], *, chunks: bool, again: bool) -> tu
     return held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before - held
 
 
-def memory_table(vocabulary: int, count: int, length: int) -> None:
-    """Print the peak memory of a step on so many responses of a length."""
+def resident(model: Path, rows: Sequence[Row], rank: Rank) -> float:
+    """Bytes that a rank holds after two steps, besides what it had before it was given the model. For a fresh
+    process."""
+    import psutil
+    import torch
+
+    from tasks.training import policy_trainer
+
+    torch.set_num_threads(1)
+    assert policy_trainer
+    process = psutil.Process()
+    before = process.memory_info().rss
+    step = our_step(model, PPO, rank)
+    for _ in range(2):
+        step(rows)
+    gc.collect()
+    return float(process.memory_info().rss - before)
+
+
+def resident_table(vocabulary: int, length: int) -> None:
+    """Print what each of several ranks holds."""
+    import torch.distributed as dist
+
+    rows = [row_of(vocabulary, length)] * 8
+    print("| ranks | resident, GiB, each | the largest, of one rank's |\n|---|---|---|")
+    alone = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        make_model(Path(name), vocabulary)
+        for count in (1, 2, 4):
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            place = Rank(count=count, host="127.0.0.1", port=store.port) if count > 1 else ALONE
+            with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as fresh:
+                asked = [fresh.submit(resident, Path(name), rows, replace(place, number=i)) for i in range(count)]
+                held = [one.result() for one in asked]
+            alone = alone or max(held)
+            each = ", ".join(f"{one / 2**30:.2f}" for one in held)
+            print(f"| {count} | {each} | {max(held) / alone:.2f} |", flush=True)
+
+
+def row_of(vocabulary: int, length: int) -> Row:
+    """A response of a length to a prompt of 32 tokens."""
     rng = np.random.default_rng(0)
-    row = Row(
+    return Row(
         prompt=np.full(32, 5, np.int32), response=rng.integers(3, vocabulary, length).astype(np.int32),
         behaviour=np.full(length, -np.log(vocabulary), np.float32), sampled=np.ones(length, bool), advantage=1.0,
         staleness=1,
     )  # fmt: skip
+
+
+def memory_table(vocabulary: int, count: int, length: int) -> None:
+    """Print the peak memory of a step on so many responses of a length."""
+    row = row_of(vocabulary, length)
     print(f"vocabulary {vocabulary:,}, {count * length:,} sampled tokens in a micro-batch")
     print("| logits | activations | weights, gradients, optimizer | peak besides |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
@@ -360,6 +406,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", action="store_true", help="prompts computed once for a group, and with each row")
     parser.add_argument("--memory", action="store_true", help="peak memory of a step instead")
+    parser.add_argument("--resident", action="store_true", help="what each of several ranks holds instead")
     parser.add_argument("--quick", action="store_true", help="one short round: whether it works")
     args = parser.parse_args()
     import torch
@@ -367,6 +414,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.memory:
         memory_table(512 if args.quick else 152_000, 8, 16 if args.quick else 256)
+        return
+    if args.resident:
+        resident_table(512 if args.quick else 152_000, 16)
         return
     if args.prompts:
         prompts_table(64, 1, 1) if args.quick else prompts_table(args.vocabulary[0], args.groups, args.rounds)

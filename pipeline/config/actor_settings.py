@@ -249,7 +249,6 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
         temperature=config.rollout.temperature,
         max_length=config.rollout.max_new_tokens,
         seed=config.seed,
-        collective_s=max(config.deadlines.silent_s, config.deadlines.start_s),  # ranks load a model at their own pace
     )
 
 

@@ -265,7 +265,13 @@ def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[LedPolicy | PolicyTr
 
     settings = actor_settings.trainer_settings(plan.config)
     assert isinstance(settings, TrainerSettings)
-    settings = dataclasses.replace(settings, num_steps=plan.config.steps * plan.epochs)
+    deadlines = plan.config.deadlines
+    settings = dataclasses.replace(
+        settings,
+        num_steps=plan.config.steps * plan.epochs,
+        # No driver looks after these ranks. Each loads the model at its own pace.
+        collective_s=max(deadlines.silent_s, deadlines.start_s),
+    )
     if settings.training.ranks == 1:
         yield PolicyTrainer(settings)
         return

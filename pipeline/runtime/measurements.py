@@ -45,6 +45,7 @@ class Measurements:
         """Let the run's clock begin now; starting actors and evaluating before the run do not count."""
         self._idle_since = now_s()
         self._begin_s = self._idle_since - self._earlier_s
+        self._passed_s = self._earlier_s
         self._begin_cpu_s = time.process_time()
         self._watch.start(self._earlier_s * self._scale)
 

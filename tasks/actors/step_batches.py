@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stores.base import batch_fingerprint
 from stores.in_flight import InFlight
 from stores.trajectory import Ended
-from tasks.training.advantage import Overlong
+from tasks.actors.server_settings import ServerSettings
 from tasks.training.batches import batch_metrics, consumed_rows
 from tasks.training.packing import BatchPart, PackedRows, part_end
 
@@ -28,21 +28,17 @@ class StepBatch:
 class StepBatches:
     """The batches of steps that are trained or wait for their commit, each made when it is first asked for.
 
-    flight: has what each step has taken. stored: the rows of a step that is stored. group_size: as in BatchConfig.
-    advantage, overlong: how advantages are computed. thread: computes fingerprints."""
+    flight: has what each step has taken. stored: the rows of a step that is stored. thread: computes fingerprints."""
 
     def __init__(
         self,
         flight: InFlight,
         stored: Callable[[int], Iterable[Ended]],
-        group_size: int,
-        advantage: str,
-        overlong: Overlong,
+        settings: ServerSettings,
         thread: ThreadPoolExecutor,
     ) -> None:
         self._flight, self._stored = flight, stored
-        self._group_size, self._thread = group_size, thread
-        self._advantage, self._overlong = advantage, overlong
+        self._settings, self._thread = settings, thread
         self._made: dict[int, StepBatch] = {}
         self._again: list[Ended] = []
         """The rows of a stored step that is trained again, number `_again_step`."""
@@ -51,10 +47,11 @@ class StepBatches:
     def batch(self, step: int) -> StepBatch:
         """The batch of a step that has taken trajectories."""
         if step not in self._made:
-            rows = consumed_rows(step, self._flight.batches[step], self._group_size, self._advantage, self._overlong)
+            settings, group_size = self._settings, self._settings.group_size
+            rows = consumed_rows(step, self._flight.batches[step], group_size, settings.advantage, settings.overlong)
             values = [(e.trajectory, e.advantage) for e in rows]
             fingerprint = asyncio.get_running_loop().run_in_executor(self._thread, batch_fingerprint, values)
-            metrics = batch_metrics(rows, self._group_size)
+            metrics = batch_metrics(rows, group_size)
             self._made[step] = StepBatch(rows=rows, fingerprint=fingerprint, metrics=metrics)
         return self._made[step]
 

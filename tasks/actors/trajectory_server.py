@@ -106,14 +106,7 @@ class TrajectoryServer:
         self._spool_thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
         self._evaluated = EvaluatedInFlight(self._flight, self._tasks)
         self._answers = GivenAnswers(self._prompts)
-        self._batches = StepBatches(
-            self._flight,
-            self._store.ended,
-            settings.group_size,
-            settings.advantage,
-            settings.overlong,
-            self._store_thread,
-        )
+        self._batches = StepBatches(self._flight, self._store.ended, settings, self._store_thread)
         self._keeps_in_flight = True
         """False while a run of an earlier version is resumed: it has no spool."""
         if stored is None:

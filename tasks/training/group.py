@@ -32,16 +32,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasks.training.blocks import blocks
-from tasks.training.rank import ALONE, Rank
+from tasks.training.rank import ALONE, LONGEST_S, Rank
 from tasks.training.saving import in_background
 
 T = TypeVar("T")
 
 SEEN_S = 10.0
 """Seconds until a file that one host has written to a shared folder is seen by another."""
-LONGEST_S = 1800.0
-"""Seconds that a rank waits until others have written their shards, or until it is told what to do next: neither says
-that one hangs."""
 
 
 class Group:

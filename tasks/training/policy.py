@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tasks.training.packing import Row
-from tasks.training.rank import ALONE, Rank
+from tasks.training.rank import ALONE, LONGEST_S, Rank
 from tasks.training.settings import TrainingConfig
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class TrainerSettings:
     temperature: float
     max_length: int
     seed: int
-    collective_s: float = 180.0
+    collective_s: float = LONGEST_S
 
     def build(self, threads: int, rank: Rank = ALONE) -> Policy:
         import torch
