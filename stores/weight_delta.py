@@ -190,7 +190,8 @@ def _records(given: Bytes, base: PolicyVersion) -> Iterator[tuple[Any, ...]]:
     if bytes(given[: len(MAGIC)]) != MAGIC:
         raise ValueError("unknown format")
     (size,) = struct.unpack("<Q", bytes(given[len(MAGIC) : begin]))
-    of = json.loads(bytes(given[begin : begin + size]))["base"]
+    header = json.loads(bytes(given[begin : begin + size]))
+    of = header.get("base") if isinstance(header, dict) else None
     if of != base:
         raise ValueError(f"they are against version {of}")
     at = begin + size
@@ -198,6 +199,8 @@ def _records(given: Bytes, base: PolicyVersion) -> Iterator[tuple[Any, ...]]:
         fields = RECORD.unpack(bytes(given[at : at + RECORD.size]))
         way, itemsize, _, num_elements, num_changed, num_coded = fields
         at += RECORD.size
+        if way not in (ALL, BITS, *GAPS) or itemsize not in (1, 2, 4, 8):
+            raise ValueError("a record is none")
         num_values = itemsize * (num_elements if way == ALL else num_changed)
         if at + num_coded + num_values > len(given):
             raise ValueError("it is cut off")

@@ -105,7 +105,7 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     training = _below(tree, "training")
     if isinstance(training, dict) and training.get("advantage") == RENAMED[0] and "epochs" not in training:
         training["advantage"] = RENAMED[1]
-    if "window_share" not in (_below(tree, "staleness") or {}):
+    if _below(tree, "staleness", "window_share") is None:
         for (table, key), names in REPLACED.items():
             section = _below(tree, table)
             if isinstance(section, dict) and isinstance(rule := section.get(key), str):

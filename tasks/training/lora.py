@@ -28,6 +28,13 @@ def adapted(model: Any, config: LoraConfig, seed: int) -> Any:
             made = peft.inject_adapter_in_model(_described(config), model)
         except ValueError as error:
             raise ConfigError(f"training.lora.targets = {config.targets}: {error}") from error
+    for name, module in made.named_modules():
+        layer = module.get_base_layer() if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer) else None
+        if layer is not None and not isinstance(layer, torch.nn.Linear):
+            raise ConfigError(
+                f"training.lora.targets = {config.targets}: {name} is a {type(layer).__name__}, adapters are for "
+                "torch.nn.Linear; name layers of that kind, or train all weights"
+            )
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     return made

@@ -82,8 +82,8 @@ def begun(light: Path, *overrides: str) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize("line", ["runs_dir = 5", "name = 5", "name = ['a']", "runs_dir = {}"])
-def test_a_job_whose_place_is_no_text_is_one_line(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize("line", ["runs_dir = 5", "name = 5", "name = ['a']", "runs_dir = {}", "staleness = 3"])
+def test_a_job_with_a_value_of_another_kind_is_one_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "config.toml").write_text(f"{line}\n")
     (tmp_path / "events.jsonl").touch()
     told = command("replay", tmp_path)

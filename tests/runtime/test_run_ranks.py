@@ -49,7 +49,7 @@ def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Si
         os.kill(pid, blow)
 
     try:
-        driver = asyncio.run(sabotaged(job, (*RANKS, "deadlines.train_s=20"), victim, strike))
+        driver = asyncio.run(sabotaged(job, (*RANKS, "deadlines.silent_s=20"), victim, strike))
     finally:
         for pid in struck:
             if Path(f"/proc/{pid}").exists():

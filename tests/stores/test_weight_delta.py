@@ -175,6 +175,12 @@ def test_memory_that_is_full_costs_the_delta_and_not_the_version(
     assert not list(folder.folder.glob("*.delta"))
 
 
+def _altered(data: bytes, at: int, byte: int) -> bytes:
+    """A delta file with another byte in its first record."""
+    at += data.index(b"}") + 1
+    return data[:at] + bytes([byte]) + data[at + 1 :]
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -184,6 +190,9 @@ def test_memory_that_is_full_costs_the_delta_and_not_the_version(
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "version 1, made of version 0 .* is another one"),
         (lambda data: data[:-3], "cut off"),
         (lambda data: b"", "no changes against version 0"),
+        (lambda data: data.replace(b'{"base": 0}', b'["base", 0]'), "they are against version None"),
+        (lambda data: _altered(data, 0, 77), "a record is none"),
+        (lambda data: _altered(data, 1, 96), "a record is none"),
     ],
 )
 def test_a_damaged_delta_gives_no_version(tmp_path: Path, damage: object, said: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from pipeline.config import loading
 from pipeline.config.checks import check_job
@@ -133,6 +134,30 @@ def test_targets_choose_the_layers(tiny_model: Path) -> None:
     assert {layer.module.rpartition(".")[2] for layer in layers} == {"q_proj", "v_proj"}
     with pytest.raises(ConfigError, match=r"training.lora.targets = \['no_proj'\]: "):
         PolicyTrainer(adapted(job, LoraConfig(rank=2, targets=["no_proj"])).settings)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize(("targets", "told"), [(["c_proj"], "transformer.h.0.attn.c_proj is a Conv1D"), ([], "Conv1D")])
+def test_layers_that_keep_their_weights_otherwise_are_refused(
+    tiny_model: Path, tmp_path: Path, targets: list[str], told: str
+) -> None:
+    """A Conv1D has them transposed: where that is square, adapters were merged into a checkpoint the wrong way."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    job = adapted(training(tmp_path, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=targets))
+    with pytest.raises(ConfigError, match=f"^training.lora.targets = .*: .*{told}, .* torch.nn.Linear; "):
+        PolicyTrainer(job.settings)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_embeddings_are_no_targets(tiny_model: Path) -> None:
+    """Their adapters have other names, which no engine reads."""
+    job = adapted(training(tiny_model, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=["embed_tokens"]))
+    with pytest.raises(
+        ConfigError, match=r"^training.lora.targets = .*: model.embed_tokens is a Embedding, .*Linear; "
+    ):
+        PolicyTrainer(job.settings)
 
 
 def test_a_job_whose_machine_has_no_peft_is_told_before_anything_starts(
