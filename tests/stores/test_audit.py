@@ -241,6 +241,9 @@ def test_whatever_is_wrong_is_found_as_the_plain_audit_finds_it(
     except IndexError:  # of the model, which joins columns of different lengths
         assert "rows/float" in {f.where for f in found.findings}
         return
+    except ValueError:  # of the model, which reads a damaged file of columns whose lengths differ
+        assert "arrays" in {f.check for f in found.findings}
+        return
     assert plain(found.findings) == plain(expected.findings)
     for name in ("num_steps", "num_trajectories", "num_tokens", "max_staleness", "checks"):
         assert getattr(found, name) == getattr(expected, name), name
