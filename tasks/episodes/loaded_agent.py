@@ -16,6 +16,10 @@ Run = Callable[[Told], Coroutine[Any, Any, Any]]
 """Runs an agent to its end, and returns its reward."""
 
 
+NAMES = {str: "a text", int: "a whole number", dict: "a table"}
+"""What types of values are called in a job file."""
+
+
 def _nothing() -> None:
     """There is nothing to load."""
 
@@ -35,3 +39,14 @@ def check_package(package: str, where: str) -> None:
     """Raise ConfigError if a package that brings agents is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{where}: needs the package {package}, which is not installed; pip install {package}")
+
+
+def check_options(options: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], where: str) -> None:
+    """Raise ConfigError if an agent does not know an option, or not with such a value. kinds: the types of each one's
+    values."""
+    for option, value in options.items():
+        if option not in kinds:
+            raise ConfigError(f"{where}: task.options.{option}: unknown; there are {', '.join(kinds)}")
+        if not isinstance(value, kinds[option]) or isinstance(value, bool):
+            wanted = " or ".join(NAMES[kind] for kind in kinds[option])
+            raise ConfigError(f"{where}: task.options.{option} = {value!r} must be {wanted}")

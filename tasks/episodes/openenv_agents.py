@@ -19,10 +19,10 @@ from typing import Any
 from stores.errors import ConfigError
 from tasks.endpoint.server import QuietServer
 from tasks.episodes.episode import EpisodeFailed, told
-from tasks.episodes.loaded_agent import LoadedAgent, Told, check_package
+from tasks.episodes.loaded_agent import LoadedAgent, Told, check_options, check_package
 
 PACKAGE = "openenv"
-OPTIONS = ("reset", "system", "field")
+OPTIONS = {"reset": (dict,), "system": (str,), "field": (str,)}
 UNSHOWN = ("done", "reward", "metadata")
 """Fields of an observation that the model is not shown."""
 START_S = 10.0
@@ -37,9 +37,7 @@ def load_environment(name: str, options: Mapping[str, Any], where: str) -> Loade
     """The environment at a URL, or of a package. options: see docs/endpoint.md. Raises ConfigError."""
     check_package(PACKAGE, where)
     check_package("openai", where)
-    for option in options:
-        if option not in OPTIONS:
-            raise ConfigError(f"{where}: task.options.{option}: unknown; there are {', '.join(OPTIONS)}")
+    check_options(options, OPTIONS, where)
     environment = OpenEnvironment(name, options, where)
     return LoadedAgent(run=environment.run, blocking=True, options={}, prepare=environment.prepare)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from stores.errors import ConfigError
 from tasks.episodes.episode import EpisodeFailed, told
-from tasks.episodes.loaded_agent import LoadedAgent, Told, check_package
+from tasks.episodes.loaded_agent import LoadedAgent, Told, check_options, check_package
 from tasks.episodes.playing import PlayedTask
 
 PACKAGE = "verifiers"
-OPTIONS = ("env", "renderer", "tokenizer", "held_out_tasks")
+OPTIONS = {"env": (dict,), "renderer": (str, dict), "tokenizer": (str,), "held_out_tasks": (int,)}
 ROLE = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 """What each agent of an environment is unless the job says otherwise: the package's own default is a sandbox of a
 service."""
@@ -28,9 +28,9 @@ NO_KEY = "STALEFLOW_NO_KEY"
 def load_taskset(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
     """The taskset of that id. options: see OPTIONS and docs/endpoint.md. Raises ConfigError."""
     check_package(PACKAGE, where)
-    for option in options:
-        if option not in OPTIONS:
-            raise ConfigError(f"{where}: task.options.{option}: unknown; there are {', '.join(OPTIONS)}")
+    check_options(options, OPTIONS, where)
+    if (held_out := options.get("held_out_tasks", 0)) < 0:
+        raise ConfigError(f"{where}: task.options.held_out_tasks = {held_out} must be at least 0")
     taskset = Taskset(name, options, where)
     return LoadedAgent(run=taskset.run, blocking=True, options={}, prepare=taskset.prepare)
 
@@ -102,7 +102,7 @@ class Taskset:
             number = 2 * task.index + int(task.held_out)
             return next(itertools.islice(iter(self._env.taskset), number, None))
         default = len(self._tasks) // 10
-        held_out = min(int(self._options.get("held_out_tasks", default)), len(self._tasks) - 1)
+        held_out = min(self._options.get("held_out_tasks", default), len(self._tasks) - 1)
         if held_out and task.held_out:
             return self._tasks[task.index % held_out]
         return self._tasks[held_out + task.index % (len(self._tasks) - held_out)]

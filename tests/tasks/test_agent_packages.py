@@ -63,6 +63,21 @@ def test_a_package_that_is_missing_is_named(source: str, package: str, monkeypat
         load_agent(source, {}, f"task.source = {source!r}")
 
 
+@pytest.mark.parametrize(("source", "options", "said"), [
+    ("openenv:http://127.0.0.1:1", {"resets": {}}, r"task.options.resets: unknown; there are reset, system, field"),
+    ("openenv:http://127.0.0.1:1", {"reset": "x"}, r"task.options.reset = 'x' must be a table"),
+    ("verifiers:wordle", {"held_out_tasks": "3"}, r"task.options.held_out_tasks = '3' must be a whole number"),
+    ("verifiers:wordle", {"held_out_tasks": -1}, r"task.options.held_out_tasks = -1 must be at least 0"),
+    ("verifiers:wordle", {"renderer": 1}, r"task.options.renderer = 1 must be a text or a table"),
+])  # fmt: skip
+def test_an_option_of_a_wrong_kind_is_refused_before_anything_is_loaded(
+    source: str, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=said):
+        load_agent(source, options, f"task.source = {source!r}")
+
+
 def test_what_the_model_says_is_an_action_or_none() -> None:
     one = {"required": ["message"], "properties": {"message": {"type": "string"}}}
     assert action_of('{"message": "hi"}', one) == {"message": "hi"}
