@@ -35,11 +35,12 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "learning": (("--set", "runs_dir={folder}"),),
     "soak": ((),),
     "endpoint": (("load",),),
+    "agent_seeds": ((),),
     "speculation": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""
-NEEDS = {"engines": "vllm", "speculation": "vllm"}
+NEEDS = {"engines": "vllm", "speculation": "vllm", "agent_seeds": "openai"}
 """Packages that are not everywhere."""
 
 
