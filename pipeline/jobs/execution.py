@@ -177,7 +177,9 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     found = fingerprints.taken(config)
     if resume:
         resumption.reached(config)
-        return config, found, fingerprints.changes(fingerprints.read(config.run_dir), found)
+        then = fingerprints.read(config.run_dir)
+        found = found.like(then)
+        return config, found, fingerprints.changes(then, found)
     config, code = user_files.with_code(config, user_files.RULES)
     config = user_files.with_code_in(config, config.run_dir / "code", code)
     fingerprints.write(prepare_run_dir(config, code), found)

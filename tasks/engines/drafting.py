@@ -273,7 +273,7 @@ class Drafter:
                 excess -= texts.num_tokens
             elif texts.has_ended_ones:
                 fresh = PromptTexts(prompt)
-                for one in self._running.values():
+                for one in list(self._running.values()):  # requests may begin meanwhile
                     if one.texts is texts:
                         one.text = fresh.response(one.trajectory, one.text.tokens)
                         one.texts = fresh
