@@ -48,6 +48,7 @@ from tasks.actors.calls import answers_calls
 from tasks.actors.drawn_tasks import DrawnTasks
 from tasks.actors.evaluated_in_flight import EvaluatedInFlight
 from tasks.actors.given_answers import GivenAnswers, newest_turn
+from tasks.actors.known_responses import MOST_TOKENS, KnownResponses, OtherResponses
 from tasks.actors.server_answers import (
     Bridged,
     DrawnGroup,
@@ -99,6 +100,7 @@ class TrajectoryServer:
         self._store = self.stores.create(path, settings.header) if stored is None else stored
         self._flight = InFlight(members=settings.members_started)
         self._spool = Spool(path.with_name("spool"), settings.members_started)
+        self._known = KnownResponses(self._flight, MOST_TOKENS if settings.drafts else 0, stored)
         self._points = ResumePoints(path.with_name("resume"))
         self._tasks = DrawnTasks(self._prompts, prompts.sets)
         self._last_record: StepRecord | None = None
@@ -274,6 +276,10 @@ class TrajectoryServer:
                 totals[item.trajectory] = self._flight.live[item.trajectory].num_tokens
         await self._write(taken)
         return totals
+
+    async def other_responses(self, running: tuple[TrajectoryId, ...], told: frozenset[TrajectoryId]) -> OtherResponses:
+        """Other responses to the prompts of running trajectories, for drafts. told: those that the asker has."""
+        return self._known.others(running, told)
 
     async def episodes(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
         """The states of trajectories whose turns have ended. asked: each with the epoch of that routing. None of those
@@ -476,6 +482,7 @@ class TrajectoryServer:
     async def _commit(self, record: StepRecord, rows: list[Ended]) -> None:
         await self._in(self._store_thread, self._store.commit, record, rows)
         self._last_record = record
+        self._known.add(rows)
         step = record.step if record.kind == "step" else None
         done = self._flight.stored((e.trajectory.id for e in rows), step)
         if step is not None:
