@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "long_store": ((),),
     "training": ((), ("--prompts",), ("--memory",)),
     "learning": (("--set", "runs_dir={folder}"),),
+    "time_to_quality": (("--set", "runs_dir={folder}", "--out", "{folder}"),),
     "soak": ((),),
     "endpoint": (("load",),),
     "agent_seeds": ((),),
