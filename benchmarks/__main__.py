@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "time_to_quality": (("--set", "runs_dir={folder}", "--out", "{folder}"),),
     "soak": ((),),
     "endpoint": (("load",),),
+    "drafts": ((),),
     "speculation": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
