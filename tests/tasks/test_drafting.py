@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from stores.trajectory import TrajectoryId
 from tasks.engines import drafting
-from tasks.engines.drafting import Drafter
+from tasks.engines.drafting import Drafter, PromptTexts, Text
 
 PROMPT = (3, 10, 14, 7)
 RESPONSE = (20, 21, 22, 23, 24, 25, 26, 27)
@@ -194,6 +195,24 @@ def test_what_is_known_is_bounded_and_what_runs_is_kept(prompts: int) -> None:
         assert one.num_tokens <= 2000 + 25
     begun(one, "1000", RESPONSE[:3])
     assert one.draft("1000", 4)[:1] == [23]
+
+
+def test_a_request_may_begin_in_another_thread_while_something_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of what runs within the loop over it would end the thread that decodes, and the engine with it."""
+    one, response = drafter(most_tokens=60), PromptTexts.response
+
+    def begins_one_meanwhile(texts: PromptTexts, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
+        one.begin(f"9{trajectory}", TrajectoryId(900 + trajectory), PROMPT, 0)
+        return response(texts, trajectory, tokens)
+
+    for key in ("0", "1", "2"):
+        begun(one, key, RESPONSE)
+    one.end("2")
+    monkeypatch.setattr(PromptTexts, "response", begins_one_meanwhile)
+    begun(one, "3", tuple(range(100, 140)))
+    begun(one, "4", RESPONSE[:3])
+    assert one.num_tokens <= 100
+    assert one.draft("4", 4)[:1] == [23]
 
 
 def test_drafts_are_the_same_whatever_is_forgotten_elsewhere() -> None:
