@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "soak": ((),),
     "endpoint": (("load",),),
     "agent_seeds": ((),),
+    "drafts": ((),),
     "speculation": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
