@@ -31,7 +31,6 @@ from stores.ledger_entries import Ending
 from stores.resume_points import ResumePoints
 from stores.spool import Spool
 from stores.spool_entries import (
-    AnswerGiven,
     BatchTaken,
     Entry,
     EpisodeRestarted,
@@ -47,7 +46,7 @@ from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
 from tasks.actors.drawn_tasks import DrawnTasks
 from tasks.actors.evaluated_in_flight import EvaluatedInFlight
-from tasks.actors.given_answers import GivenAnswers, newest_turn
+from tasks.actors.given_answers import GivenAnswers, answer_entry, newest_turn
 from tasks.actors.known_responses import MOST_TOKENS, KnownResponses, OtherResponses
 from tasks.actors.server_answers import (
     Bridged,
@@ -66,7 +65,7 @@ from tasks.actors.server_settings import ServerSettings
 from tasks.actors.spool_thread import SpoolThread
 from tasks.actors.step_batches import StepBatches
 from tasks.actors.unkept import aborted_row, all_aborted
-from tasks.directions import directions_of, role_of, split
+from tasks.directions import directions_of
 from tasks.endpoint.turns import SampledTurn
 from tasks.engines.base import Sampled
 from tasks.evaluation_items import ItemView
@@ -332,25 +331,16 @@ class TrajectoryServer:
         )
         taken: list[Entry] = []
         bridged: list[Bridged] = []
-        for item, tokens in zip(said, given, strict=True):
-            if tokens is None or not self._flight.awaits(item.trajectory, item.tokens, item.epoch):
+        for item, answer in zip(said, given, strict=True):
+            if answer is None or not self._flight.awaits(item.trajectory, item.tokens, item.epoch):
                 bridged.append(Bridged(item.tokens, "late"))
-            elif isinstance(tokens, str):
-                bridged.append(Bridged(item.tokens, tokens))
+            elif isinstance(answer, str):
+                bridged.append(Bridged(item.tokens, answer))
             else:
-                entry = AnswerGiven(
-                    trajectory=item.trajectory,
-                    first=item.tokens,
-                    role=role_of(item.messages),
-                    tokens=np.asarray(tokens, np.int32),
-                    seconds=item.seconds,
-                    at_s=self._now(),
-                    attempt=self._flight.attempt(item.trajectory),
-                    turn_tokens=split(item.messages)[0].max_tokens,
-                )
+                entry = answer_entry(item, answer, self._flight.attempt(item.trajectory), self._now())
                 if self._flight.apply(entry):
                     taken.append(entry)
-                bridged.append(Bridged(item.tokens + len(tokens)))
+                bridged.append(Bridged(item.tokens + len(answer.tokens)))
         await self._writing.append(taken)
         return bridged
 
