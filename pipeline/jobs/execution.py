@@ -190,7 +190,7 @@ async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], sign
     """Run the driver until it ends or a signal stops it, then close it. reporting: runs meanwhile."""
     reports = asyncio.ensure_future(reporting)
     if signals is not None:
-        signals.stop = driver.stop
+        signals.attend(driver.stop)
     try:
         return await driver.run()
     except asyncio.CancelledError:
@@ -201,7 +201,7 @@ async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], sign
         return driver.outcomes  # stopped at once: only committed steps count
     finally:
         if signals is not None:
-            signals.stop = _ending
+            signals.attend(_ending)
         reports.cancel()
         await asyncio.gather(reports, return_exceptions=True)
         await driver.close()

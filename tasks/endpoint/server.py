@@ -13,6 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import uvicorn
@@ -27,7 +28,7 @@ from stores.errors import ConfigError
 from tasks.endpoint.connections import timed_protocol
 from tasks.endpoint.counting import EndpointCounts
 from tasks.endpoint.replies import TurnReply, chunks, completion, generated, refusal
-from tasks.endpoint.requests import ChatRequest, Refused, read_chat, read_generate, read_json
+from tasks.endpoint.requests import AUXILIARY_HEADER, ChatRequest, Refused, read_chat, read_generate, read_json
 from tasks.endpoint.sessions import Sessions
 from tasks.endpoint.settings import EndpointSettings
 
@@ -71,7 +72,7 @@ class EndpointServer:
         self._settings = settings
         self._served = served
         self._counts = EndpointCounts()
-        self.sessions = Sessions()
+        self.sessions = Sessions(branches=settings.config.changed_past == "branch")
         self._in_flight = 0
         self._bodies = asyncio.Semaphore(settings.config.max_requests)
         self._stopping = False
@@ -118,9 +119,14 @@ class EndpointServer:
                 while not server.started and not self._serving.done():
                     await asyncio.sleep(0.005)
 
-    async def stop(self) -> None:
-        """Answer no more: whoever waits is told to try again."""
+    def refuse(self) -> None:
+        """Answer no more: whoever waits, and whoever asks, is told to try again."""
         self._stopping = True
+        self.sessions.refuse_all(_stopping())
+
+    async def stop(self) -> None:
+        """Answer no more, and listen no more."""
+        self.refuse()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=5.0)
@@ -174,6 +180,8 @@ class EndpointServer:
                     body = await self._body(request)
                     refuses = self._settings.config.sampling == "refuse"
                     asked = read(read_json(body), temperature=self._settings.temperature, refuses=refuses)
+                    if request.headers.get(AUXILIARY_HEADER, "").lower() in ("1", "true"):
+                        asked = replace(asked, auxiliary=True)
                 self._check_ids(asked)
                 begin = time.monotonic()
                 reply = await _unless_gone(request, session.ask(asked))
@@ -228,7 +236,7 @@ class EndpointServer:
         """A place among the requests in flight. waits: it is a session's turn, for which there always is one. Raises
         Refused if there is none."""
         if self._stopping:
-            raise Refused(503, "the endpoint is stopping; try again", "stopping", RETRY_S)
+            raise _stopping()
         most = self._settings.config.max_requests
         if self._in_flight >= most and not waits:
             raise Refused(429, f"endpoint.max_requests = {most} are in flight; try again", "too_many", RETRY_S)
@@ -297,6 +305,10 @@ async def _gone(request: Request) -> None:
     """Returns once the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _stopping() -> Refused:
+    return Refused(503, "the endpoint is stopping; try again", "stopping", RETRY_S)
 
 
 def _refusal(refused: Refused) -> Response:

@@ -126,6 +126,54 @@ def test_a_request_that_goes_on_under_another_key_continues_its_text() -> None:
     assert one.num_tokens == len(PROMPT) + len(RESPONSE) + 3
 
 
+def test_what_is_learned_is_followed_as_what_ended_here() -> None:
+    one = drafter()
+    one.learn(PROMPT, TrajectoryId(90), RESPONSE)
+    one.learn((5, 6), TrajectoryId(91), (22, 30))
+    begun(one, "0", RESPONSE[:3])
+    assert one.draft("0", 4)[:1] == [23]
+    one.learn(PROMPT, TrajectoryId(90), RESPONSE)
+    begun(one, "1", RESPONSE[:4])
+    before = one.num_tokens
+    assert one.draft("1", 4)[:1] == [24]
+    assert one.num_tokens == before, "it is known"
+    one.learn(PROMPT, TrajectoryId(90), (*RESPONSE, 28))
+    assert one.draft("1", 4)[:1] == [24]
+    assert one.num_tokens == before + 1, "it went on elsewhere"
+
+
+def test_what_runs_here_is_not_learned_from_elsewhere() -> None:
+    one = drafter()
+    begun(one, "0", RESPONSE[:3])
+    one.learn(PROMPT, TrajectoryId(0), RESPONSE)
+    assert one.draft("0", 4) == []
+    assert one.length("0") == len(PROMPT) + 3
+
+
+def test_what_is_learned_is_bounded_and_forgotten() -> None:
+    one = drafter(most_tokens=100)
+    begun(one, "0", RESPONSE[:3])
+    for i in range(1, 100):
+        one.learn(PROMPT, TrajectoryId(i), [i * 20 + at for at in range(15)])
+        one.draft("0", 4)
+        assert one.num_tokens <= 100
+    assert one.length("0") == len(PROMPT) + 3
+    one.learn(PROMPT, TrajectoryId(200), RESPONSE)
+    one.forget_all()
+    begun(one, "1", RESPONSE[:3])
+    assert one.draft("1", 4) == []
+
+
+def test_drafts_are_wanted_for_what_runs_unless_too_many_do() -> None:
+    one = drafter(most_running=2)
+    assert one.running == ()
+    begun(one, "0")
+    begun(one, "1")
+    assert one.running == (0, 1)
+    begun(one, "2")
+    assert one.running == ()
+
+
 def test_unknown_requests_have_no_drafts() -> None:
     one = drafter()
     one.extend("0", (1,))
