@@ -21,6 +21,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -266,11 +267,13 @@ def _asked(base_url: str, keys: list[str], turns: int) -> tuple[list[float], flo
     results = context.Queue()
     clients = context.Process(target=_clients, args=(base_url, keys, turns, results))
     clients.start()
-    try:
-        found: tuple[list[float], float, float] = results.get()
-    finally:
-        clients.join()
-    return found
+    while True:
+        with contextlib.suppress(queue.Empty):
+            found: tuple[list[float], float, float] = results.get(timeout=1.0)
+            clients.join()
+            return found
+        if not clients.is_alive() and results.empty():
+            raise SystemExit("the clients failed; see what they wrote above")
 
 
 def _measured(base_url: str, keys: list[str], turns: int, cpu_s: Callable[[], float]) -> Measured:
