@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stores.codec import Codec
+from stores.contexts import Branch
 from stores.trajectory import Ended, Trajectory, TrajectoryId
 
 
@@ -129,6 +130,7 @@ class BatchDigest:
         versions: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
         numbers: tuple[float, float],
+        branches: Sequence[Branch] = (),
     ) -> None:
         """Add a trajectory. ids: its id and v_traj; numbers: its reward and advantage; the rest as in Trajectory."""
         self._hash.update(_TWO_IDS.pack(*ids))
@@ -137,6 +139,10 @@ class BatchDigest:
             self._hash.update(np.ascontiguousarray(array, "<i4").data)
         self._hash.update(np.ascontiguousarray(logprobs, "<f4").data)
         self._hash.update(_TWO_NUMBERS.pack(*numbers))
+        if branches:
+            self._hash.update(_LENGTH.pack(-len(branches)))
+        for branch in branches:
+            self._hash.update(_TWO_IDS.pack(*branch))
 
     @property
     def hex(self) -> str:
@@ -151,7 +157,9 @@ def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
     """Hash, 32 hex digits, of what a training step receives: (trajectory, advantage) in order."""
     digest = BatchDigest()
     for t, advantage in batch:
-        digest.add((t.id, t.v_traj), t.prompt_tokens, t.response_tokens, t.versions, t.logprobs, (t.reward, advantage))
+        numbers = (t.reward, advantage)
+        ids = (t.id, t.v_traj)
+        digest.add(ids, t.prompt_tokens, t.response_tokens, t.versions, t.logprobs, numbers, t.branches)
     return digest.hex
 
 

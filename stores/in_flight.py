@@ -42,6 +42,7 @@ from stores.spool_entries import (
     TrajectoriesRouted,
 )
 from stores.trajectory import (
+    AUXILIARY,
     Ended,
     FinishReason,
     Given,
@@ -327,7 +328,9 @@ class InFlight:
             return False
         if t.id in self.scored:
             return False
-        given = Given(role=entry.role, tokens=entry.tokens, seconds=entry.seconds)
+        given = Given(
+            role=entry.role, tokens=entry.tokens, seconds=entry.seconds, after=entry.after, auxiliary=entry.auxiliary
+        )
         self.live[t.id] = replace(t, spans=(*t.spans, given), finish=FinishReason.UNFINISHED)
         self.turn_tokens.pop(t.id, None)
         if entry.turn_tokens:
@@ -347,6 +350,7 @@ class InFlight:
             return False
         self.live[entry.trajectory] = replace(
             t,
+            spans=_as_trained(t.spans),
             reward=entry.reward,
             reward_parts=dict(entry.parts),
             error=entry.error,
@@ -421,6 +425,19 @@ def _started(member: TrajectoryId, group: GroupId, prompt_tokens: IntArray, at_s
 def _until(version: PolicyVersion, spans: Sequence[Span]) -> tuple[Span, ...]:
     """The spans before the first that was sampled under a later version."""
     return tuple(itertools.takewhile(lambda s: isinstance(s, Given) or s.version <= version, spans))
+
+
+def _as_trained(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The spans of a whole trajectory, with auxiliary turns as given tokens: they have no gradient."""
+    found: list[Span] = []
+    auxiliary = False
+    for span in spans:
+        if isinstance(span, Given):
+            auxiliary = span.auxiliary
+            found.append(replace(span, auxiliary=False))
+        else:
+            found.append(Given(role=AUXILIARY, tokens=span.tokens) if auxiliary else span)
+    return tuple(found)
 
 
 def _append(spans: list[Span], new: Segment, *, merge: bool) -> None:

@@ -65,6 +65,7 @@ class Packed:
     floats: npt.NDArray[np.float32]  # [R, len(FLOAT_COLUMNS)]
     turns: npt.NDArray[np.float64]  # [R, len(TURN_COLUMNS)]
     has_answers: bool  # of any row
+    has_branches: bool  # of any row
     text: bytes
     num_tokens: int
 
@@ -104,6 +105,7 @@ def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
         floats=floats,
         turns=turns,
         has_answers=any(row.trajectory.has_answers for row in ended),
+        has_branches=any(row.trajectory.branches for row in ended),
         text=bytes(text),
         num_tokens=offset - begin,
     )
@@ -132,10 +134,14 @@ def unpack(
     end = middle + row["response_tokens"]
     spans: list[Span] = []
     at, agree = middle, True
-    for who, version, size, seconds in stored:
+    for who, version, size, seconds, after in stored:
+        if after >= at - begin:
+            raise StoreError(
+                f"trajectory {row['trajectory']}: its branch at token {at - begin} goes on after token {after}"
+            )
         ids, logprobs = tokens["ids"][at : at + size], tokens["logprobs"][at : at + size]
         if version == NO_VERSION:
-            spans.append(Given(role=who, tokens=ids, seconds=seconds))
+            spans.append(Given(role=who, tokens=ids, seconds=seconds, after=None if after < 0 else after))
         else:
             instance = InstanceId(who)
             spans.append(Segment(version=PolicyVersion(version), instance=instance, tokens=ids, logprobs=logprobs))
@@ -165,12 +171,15 @@ def unpack(
     )
 
 
-def stored_span(who: str, version: int, size: int, *seconds: float) -> tuple[str, int, int, float]:
-    """A span as `_stored` writes it, with the seconds of a sampled one as 0. Raises ValueError or TypeError for what is
-    none: only a given one has seconds."""
-    if len(seconds) != (version == NO_VERSION):
-        raise ValueError(f"a span of version {version} with {len(seconds)} times")
-    return str(who), int(version), int(size), float(seconds[0]) if seconds else 0.0
+def stored_span(who: str, version: int, size: int, *more: float) -> tuple[str, int, int, float, int]:
+    """A span as `_stored` writes it, with the seconds of a sampled one as 0, and `after` as -1 if no branch begins with
+    it. Raises ValueError or TypeError for what is none: only a given one has seconds, and may begin a branch."""
+    if len(more) not in ((1, 2) if version == NO_VERSION else (0,)):
+        raise ValueError(f"a span of version {version} with {len(more)} further numbers")
+    seconds, after = (*more, -1)[:2] if more else (0.0, -1)
+    if len(more) == 2 and after < 0:
+        raise ValueError(f"a branch that goes on after token {after}")
+    return str(who), int(version), int(size), float(seconds), int(after)
 
 
 def _extra(trajectory: Trajectory) -> dict[str, Any]:
@@ -183,9 +192,11 @@ def _extra(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _stored(span: Span) -> list[str | int | float]:
-    """A span as stored: [instance, version, tokens]; of a given one [role, NO_VERSION, tokens, seconds]."""
+    """A span as stored: [instance, version, tokens]; of a given one [role, NO_VERSION, tokens, seconds], and `after` if
+    a branch begins with it."""
     if isinstance(span, Given):
-        return [span.role, NO_VERSION, len(span.tokens), _seconds(span)]
+        given: list[str | int | float] = [span.role, NO_VERSION, len(span.tokens), _seconds(span)]
+        return given if span.after is None else [*given, span.after]
     return [span.instance, span.version, len(span.tokens)]
 
 

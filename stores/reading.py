@@ -36,10 +36,10 @@ from stores.layout import (
 from stores.repository import MAIN, branch_names, first_line, repository_at
 from stores.trajectory import Ended, Fate, TrajectoryId
 
-FORMATS = (1, 2, 3)
+FORMATS = (1, 2, 3, 4)
 """Versions of the layout that are read. Raised whenever code for the old layout would misread the new one. Format 1 has
 `steps` (step, offset and length of the record in `text`) in place of `commits` and `records`. Format 3 has given tokens
-between sampled ones, and TURNS."""
+between sampled ones, and TURNS. Format 4 has branches; see stores/contexts.py."""
 Extent = tuple[dict[str, npt.NDArray[Any]], int, bytes, int]
 """Tokens by name and where they begin in the store, texts and where they begin."""
 BLOCK_ROWS = 4096

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from stores.base import BatchDigest
 from stores.consumption import is_consumed
+from stores.contexts import Branch
 from stores.errors import StoreError
 from stores.findings import Finding
 from stores.layout import AT, FATES, FINISHES, FLOAT_AT, REASONS, stored_span
@@ -97,18 +98,33 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Spans of rows, [N] each. rows: in the block; versions: NO_VERSION of given ones; seconds: 0 of sampled ones."""
+    """Spans of rows, [N] each. rows: in the block; versions: NO_VERSION of given ones; seconds: 0 of sampled ones;
+    after: -1 of those that begin no branch."""
 
     rows: Ints
     versions: Ints
     sizes: Ints
     seconds: npt.NDArray[np.float64]
+    after: Ints
 
     @classmethod
-    def of(cls, spans: Sequence[tuple[int, int, int, float]]) -> Spans:
-        """From (row, version, tokens, seconds). Raises OverflowError for what is no number of 64 bits."""
-        rows, versions, sizes = np.asarray([span[:3] for span in spans], np.int64).reshape(-1, 3).T
-        return cls(rows=rows, versions=versions, sizes=sizes, seconds=np.asarray([s[3] for s in spans], np.float64))
+    def of(cls, spans: Sequence[tuple[int, int, int, float, int]]) -> Spans:
+        """From (row, version, tokens, seconds, after). Raises OverflowError for what is no number of 64 bits."""
+        whole = np.asarray([(*span[:3], span[4]) for span in spans], np.int64)
+        rows, versions, sizes, after = whole.reshape(-1, 4).T
+        seconds = np.asarray([s[3] for s in spans], np.float64)
+        return cls(rows=rows, versions=versions, sizes=sizes, seconds=seconds, after=after)
+
+    def branches(self, prompts: Ints) -> dict[int, list[Branch]]:
+        """The branches of rows that have any. prompts: the lengths of the rows' prompts."""
+        found: dict[int, list[Branch]] = {}
+        at = np.cumsum(self.sizes) - self.sizes
+        firsts = dict(zip(*(part.tolist() for part in np.unique(self.rows, return_index=True)), strict=True))
+        for i in np.flatnonzero(self.after >= 0).tolist():
+            row = int(self.rows[i])
+            place = int(prompts[row] + at[i] - at[firsts[row]])
+            found.setdefault(row, []).append(Branch(place, int(self.after[i])))
+        return found
 
     def turns(self, count: int) -> npt.NDArray[np.float64]:
         """[count, 3] TURN_COLUMNS of the rows."""
@@ -166,11 +182,11 @@ def _read(
     )
 
 
-def _of_span(span: Span) -> tuple[int, int, float]:
-    """(version, tokens, seconds) of a span."""
+def _of_span(span: Span) -> tuple[int, int, float, int]:
+    """(version, tokens, seconds, after) of a span."""
     if isinstance(span, Given):
-        return NO_VERSION, len(span.tokens), span.seconds
-    return span.version, len(span.tokens), 0.0
+        return NO_VERSION, len(span.tokens), span.seconds, -1 if span.after is None else span.after
+    return span.version, len(span.tokens), 0.0, -1
 
 
 def _lie_in_order(ints: Ints) -> bool:
@@ -198,6 +214,8 @@ def _agreeing(ints: Ints, versions: npt.NDArray[np.int32], begin: int, text: byt
     if not in_place or len(extras) != len(ints) or (spans.sizes < 0).any():
         return None
     if not np.array_equal(np.bincount(spans.rows, spans.sizes, len(ints)), responses):
+        return None
+    if any(branch.after >= branch.at for found in spans.branches(prompts).values() for branch in found):
         return None
     # Prompts, of version -1, and spans in the order in which they are stored.
     rows = np.concatenate([np.arange(len(ints)), spans.rows])
@@ -309,15 +327,21 @@ def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]
     consumed = is_consumed(block.ints) & np.isin(block.ints[:, AT["step"]], sorted(steps))
     columns = [AT[name] for name in ("trajectory", "v_traj", "step", "offset", "prompt_tokens", "response_tokens")]
     numbers = block.floats[:, [FLOAT_AT["reward"], FLOAT_AT["advantage"]]]
-    for row, (reward, advantage) in zip(
-        block.ints[consumed][:, columns].tolist(), numbers[consumed].tolist(), strict=True
-    ):
-        id, v_traj, step, offset, prompt, response = row
+    branches = block.spans.branches(block.ints[:, AT["prompt_tokens"]])
+    for number in np.flatnonzero(consumed).tolist():
+        id, v_traj, step, offset, prompt, response = block.ints[number, columns].tolist()
+        reward, advantage = numbers[number].tolist()
         a = offset - block.begin
         b, c = a + prompt, a + prompt + response
         versions, logprobs = block.versions[b:c], block.logprobs[b:c]
         if (given := versions == NO_VERSION).any():  # a row that is read has no logprobs there
             logprobs = np.where(given, np.float32(0), logprobs)
         digests.setdefault(step, BatchDigest()).add(
-            (id, v_traj), block.ids[a:b], block.ids[b:c], versions, logprobs, (reward, advantage)
+            (id, v_traj),
+            block.ids[a:b],
+            block.ids[b:c],
+            versions,
+            logprobs,
+            (reward, advantage),
+            branches.get(number, ()),
         )

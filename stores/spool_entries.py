@@ -67,7 +67,7 @@ class TokensDelivered:
 class AnswerGiven:
     """An environment has answered a turn. first: the position in the response of the first token of the answer; what
     was sampled before it is the turn. seconds: it took so long. turn_tokens: most of the turn that follows, if it has
-    said so; else 0."""
+    said so; else 0. after: if a branch begins with it, see Given. auxiliary: whether that turn is not trained on."""
 
     trajectory: TrajectoryId
     first: int
@@ -77,6 +77,8 @@ class AnswerGiven:
     at_s: float
     attempt: int = UNKNOWN
     turn_tokens: int = 0
+    after: int | None = None
+    auxiliary: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +174,11 @@ def encode(entry: Entry) -> bytes:
             arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
         case AnswerGiven():
             head = ["given", entry.trajectory, entry.first, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
-            head += [entry.attempt, *([entry.turn_tokens] if entry.turn_tokens else ())]
+            head += [entry.attempt]
+            if entry.after is not None or entry.auxiliary:
+                head += [entry.turn_tokens, entry.after, entry.auxiliary]
+            elif entry.turn_tokens:
+                head += [entry.turn_tokens]
             arrays = (entry.tokens.astype("<i4"),)
         case EpisodeRestarted():
             head = ["restarted", entry.trajectory, entry.tokens, entry.epoch, entry.attempt]
@@ -241,6 +247,34 @@ def _tokens(
     )
 
 
+def _given(
+    data: bytes,
+    at: int,
+    trajectory: int,
+    first: int,
+    role: str,
+    count: int,
+    seconds: float,
+    at_s: float,
+    attempt: int = UNKNOWN,
+    turn_tokens: int = 0,
+    after: int | None = None,
+    auxiliary: bool = False,
+) -> AnswerGiven:
+    return AnswerGiven(
+        trajectory=TrajectoryId(trajectory),
+        first=first,
+        role=role,
+        tokens=_ints(data, at, count),
+        seconds=seconds,
+        at_s=at_s,
+        attempt=attempt,
+        turn_tokens=turn_tokens,
+        after=after,
+        auxiliary=auxiliary,
+    )
+
+
 def _retired(data: bytes, at: int, endings: list[Any], versions: list[Any]) -> TrajectoriesRetired:
     return TrajectoriesRetired(
         endings=tuple(
@@ -260,16 +294,7 @@ _DECODERS: dict[str, Any] = {
         routed=tuple((TrajectoryId(t), epoch) for t, epoch in routed), at_s=at_s
     ),
     "tokens": _tokens,
-    "given": lambda data, at, trajectory, first, role, count, seconds, at_s, attempt=UNKNOWN, most=0: AnswerGiven(
-        trajectory=TrajectoryId(trajectory),
-        first=first,
-        role=role,
-        tokens=_ints(data, at, count),
-        seconds=seconds,
-        at_s=at_s,
-        attempt=attempt,
-        turn_tokens=most,
-    ),
+    "given": _given,
     "restarted": lambda data, at, trajectory, tokens, epoch, attempt=UNKNOWN: EpisodeRestarted(
         trajectory=TrajectoryId(trajectory), tokens=tokens, epoch=epoch, attempt=attempt
     ),

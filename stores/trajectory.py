@@ -14,6 +14,8 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
+from stores.contexts import Branch, places
+
 TrajectoryId = NewType("TrajectoryId", int)
 GroupId = NewType("GroupId", int)
 PolicyVersion = NewType("PolicyVersion", int)
@@ -105,8 +107,14 @@ class Given:
     tokens: IntArray  # [T] token ids; none if the environment said nothing and nothing bridges the turns
     seconds: float = 0.0
     """How long the environment took."""
+    after: int | None = None
+    """If a branch begins with them: the place after the last token that it keeps; see stores/contexts.py."""
+    auxiliary: bool = False
+    """Whether the turn after them is not to be trained on. It is stored as given, once its trajectory is whole."""
 
 
+AUXILIARY = "auxiliary"
+"""Role of turns that were sampled and are not trained on: they are stored as given tokens."""
 Span = Segment | Given
 NO_VERSION = PolicyVersion(-1)
 """In place of a version, of tokens that were given."""
@@ -178,6 +186,23 @@ class Trajectory:
     def response_tokens(self) -> IntArray:
         """[T] token ids after the prompt."""
         return np.concatenate([s.tokens for s in self.spans]) if self.spans else np.zeros(0, np.int32)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Where the conversation left what came before; none if it only went on."""
+        found, at = [], len(self.prompt_tokens)
+        for span in self.spans:
+            if isinstance(span, Given) and span.after is not None:
+                found.append(Branch(at, span.after))
+            at += len(span.tokens)
+        return tuple(found)
+
+    @property
+    def context(self) -> IntArray:
+        """[C] token ids that the next token is sampled after: all so far, unless there are branches."""
+        whole = np.concatenate([self.prompt_tokens, self.response_tokens])
+        branches = self.branches
+        return whole[places(branches, len(whole))] if branches else whole
 
     @property
     def logprobs(self) -> FloatArray:

@@ -59,8 +59,8 @@ from stores.repository import (
 from stores.stored_ids import StoredIds
 from stores.trajectory import Ended
 
-FORMAT, FORMAT_WITH_TURNS = 2, 3
-"""What is written: earlier versions, which do not know given tokens, can read stores without."""
+FORMAT, FORMAT_WITH_TURNS, FORMAT_WITH_BRANCHES = 2, 3, 4
+"""What is written: earlier versions, which do not know given tokens, or branches, can read stores without."""
 TOKEN_CHUNK = 131_072
 """Elements compressed together, 512 KiB: what reading one trajectory decompresses."""
 TOKEN_FILE = 8 * TOKEN_CHUNK
@@ -225,6 +225,8 @@ class VersionedStore(StoreReader):
             root["rows/int"].append(packed.ints)
             root["rows/float"].append(packed.floats)
             self._append_turns(root, packed)
+            if packed.has_branches:
+                root.attrs["format"] = FORMAT_WITH_BRANCHES
         if packed.text:
             root["text"].append(np.frombuffer(packed.text, np.uint8))
         filled = replace(record, num_rows=len(ended), num_tokens=packed.num_tokens)

@@ -21,11 +21,15 @@ ROLE = "directions"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directions:
     """What a request has beside messages. tools: definitions, as JSON, for the chat template. token_ids: given in
-    place of messages, exactly so; None if there are messages. max_tokens: of the turn; 0 for the job's."""
+    place of messages, exactly so; None if there are messages. max_tokens: of the turn; 0 for the job's. after_turn:
+    of a request that changes the past: the turn, from 1, that it goes on after; 0: what it says is the whole
+    conversation. auxiliary: the turn is not to be trained on."""
 
     tools: str = ""
     token_ids: tuple[int, ...] | None = None
     max_tokens: int = 0
+    after_turn: int | None = None
+    auxiliary: bool = False
 
     def before(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages, with a first one that says this, if there is anything to say.
@@ -33,21 +37,24 @@ class Directions:
         >>> split(Directions(tools="[]").before([Message("user", "hi")]))[0].tools
         '[]'
         """
-        if self == Directions():
+        if self == NONE:
             return tuple(messages)
-        return (Message(ROLE, json.dumps(asdict(self), sort_keys=True)), *messages)
+        said = {name: value for name, value in asdict(self).items() if name in ALWAYS or value != getattr(NONE, name)}
+        return (Message(ROLE, json.dumps(said, sort_keys=True)), *messages)
+
+
+ALWAYS = ("tools", "token_ids", "max_tokens")
+"""What is said of every turn that has directions: a group's prompt stays the same text from version to version."""
+NONE = Directions()
 
 
 def split(prompt: Prompt) -> tuple[Directions, Prompt]:
     """The directions of a prompt or of what was said, and what the model is shown."""
     if isinstance(prompt, str) or not prompt or prompt[0].role != ROLE:
-        return Directions(), prompt
+        return NONE, prompt
     found: dict[str, Any] = json.loads(prompt[0].content)
-    ids = found["token_ids"]
-    directions = Directions(
-        tools=found["tools"], token_ids=None if ids is None else tuple(ids), max_tokens=found["max_tokens"]
-    )
-    return directions, prompt[1:]
+    ids = found.pop("token_ids")
+    return Directions(token_ids=None if ids is None else tuple(ids), **found), prompt[1:]
 
 
 def directions_of(record: Record) -> Directions:
@@ -55,7 +62,7 @@ def directions_of(record: Record) -> Directions:
     prompt = record.get("prompt")
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
     if not isinstance(first, Mapping) or first.get("role") != ROLE:
-        return Directions()
+        return NONE
     return split((Message(ROLE, str(first.get("content"))),))[0]
 
 

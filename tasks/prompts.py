@@ -80,6 +80,10 @@ class Prompts(Protocol):
         """The token ids between two turns: what closes the first, messages, and what opens the next; see Bridge.ids."""
         ...
 
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a whole conversation, up to where the next turn begins."""
+        ...
+
 
 class EmulatedPrompts:
     """Prompts with the lengths of a workload and meaningless tokens."""
@@ -110,6 +114,9 @@ class EmulatedPrompts:
         """As many meaningless tokens as the messages say."""
         count = sum(int(message.content) for message in messages)
         return [int(t) for t in words(0, len(before) + len(turn), count)]
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        return self.given((), (), messages, 0)
 
 
 class TokenizedPrompts:
@@ -213,3 +220,16 @@ class TokenizedPrompts:
         if directions.token_ids is not None:
             return list(directions.token_ids)
         return self.bridge.ids(before, turn, [m for m in shown if isinstance(m, Message)], number)
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        directions, shown = split(tuple(messages))
+        if directions.token_ids is not None:
+            return list(directions.token_ids)
+        said = [m for m in shown if isinstance(m, Message)]
+        if self._settings.chat:
+            if self._settings.system and said[0].role != "system":
+                said.insert(0, Message("system", self._settings.system))
+            return list(self._texts.chat_ids(said, directions.tools))
+        around = {"assistant": "{observation}"}
+        texts = (around.get(m.role, self._settings.observation).replace("{observation}", m.content) for m in said)
+        return list(self._texts.ids("".join(texts)))

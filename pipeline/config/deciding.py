@@ -67,6 +67,7 @@ def make_strategies(config: RunConfig) -> Strategies:
         max_attempts=rollout.max_attempts,
         environments=config.acts,
         evaluation_share=config.evaluation.share,
+        evaluation_fill=config.evaluation.fill,
         affinity=Affinity(cost) if config.acts and rollout.affinity else None,
         adapters=config.served_versions > 0,
     )

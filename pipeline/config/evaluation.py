@@ -40,6 +40,9 @@ class EvaluationConfig:
     share: float = knob(
         0.25, "largest share of the instances' places that an evaluation has while the run trains", above=0, high=1
     )
+    fill: bool = knob(
+        True, "whether an instance that could be given nothing to train on has all of its places for an evaluation"
+    )
     best: str = knob(
         "", "set whose mean reward chooses the version whose checkpoint is kept as checkpoints/best; empty: none is"
     )

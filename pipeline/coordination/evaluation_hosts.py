@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.coordination.evaluations import Places, places_of
 from pipeline.coordination.fleet import Instance
+from pipeline.coordination.placement import Placement
 from pipeline.coordination.state import CoordinatorState
 from pipeline.coordination.trajectories import LiveTrajectory
 from pipeline.coordination.work_queue import EVALUATION
@@ -11,11 +12,14 @@ from stores.errors import ProtocolViolation
 
 
 class EvaluationHosts:
-    """Consulted by the coordinator whenever it routes. share: of the fleet's places, for as long as a run trains."""
+    """Consulted by the coordinator whenever it routes. share: of the fleet's places, for as long as a run trains.
+    fill: whether a host has all of its places for the evaluation while it could be given nothing to train on."""
 
-    def __init__(self, state: CoordinatorState, share: float) -> None:
+    def __init__(self, state: CoordinatorState, placement: Placement, share: float, *, fill: bool) -> None:
         self._state = state
+        self._placement = placement
         self._share = share
+        self._fill = fill
 
     def due(self) -> list[Instance]:
         """Instances that should stay, or pull and stay, at the evaluated version from now on, besides those that do.
@@ -53,6 +57,8 @@ class EvaluationHosts:
         found, of_each = self._state.evaluation, self._places.of_each
         if found is None:
             raise ProtocolViolation(f"{live.id} is queued for an evaluation that is not under way")
+        if self._fill and found.evaluated >= 0 and not self._placement.demand(found.evaluated):
+            of_each = max((host.max_running for host in self._state.fleet), default=of_each)
         able = [
             host
             for name in found.hosts

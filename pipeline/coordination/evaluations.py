@@ -8,7 +8,8 @@ evaluated version and do not pull until they have nothing more to sample for it.
 
 - Training is not starved: a share bounds the places that an evaluation has. As few instances as have so many places
   are hosts, since each of them lags for as long as its longest response takes. Within its places an evaluation comes
-  first: the sooner it is over, the sooner its hosts pull. After the last step it has all places.
+  first: the sooner it is over, the sooner its hosts pull. A host that could be given nothing to train on, since all
+  that the bound allows at its version is under way, has all of its places for it. After the last step it has all.
 - No deadlock: what is queued for an evaluation waits for its hosts only, and they need nothing from training. A host
   that lags is given no new work once its version is too old for the bound; then its places are empty.
 - A lost host, or one that leaves, is replaced by any other that still serves the version; what was sampled goes on

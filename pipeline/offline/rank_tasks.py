@@ -9,8 +9,10 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +73,15 @@ class LedPolicy:
         self._policy.group.shared(None, idle=True)
         self._policy.close()
 
+    def abandon(self, error: BaseException) -> None:
+        """Leave the group wherever it is, and this policy with it. Ranks that wait to be told what comes next fail at
+        once, those in the middle of a step after `collective_s`. gloo's connections end with the last reference to
+        them, so the frames of `error`, of which some refer to them, are cleared, too."""
+        self._policy.close()
+        del self._policy
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+
     def _tell(self, method: str, *args: Any) -> None:
         self._policy.group.shared((method, *args), idle=True)
 
@@ -95,18 +106,28 @@ def led(settings: TrainerSettings, *, shared: bool) -> Iterator[LedPolicy]:
         ]
         policy = LedPolicy(PolicyTrainer(settings, replace(place, listener=listener.fileno())))
         try:
-            yield policy
-            policy.close()
-        except StaleflowError:
-            with contextlib.suppress(Exception):
-                policy.close()  # the others wait to be told what comes next
-            raise
-        except RuntimeError as error:
-            if not tells_of_a_lost_rank(error):
-                raise
-            raise _lost(error) from error
+            with ended(policy):
+                yield policy
         finally:
             client.cancel(following)
+
+
+@contextlib.contextmanager
+def ended(policy: LedPolicy) -> Iterator[None]:
+    """End the group with the block, however that ends: its other ranks hold workers as long as they wait."""
+    try:
+        yield
+        policy.close()
+    except StaleflowError:
+        with contextlib.suppress(Exception):
+            policy.close()  # the others wait to be told what comes next
+        raise
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            policy.abandon(error)  # in the middle of a step they would not hear that there is nothing more to do
+        if isinstance(error, RuntimeError) and tells_of_a_lost_rank(error):
+            raise _lost(error) from error
+        raise
 
 
 def _lost(error: RuntimeError) -> ActorLost:

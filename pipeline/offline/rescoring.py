@@ -281,10 +281,13 @@ def read_rows(
 def response_logprobs(settings: LogprobSettings, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
     """[T] logprobs of each response under the model, nats; 0 of given tokens. Threads take turns."""
     from tasks.training.packing import Row
+    from tasks.training.sequences import Sequences
 
     packed = [Row.of(row) for row in rows]
+    sequences = Sequences.of(packed)
     with _model_lock:
-        found = _logprob_model(settings).rows(packed, range(len(packed)))
+        values = _logprob_model(settings).rows(sequences.rows, range(len(sequences.rows)))
+    found = sequences.by_row(packed, values)
     return [np.where(row.sampled, found[i], np.float32(0)) for i, row in enumerate(packed)]
 
 

@@ -105,6 +105,8 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     training = _below(tree, "training")
     if isinstance(training, dict) and training.get("advantage") == RENAMED[0] and "epochs" not in training:
         training["advantage"] = RENAMED[1]
+    if isinstance(evaluation := _below(tree, "evaluation"), dict):
+        evaluation.setdefault("fill", False)  # a run that does not know it decided so
     if _below(tree, "staleness", "window_share") is None:
         for (table, key), names in REPLACED.items():
             section = _below(tree, table)

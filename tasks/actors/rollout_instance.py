@@ -121,7 +121,7 @@ class RolloutInstance:
             for item in items:
                 if item.trajectory not in payloads:
                     continue
-                prompt, sampled, finish, in_turn, of_turn, evaluated = payloads[item.trajectory]
+                prompt, sampled, finish, in_turn, of_turn, evaluated, context = payloads[item.trajectory]
                 serves = self._engine.version
                 if serves < item.version or (evaluated is not None and serves != item.version):
                     raise ProtocolViolation(
@@ -137,7 +137,7 @@ class RolloutInstance:
                     Request(
                         trajectory=item.trajectory,
                         epoch=item.epoch,
-                        tokens=(*prompt, *sampled),
+                        tokens=(*prompt, *sampled) if context is None else context,
                         max_new_tokens=min(
                             (self._max_new_tokens if evaluated is None else evaluated.max_new_tokens) - len(sampled),
                             min(self._turn_tokens, of_turn or self._turn_tokens) - in_turn,

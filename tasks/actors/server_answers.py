@@ -56,12 +56,15 @@ class Payload(NamedTuple):
     """Most tokens of the present turn, if its environment has said so; else 0."""
     evaluated: EvaluatedAs | None = None
     """How an evaluation wants it sampled; None for one that is to be trained on."""
+    context: tuple[int, ...] | None = None
+    """What the present turn is sampled after, with what there is of it; None: after all of the above."""
 
 
 def payload(t: Trajectory, turn_tokens: int, evaluated: EvaluatedAs | None) -> Payload:
     """What a trajectory consists of so far."""
     prompt, response = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
-    return Payload(prompt, response, t.finish, t.num_in_turn, turn_tokens, evaluated)
+    context = tuple(t.context.tolist()) if t.branches else None
+    return Payload(prompt, response, t.finish, t.num_in_turn, turn_tokens, evaluated, context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,6 @@ from stores.ledger_entries import Ending
 from stores.resume_points import ResumePoints
 from stores.spool import Spool
 from stores.spool_entries import (
-    AnswerGiven,
     BatchTaken,
     Entry,
     EpisodeRestarted,
@@ -47,7 +46,7 @@ from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
 from tasks.actors.drawn_tasks import DrawnTasks
 from tasks.actors.evaluated_in_flight import EvaluatedInFlight
-from tasks.actors.given_answers import GivenAnswers, newest_turn
+from tasks.actors.given_answers import GivenAnswers, answer_entry, newest_turn
 from tasks.actors.known_responses import MOST_TOKENS, KnownResponses, OtherResponses
 from tasks.actors.server_answers import (
     Bridged,
@@ -63,9 +62,10 @@ from tasks.actors.server_answers import (
     payload,
 )
 from tasks.actors.server_settings import ServerSettings
+from tasks.actors.spool_thread import SpoolThread
 from tasks.actors.step_batches import StepBatches
 from tasks.actors.unkept import aborted_row, all_aborted
-from tasks.directions import directions_of, role_of, split
+from tasks.directions import directions_of
 from tasks.endpoint.turns import SampledTurn
 from tasks.engines.base import Sampled
 from tasks.evaluation_items import ItemView
@@ -105,7 +105,7 @@ class TrajectoryServer:
         self._tasks = DrawnTasks(self._prompts, prompts.sets)
         self._last_record: StepRecord | None = None
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._spool_thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
+        self._writing = SpoolThread(self._spool)
         self._evaluated = EvaluatedInFlight(self._flight, self._tasks)
         self._answers = GivenAnswers(self._prompts)
         self._batches = StepBatches(self._flight, self._store.ended, settings, self._store_thread)
@@ -155,9 +155,9 @@ class TrajectoryServer:
         resumed = self._resumed(again)
         self._flight.apply(resumed)
         self._batches.forget_all()
-        if not await self._write([resumed]):
+        if not await self._writing.append([resumed]):
             # What this run has undone must never be taken for its own by a later one.
-            await self._in(self._spool_thread, self._spool.clear)
+            await self._writing.clear()
         kept = [t for t in self._flight.live.values() if t.segments]
         taken = TakenUp(
             ledger=self._last_ledger,
@@ -204,7 +204,7 @@ class TrajectoryServer:
             GroupDrawn(group=GroupId(group), prompt_tokens=np.asarray(tokens, np.int32), at_s=now)
             for group, tokens in enumerate(prompts, first)
         ]
-        await self._write([entry for entry in drawn if self._flight.apply(entry)])
+        await self._writing.append([entry for entry in drawn if self._flight.apply(entry)])
         return [DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens)) for entry in drawn]
 
     async def held_out(self, count: int) -> list[HeldOut]:
@@ -222,8 +222,8 @@ class TrajectoryServer:
     async def forget_evaluated(self) -> None:
         """Drop all that was sampled for evaluations. Idempotent."""
         groups, entries = self._evaluated.end(self._now())
-        await self._write(entries)
-        await self._in(self._spool_thread, self._spool.stored, -1, groups)
+        await self._writing.append(entries)
+        await self._writing.stored(-1, groups)
 
     async def held_out_notice(self) -> str:
         """One line on training prompts found to be held out so far; empty if there were none."""
@@ -235,7 +235,7 @@ class TrajectoryServer:
         """The payloads of trajectories that are still live. routed: (trajectory, epoch) of each routing; what instances
         of earlier epochs deliver is ignored from now on."""
         asked, begun = await self._evaluated.begin((member for member, _ in routed), self._now())
-        await self._write(begun)
+        await self._writing.append(begun)
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.source.asks_by_directions:
             live = [self._flight.live[member] for member, _ in routed if member in self._flight.live]
@@ -250,7 +250,7 @@ class TrajectoryServer:
             if not t.has_answers and t.group in records:
                 most = directions_of(records[t.group]).max_tokens
             found[member] = payload(t, most, asked.get(member))
-        await self._write([entry] if changed else [])
+        await self._writing.append([entry] if changed else [])
         return found
 
     async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
@@ -274,7 +274,7 @@ class TrajectoryServer:
                 taken.append(entry)
             if self._flight.hears(item.trajectory, item.epoch):
                 totals[item.trajectory] = self._flight.live[item.trajectory].num_tokens
-        await self._write(taken)
+        await self._writing.append(taken)
         return totals
 
     async def other_responses(self, running: tuple[TrajectoryId, ...], told: frozenset[TrajectoryId]) -> OtherResponses:
@@ -331,26 +331,17 @@ class TrajectoryServer:
         )
         taken: list[Entry] = []
         bridged: list[Bridged] = []
-        for item, tokens in zip(said, given, strict=True):
-            if tokens is None or not self._flight.awaits(item.trajectory, item.tokens, item.epoch):
+        for item, answer in zip(said, given, strict=True):
+            if answer is None or not self._flight.awaits(item.trajectory, item.tokens, item.epoch):
                 bridged.append(Bridged(item.tokens, "late"))
-            elif isinstance(tokens, str):
-                bridged.append(Bridged(item.tokens, tokens))
+            elif isinstance(answer, str):
+                bridged.append(Bridged(item.tokens, answer))
             else:
-                entry = AnswerGiven(
-                    trajectory=item.trajectory,
-                    first=item.tokens,
-                    role=role_of(item.messages),
-                    tokens=np.asarray(tokens, np.int32),
-                    seconds=item.seconds,
-                    at_s=self._now(),
-                    attempt=self._flight.attempt(item.trajectory),
-                    turn_tokens=split(item.messages)[0].max_tokens,
-                )
+                entry = answer_entry(item, answer, self._flight.attempt(item.trajectory), self._now())
                 if self._flight.apply(entry):
                     taken.append(entry)
-                bridged.append(Bridged(item.tokens + len(tokens)))
-        await self._write(taken)
+                bridged.append(Bridged(item.tokens + len(answer.tokens)))
+        await self._writing.append(taken)
         return bridged
 
     async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
@@ -365,7 +356,7 @@ class TrajectoryServer:
             told.append(self._flight.awaits(trajectory, tokens, epoch) and self._flight.apply(entry))
             if told[-1]:
                 taken.append(entry)
-        await self._write(taken)
+        await self._writing.append(taken)
         return told
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
@@ -399,7 +390,7 @@ class TrajectoryServer:
             if self._flight.awaits(item.trajectory, item.tokens, item.epoch) and self._flight.apply(entry):
                 taken.append(entry)
             held.append(self._score(item.trajectory))
-        await self._write(taken)
+        await self._writing.append(taken)
         return held
 
     def _score(self, trajectory: TrajectoryId) -> ScoredResponse | None:
@@ -424,7 +415,7 @@ class TrajectoryServer:
             check_batch(step, asked, settings.group_size, settings.max_error_share, settings.reward)
             taken = BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._flight.apply(taken)
-            written = self._write([taken])
+            written = self._writing.append([taken])
         part = await self._batches.part(step, first)
         if written is not None:
             await written
@@ -433,7 +424,7 @@ class TrajectoryServer:
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
         if self._flight.apply(entry := TrajectoriesRetired(endings=endings, versions=versions)):
-            await self._write([entry])
+            await self._writing.append([entry])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
         """Commit a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
@@ -459,7 +450,7 @@ class TrajectoryServer:
 
     async def close(self) -> None:
         self._tasks.close()
-        self._spool_thread.shutdown(wait=True)
+        self._writing.close()
         self._store_thread.shutdown(wait=True)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -470,15 +461,6 @@ class TrajectoryServer:
     async def _in(self, thread: ThreadPoolExecutor, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
 
-    def _write(self, entries: Sequence[Entry]) -> asyncio.Future[bool]:
-        """Hand entries to the spool, in the order of the calls; returns the future of their being written."""
-        loop = asyncio.get_running_loop()
-        if entries:
-            return loop.run_in_executor(self._spool_thread, self._spool.append, entries)
-        nothing: asyncio.Future[bool] = loop.create_future()
-        nothing.set_result(True)
-        return nothing
-
     async def _commit(self, record: StepRecord, rows: list[Ended]) -> None:
         await self._in(self._store_thread, self._store.commit, record, rows)
         self._last_record = record
@@ -488,12 +470,7 @@ class TrajectoryServer:
         if step is not None:
             self._batches.forget(step)
         self._tasks.forget(done)
-
-        def prune() -> None:
-            self._spool.stored(record.step, done)
-            self._spool.rotate(min(self._points.versions(), default=None))
-
-        await self._in(self._spool_thread, prune)
+        await self._writing.committed(record.step, done, self._points)
 
     @property
     def _last_ledger(self) -> LedgerState:

@@ -32,6 +32,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 what several engines sample under several versions of the weights."""
 
 
+AUXILIARY = "auxiliary"
+"""Field of a request whose turn is not to be trained on."""
+AUXILIARY_HEADER = "x-auxiliary"
+"""Header that says the same, as 1 or true."""
+
+
 class Refused(Exception):
     """A request that is not answered as it asks. retry_s: seconds after which it may be sent again; None: never."""
 
@@ -77,7 +83,8 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for a turn, of messages or of token ids. changed: sampling parameters that are overridden, by name."""
+    """A request for a turn, of messages or of token ids. auxiliary: of one that is not trained on. changed: sampling
+    parameters that are overridden, by name."""
 
     model: str
     messages: tuple[ChatMessage, ...] = ()
@@ -89,12 +96,21 @@ class ChatRequest:
     with_usage: bool = False
     with_logprobs: bool = False
     with_ids: bool = False
+    auxiliary: bool = False
     changed: Mapping[str, Any] = field(default_factory=dict)
 
-    def directions(self, *, first: bool, ids: tuple[int, ...] | None = None) -> Directions:
-        """What the model's side is told beside messages. first: definitions of tools are told once. ids: those given
-        now."""
-        return Directions(tools=self.tools if first else "", token_ids=ids, max_tokens=self.max_tokens)
+    def directions(
+        self, *, first: bool, ids: tuple[int, ...] | None = None, after_turn: int | None = None
+    ) -> Directions:
+        """What the model's side is told beside messages. first: it is told the definitions of tools. ids: those given
+        now. after_turn: see Directions."""
+        return Directions(
+            tools=self.tools if first else "",
+            token_ids=ids,
+            max_tokens=self.max_tokens,
+            after_turn=after_turn,
+            auxiliary=self.auxiliary,
+        )
 
 
 def shown_message(message: ChatMessage) -> Message:
@@ -133,14 +149,14 @@ def read_chat(body: Mapping[str, Any], *, temperature: float, refuses: bool) -> 
         raise Refused(400, "top_logprobs: logprobs of other tokens are not kept; use 0")
     stream = _flag(left, "stream")
     with_logprobs, with_ids = _flag(left, "logprobs"), _flag(left, "return_token_ids")
+    auxiliary = _flag(left, AUXILIARY)
     max_tokens = _max_tokens(left, ("max_completion_tokens", "max_tokens"))
     changed = _sampling(left, temperature, refuses)
     _check_rest(left)
     return ChatRequest(
         model=model, messages=messages, tools=tools, max_tokens=max_tokens,
         calls_tools=choice != "none" and bool(tools), stream=stream, with_usage=bool(options.get("include_usage")),
-        with_logprobs=with_logprobs, with_ids=with_ids,
-        changed=changed,
+        with_logprobs=with_logprobs, with_ids=with_ids, auxiliary=auxiliary, changed=changed,
     )  # fmt: skip
 
 
@@ -156,6 +172,7 @@ def read_generate(body: Mapping[str, Any], *, temperature: float, refuses: bool)
         raise Refused(400, f"sampling_params must be an object, not {_short(params)}")
     if _flag(left, "stream"):
         raise Refused(400, "stream: token ids are answered as a whole; use /v1/chat/completions to stream texts")
+    auxiliary = _flag(left, AUXILIARY)
     _check_rest(left)
     inner = dict(params)
     if inner.pop("logprobs", None) != 1:
@@ -173,7 +190,7 @@ def read_generate(body: Mapping[str, Any], *, temperature: float, refuses: bool)
     _check_rest(inner, "sampling_params.")
     return ChatRequest(
         model=model, token_ids=tuple(ids), max_tokens=max_tokens, with_logprobs=True, with_ids=True, changed=changed,
-        calls_tools=False,
+        calls_tools=False, auxiliary=auxiliary,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import uvicorn
@@ -27,7 +28,7 @@ from stores.errors import ConfigError
 from tasks.endpoint.connections import timed_protocol
 from tasks.endpoint.counting import EndpointCounts
 from tasks.endpoint.replies import TurnReply, chunks, completion, generated, refusal
-from tasks.endpoint.requests import ChatRequest, Refused, read_chat, read_generate, read_json
+from tasks.endpoint.requests import AUXILIARY_HEADER, ChatRequest, Refused, read_chat, read_generate, read_json
 from tasks.endpoint.sessions import Sessions
 from tasks.endpoint.settings import EndpointSettings
 
@@ -71,7 +72,7 @@ class EndpointServer:
         self._settings = settings
         self._served = served
         self._counts = EndpointCounts()
-        self.sessions = Sessions()
+        self.sessions = Sessions(branches=settings.config.changed_past == "branch")
         self._in_flight = 0
         self._bodies = asyncio.Semaphore(settings.config.max_requests)
         self._stopping = False
@@ -179,6 +180,8 @@ class EndpointServer:
                     body = await self._body(request)
                     refuses = self._settings.config.sampling == "refuse"
                     asked = read(read_json(body), temperature=self._settings.temperature, refuses=refuses)
+                    if request.headers.get(AUXILIARY_HEADER, "").lower() in ("1", "true"):
+                        asked = replace(asked, auxiliary=True)
                 self._check_ids(asked)
                 begin = time.monotonic()
                 reply = await _unless_gone(request, session.ask(asked))

@@ -1,10 +1,12 @@
 """Sessions: an agent's conversation with the policy, which is an episode's trajectory seen from outside.
 
 Invariants:
-- One request waits for a turn at a time, and a request that is sent again, after its connection broke, waits for the
-  same turn: nothing is sampled twice for it.
-- A request goes on from what the model said: its messages begin with those of the request before it and with the answer
-  to that, and its token ids with all token ids so far. Any other one is refused, and changes nothing.
+- One request has its turn sampled at a time, and a request that is sent again, after its connection broke, waits for
+  the same turn: nothing is sampled twice for it.
+- A request goes on from what the model said: its messages begin with those of a request before it and with the answer
+  to that, and its token ids with token ids so far. One that goes on from the newest turn extends the trajectory; any
+  other one begins a branch (stores/contexts.py), or is refused and changes nothing, as the job says.
+- Auxiliary turns are told and not trained on. What comes after them goes on from what came before them.
 - A key belongs to one session, is random, and is void when the session is closed.
 """
 
@@ -14,10 +16,11 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from dataclasses import dataclass
 from typing import Any
 
-from tasks.endpoint.replies import TurnReply, reply_of
+from tasks.endpoint.replies import TurnReply, called_again, reply_of
 from tasks.endpoint.requests import ChatMessage, ChatRequest, Refused, shown_message
 from tasks.endpoint.turns import SampledTurn
 from tasks.task_source import Message
@@ -35,26 +38,45 @@ class _Waiting:
         self.reply.add_done_callback(_heard)
 
 
-class AgentSession:
-    """One session. Used from one event loop."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answered:
+    """A turn that was told. said: the conversation with it; none of one in token ids. ids: all of its context, and its
+    own."""
 
-    def __init__(self, id: str, secret: str) -> None:
+    said: tuple[ChatMessage, ...]
+    tools: str
+    ids: tuple[int, ...]
+
+
+class AgentSession:
+    """One session. branches: whether a changed past begins one; it is refused otherwise. Used from one event loop."""
+
+    def __init__(self, id: str, secret: str, *, branches: bool = True) -> None:
         self.id = id
         self._secret = secret
-        self._said: list[ChatMessage] = []
-        """The conversation so far: of the latest request that was answered, and the answer."""
-        self._ids: tuple[int, ...] | None = None
-        """All token ids so far, once a turn was sampled."""
+        self._branches = branches
+        self._answered: list[_Answered] = []
+        """All turns that were told, in order."""
+        self._main = 0
+        """The newest turn that is not auxiliary, from 1."""
+        self._texts: dict[tuple[Any, ...], str] = {}
+        """What the model said, by what messages of it are compared by."""
         self._latest: _Waiting | None = None
-        """The latest request that was not refused, answered or not."""
+        """The latest request whose turn was asked for, answered or not."""
+        self._queue: deque[_Waiting] = deque()
+        """Requests that wait for the turns before theirs."""
         self._asked: asyncio.Future[tuple[Message, ...]] = asyncio.get_running_loop().create_future()
-        self._num_turns = 0
         self._refused: Refused | None = None
         """Why no further turn is sampled."""
 
     @property
     def key(self) -> str:
         return f"{self.id}.{self._secret}"
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for the turns before theirs."""
+        return len(self._queue)
 
     def holds(self, secret: str) -> bool:
         """Whether this is the secret of its key. Takes as long for every secret that is not."""
@@ -65,49 +87,116 @@ class AgentSession:
     async def ask(self, request: ChatRequest) -> TurnReply:
         """The turn that a request asks for. Raises Refused."""
         latest = self._latest
-        if latest is not None and _same(latest.request, request) and not _failed(latest):
-            return await asyncio.shield(latest.reply)
+        for waiting in (*self._queue, *([latest] if latest is not None else ())):
+            if _same(waiting.request, request) and not _failed(waiting):
+                return await asyncio.shield(waiting.reply)
         if self._refused is not None:
             raise self._refused
-        if latest is not None and not latest.reply.done():
+        if not self._branches and latest is not None and not latest.reply.done():
             raise Refused(
                 400,
                 "another request of this session waits for its turn; its turns are one conversation, so ask one after "
                 "the other",
                 "concurrent_request",
             )
-        new = self._new(request)
-        waiting = self._latest = _Waiting(request)
-        self._asked.set_result(new)
+        waiting = _Waiting(request)
+        self._queue.append(waiting)
+        self._ask_next()
         return await asyncio.shield(waiting.reply)
 
+    def _ask_next(self) -> None:
+        """Have the next turn sampled, if none is and one is waited for."""
+        while self._queue and (self._latest is None or self._latest.reply.done()):
+            waiting = self._queue.popleft()
+            try:
+                new = self._new(waiting.request)
+            except Refused as refused:
+                waiting.reply.set_exception(refused)
+                continue
+            self._latest = waiting
+            self._asked.set_result(new)
+
     def _new(self, request: ChatRequest) -> tuple[Message, ...]:
-        """What a request says beyond what was said before. Raises Refused."""
-        first = self._ids is None
+        """What a request says beyond what was said before, with directions. Raises Refused."""
+        if not self._main:
+            return self._first(request)
+        if request.auxiliary:
+            return self._branch(request)
+        if why := self._difference(request):
+            if self._branches:
+                return self._branch(request)
+            raise _changed(why)
+        if self._main < len(self._answered):
+            return self._branch(request)
+        main = self._answered[self._main - 1]
+        ids = None if request.token_ids is None else request.token_ids[len(main.ids) :]
+        messages = request.messages[len(main.said) :]
+        return request.directions(first=False, ids=ids).before([shown_message(message) for message in messages])
+
+    def _first(self, request: ChatRequest) -> tuple[Message, ...]:
+        """What a session's first request says. Raises Refused."""
+        if request.auxiliary:
+            raise Refused(
+                400,
+                "auxiliary: the first request of a session is its task's prompt, and its turn is trained on; ask "
+                "this afterwards",
+                "auxiliary_first",
+            )
+        if any(message.calls for message in request.messages):
+            raise _changed("messages have calls of tools, and nothing was sampled here yet")
+        directions = request.directions(first=True, ids=request.token_ids)
+        return directions.before([shown_message(message) for message in request.messages])
+
+    def _difference(self, request: ChatRequest) -> str:
+        """Why a request does not go on from the newest turn that is not auxiliary; empty if it does."""
+        main = self._answered[self._main - 1]
         if request.token_ids is not None:
-            so_far = self._ids or ()
-            if request.token_ids[: len(so_far)] != so_far:
-                at = next(
-                    (i for i, (a, b) in enumerate(zip(so_far, request.token_ids, strict=False)) if a != b),
-                    min(len(so_far), len(request.token_ids)),
-                )
-                raise _changed(f"token_ids differ from the {len(so_far)} so far from position {at} on")
-            return request.directions(first=first, ids=request.token_ids[len(so_far) :]).before(())
-        said, latest = self._said, self._latest
-        if not first and not said:
-            raise _changed("this session began with token_ids")
-        if latest is not None and not first and request.tools != latest.request.tools:
-            raise _changed("tools are other ones than before")
-        for number, (before, now) in enumerate(zip(said, request.messages, strict=False)):
+            if request.token_ids[: len(main.ids)] == main.ids:
+                return ""
+            pairs = enumerate(zip(main.ids, request.token_ids, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(main.ids), len(request.token_ids)))
+            return f"token_ids differ from the {len(main.ids)} so far from position {at} on"
+        if not main.said:
+            return "this session began with token_ids"
+        if request.tools != main.tools:
+            return "tools are other ones than before"
+        for number, (before, now) in enumerate(zip(main.said, request.messages, strict=False)):
             if before.canonical != now.canonical:
-                raise _changed(f"messages[{number}], of role {now.role}, is not what it was")
-        new = request.messages[len(said) :]
+                return f"messages[{number}], of role {now.role}, is not what it was"
+        new = request.messages[len(main.said) :]
         if not new:
-            raise _changed(f"{len(request.messages)} messages, where {len(said)} were said already and one must follow")
-        for number, message in enumerate(new, len(said)):
-            if message.role == "assistant" and (not first or message.calls):
-                raise _changed(f"messages[{number}] is the assistant's, and was not sampled here")
-        return request.directions(first=first).before([shown_message(message) for message in new])
+            said, given = len(main.said), len(request.messages)
+            return f"{given} messages, where {said} were said already and one must follow"
+        for number, message in enumerate(new, len(main.said)):
+            if message.role == "assistant":
+                return f"messages[{number}] is the assistant's, and was not sampled here"
+        return ""
+
+    def _branch(self, request: ChatRequest) -> tuple[Message, ...]:
+        """What a request says that goes on from an earlier turn, the latest of those that it agrees with longest; or
+        all that it says, if it agrees with none: then it is rendered anew, and the branch begins where its token ids
+        are others than those that were there."""
+        if request.token_ids is not None:
+            return request.directions(first=False, ids=request.token_ids, after_turn=0).before(())
+        said = [message.canonical for message in request.messages]
+        best = (0, 0)
+        for number, one in enumerate(self._answered, 1):
+            new = request.messages[len(one.said) :]
+            if not one.said or not new or one.tools != request.tools or any(m.role == "assistant" for m in new):
+                continue
+            if said[: len(one.said)] == [message.canonical for message in one.said]:
+                best = max(best, (len(one.said), number))
+        count, number = best
+        if number:
+            directions = request.directions(first=False, after_turn=number)
+            return directions.before([shown_message(message) for message in request.messages[count:]])
+        directions = request.directions(first=True, after_turn=0)
+        return directions.before([self._shown_again(message) for message in request.messages])
+
+    def _shown_again(self, message: ChatMessage) -> Message:
+        """A message of a conversation that is rendered anew: what the model said as it said it."""
+        text = self._texts.get(message.canonical) if message.role == "assistant" else None
+        return shown_message(message)._replace(content=called_again(message) if text is None else text)
 
     # -- the episode's side --------------------------------------------------------------------------------------
 
@@ -120,28 +209,31 @@ class AgentSession:
         """Tell the agent the turn that it waits for."""
         waiting = self._latest
         assert waiting is not None and self._asked.done(), "an answer to nothing"
-        reply = reply_of(
-            f"chatcmpl-{self.id}-{self._num_turns}", self._num_turns, int(time.time()), turn, waiting.request
-        )
-        self._num_turns += 1
-        self._ids = (*turn.before, *turn.tokens)
-        if waiting.request.token_ids is None:
-            self._said = [*waiting.request.messages, reply.message]
+        request, number = waiting.request, len(self._answered)
+        reply = reply_of(f"chatcmpl-{self.id}-{number}", number, int(time.time()), turn, request)
+        said = (*request.messages, reply.message) if request.token_ids is None else ()
+        self._answered.append(_Answered(said=said, tools=request.tools, ids=(*turn.before, *turn.tokens)))
+        self._texts[reply.message.canonical] = turn.text
+        if not request.auxiliary:
+            self._main = len(self._answered)
         self._asked = asyncio.get_running_loop().create_future()
         waiting.reply.set_result(reply)
+        self._ask_next()
 
     def refuse(self, refused: Refused) -> None:
         """Have no further turn: whoever waits and whoever asks from now on is told why."""
         self._refused = refused
-        waiting = self._latest
-        if waiting is not None and not waiting.reply.done():
-            waiting.reply.set_exception(refused)
+        for waiting in (*self._queue, *([self._latest] if self._latest is not None else ())):
+            if not waiting.reply.done():
+                waiting.reply.set_exception(refused)
+        self._queue.clear()
 
 
 class Sessions:
-    """All sessions of an endpoint, by their keys."""
+    """All sessions of an endpoint, by their keys. branches: see AgentSession."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, branches: bool = True) -> None:
+        self._branches = branches
         self._open: dict[str, AgentSession] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
 
@@ -150,7 +242,7 @@ class Sessions:
 
     def open(self) -> AgentSession:
         """A new session with a random key."""
-        session = AgentSession(secrets.token_hex(8), secrets.token_urlsafe(24))
+        session = AgentSession(secrets.token_hex(8), secrets.token_urlsafe(24), branches=self._branches)
         self._open[session.id] = session
         return session
 
@@ -185,7 +277,8 @@ class Sessions:
 def _changed(why: str) -> Refused:
     return Refused(
         400,
-        f"{why}; a session goes on from what was said and sampled, so send the earlier messages unchanged and append",
+        f"{why}; a session goes on from what was said and sampled, so send the earlier messages unchanged and append, "
+        'or set endpoint.changed_past = "branch"',
         "changed_past",
     )
 
@@ -195,7 +288,7 @@ def _same(first: ChatRequest, second: ChatRequest) -> bool:
 
     def asks(request: ChatRequest) -> tuple[Any, ...]:
         messages = tuple(message.canonical for message in request.messages)
-        return messages, request.token_ids, request.tools, request.max_tokens
+        return messages, request.token_ids, request.tools, request.max_tokens, request.auxiliary
 
     return asks(first) == asks(second)
 

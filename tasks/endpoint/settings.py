@@ -19,6 +19,12 @@ class EndpointConfig:
         "ignores them, and the answer says so; refuse answers 400",
         choices=("override", "refuse"),
     )
+    changed_past: str = knob(
+        "branch",
+        "what becomes of a request that changes what was said before: branch begins one where it differs, and what is "
+        "sampled there is trained on, too; refuse answers 400",
+        choices=("branch", "refuse"),
+    )
     max_body_kib: int = knob(8192, "KiB of a request's body; a longer one is answered 413", low=1, high=1_048_576)
     body_s: float = knob(
         10.0, "seconds for a request's head to arrive, and for its body; a later one is answered 408", above=0

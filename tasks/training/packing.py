@@ -7,11 +7,12 @@ weights are fixed over the whole minibatch first, so how it is split cannot chan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from stores.contexts import Branch
 from stores.trajectory import NO_VERSION, Ended
 from tasks.names import AGGREGATION_NAMES
 from tasks.training.division import divided
@@ -40,6 +41,8 @@ class Row:
     lags: npt.NDArray[np.int16] | None = None
     """[T] versions from the one that sampled each token to the one the step begins with, at most MOST_LAG; None: of all
     tokens `staleness`."""
+    branches: tuple[Branch, ...] = ()
+    """Where the response left what came before; a model computes a row with branches as several (sequences.py)."""
 
     @classmethod
     def of(cls, row: Ended) -> Row:
@@ -53,6 +56,7 @@ class Row:
             staleness=row.staleness,
             trained=row.loss_mask,
             lags=_lags(row),
+            branches=row.trajectory.branches,
         )
 
     @property
@@ -68,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Rows packed for transfer: nine arrays instead of five per row, because each array of a message has a cost."""
+    """Rows packed for transfer: ten arrays instead of five per row, because each array of a message has a cost."""
 
     prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
     response_tokens: npt.NDArray[np.int32]  # [sum of T]
@@ -79,6 +83,8 @@ class PackedRows:
     advantages: npt.NDArray[np.float32]  # [N]
     staleness: npt.NDArray[np.int64]  # [N]
     trained: npt.NDArray[np.bool_]  # [N]
+    branches: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    """[K, 3] row, at and after of each branch, in order"""
 
     @classmethod
     def of(cls, consumed: Sequence[Ended]) -> PackedRows:
@@ -94,12 +100,18 @@ class PackedRows:
             advantages=np.asarray([e.advantage for e in consumed], np.float32),
             staleness=np.asarray([e.staleness for e in consumed], np.int64),
             trained=np.asarray([e.loss_mask for e in consumed], bool),
+            branches=np.asarray(
+                [(i, *branch) for i, t in enumerate(trajectories) for branch in t.branches], np.int64
+            ).reshape(-1, 3),
         )
 
     def rows(self) -> list[Row]:
         """The rows, as views of these arrays."""
         ends = self.lengths.cumsum(axis=0)
         begins = ends - self.lengths
+        branches: dict[int, list[Branch]] = {}
+        for row, at, after in self.branches.tolist():
+            branches.setdefault(row, []).append(Branch(at, after))
         return [
             Row(
                 prompt=self.prompt_tokens[begins[i, 0] : ends[i, 0]],
@@ -110,6 +122,7 @@ class PackedRows:
                 staleness=int(self.staleness[i]),
                 trained=bool(self.trained[i]),
                 lags=self.lags[begins[i, 1] : ends[i, 1]],
+                branches=tuple(branches.get(i, ())),
             )
             for i in range(len(self.lengths))
         ]

@@ -42,6 +42,7 @@ from tasks.training.packing import MicroBatch, Row, minibatches, token_weights
 from tasks.training.policy import TrainerSettings
 from tasks.training.rank import ALONE, Rank
 from tasks.training.saving import copied, in_background
+from tasks.training.sequences import Sequences
 
 logger = logging.getLogger(__name__)
 
@@ -131,13 +132,16 @@ class PolicyTrainer:
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         """Train a step on all rows, `epochs` x `minibatches` optimizer updates. Mutates the model; returns metrics.
-        rows: of a group, those that its leading rank is called with."""
+        rows: of a group, those that its leading rank is called with. They are what a minibatch is made of, and what a
+        token's weight is of; what is computed are their sequences."""
         s = self.settings.training
-        rows = self.group.shared(rows)
+        whole = self.group.shared(rows)
+        sequences = Sequences.of(whole)
+        rows = sequences.rows
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        epochs = [minibatches(len(rows), s.minibatches, self._rng) for _ in range(s.epochs)]
+        epochs = [minibatches(len(whole), s.minibatches, self._rng) for _ in range(s.epochs)]
         updates = list(itertools.chain.from_iterable(epochs))
         before = self._before(rows, once=len(updates) == 1)
         reference = self._under_reference(rows)
@@ -145,11 +149,13 @@ class PolicyTrainer:
         self._measure_others(rows, sums)
         first: dict[int, npt.NDArray[np.float32]] = {}
         for chosen in updates:
-            weights = token_weights(s.loss.aggregation, [rows[i].num_sampled for i in chosen], self.settings.max_length)
+            weights = token_weights(
+                s.loss.aggregation, [whole[i].num_sampled for i in chosen], self.settings.max_length
+            )
             self.optimizer.zero_grad(set_to_none=True)
-            trained = [k for k, i in enumerate(chosen) if self.objective.trains(rows[i])]
-            picked = [int(chosen[k]) for k in trained]
-            for batch in self.logprob_model.microbatches(rows, picked, weights[trained]):
+            trained = [k for k, i in enumerate(chosen) if self.objective.trains(whole[i])]
+            picked, of_row = sequences.chosen(int(chosen[k]) for k in trained)
+            for batch in self.logprob_model.microbatches(rows, picked, weights[trained][of_row]):
                 logprobs = self._accumulate(batch, rows, before, reference, sums)
                 if len(updates) == 1:
                     first |= by_row(batch, rows, logprobs)

@@ -68,6 +68,7 @@ class Bench:
         max_attempts: int = 1,
         environments: bool = False,
         adapters: bool = False,
+        fill: bool = True,
         **redundancy: int,
     ) -> None:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
@@ -85,6 +86,7 @@ class Bench:
             max_attempts=max_attempts,
             environments=environments,
             adapters=adapters,
+            evaluation_fill=fill,
         )
         forecast = LengthForecast(100, rare=0.01)
         pacing = Pacing(cost, forecast, eta=eta, groups=groups, group_size=size, slack=1.0, recomputes=True)

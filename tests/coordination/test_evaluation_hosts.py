@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.coordination.commands import Command, Conclude, Interrupt, Route
-from pipeline.coordination.events import EvaluationRequested, InstanceLeaving, InstanceLost, NewGroup
+from pipeline.coordination.events import EvaluationRequested, InstanceLeaving, InstanceLost, NewGroup, Tick
 from pipeline.coordination.events import TrajectoryInterrupted as Interrupted
 from stores.trajectory import GroupId, InstanceId
 from tests.coordination.test_coordinator import A, B, Bench, only
@@ -43,6 +43,26 @@ def test_a_host_that_restarts_at_a_newer_version_hosts_no_more() -> None:
     assert evaluated(bench.join(A, version=1)) == []
     on_b = next(i for i, live in bench.coordinator._state.live.items() if live.instance == B and live.evaluated)
     assert evaluated(bench.sampled(on_b)) == [(B, 0)]
+
+
+def test_a_host_that_could_be_given_nothing_to_train_on_has_all_its_places_for_it() -> None:
+    """Two of eight places are the evaluation's as long as groups may still be drawn under its version."""
+    bench = Bench(eta=1, max_attempts=3)
+    bench.join(A, max_running=8)
+    assert evaluated(evaluating(bench, 9)) == [(A, 0)] * 2
+    assert evaluated(bench.arrive(0)) == []
+    assert evaluated(bench.arrive(1)) == []
+    assert evaluated(bench.tell(Tick())) == [(A, 0)] * 4, "the bound allows no third group at version 0"
+    assert evaluated(bench.sampled(0)) == [(A, 0)]
+    bench.scored(0)
+    assert evaluated(bench.publish(1)) == [], "a place is free under version 1 only, which the host does not serve"
+
+
+def test_a_host_of_a_run_of_before_has_its_share_for_it() -> None:
+    bench = Bench(eta=1, max_attempts=3, fill=False)
+    bench.join(A, max_running=8)
+    assert evaluated(evaluating(bench, 9)) == [(A, 0)] * 2
+    assert evaluated([*bench.arrive(0), *bench.arrive(1), *bench.tell(Tick()), *bench.finish(0)]) == []
 
 
 def test_a_host_that_restarts_at_its_version_hosts_what_is_left() -> None:

@@ -407,6 +407,15 @@ def test_an_earlier_runs_estimator_stays_what_it_was(tmp_path: Path) -> None:
     assert load_job(config.run_dir).training.advantage == "reinforce_plus_plus_baseline"
 
 
+def test_runs_of_before_evaluate_in_their_share_of_the_places_alone(light: Path) -> None:
+    """As their journals recorded it, and as they go on."""
+    config = begun(light)
+    path = config.run_dir / "config.toml"
+    assert load_job(config.run_dir).evaluation.fill
+    path.write_text(re.sub(r"(?m)^fill = .*\n", "", path.read_text()))
+    assert not load_job(config.run_dir).evaluation.fill
+
+
 def test_runs_of_before_keep_the_rules_that_decide_otherwise_now(light: Path) -> None:
     """What a journal of theirs recorded was decided by these; job files get the present ones."""
     config = begun(light, "rollout.routing=deadline", "batch.stragglers=truncate")

@@ -79,6 +79,21 @@ def test_training_goes_on_beside_an_evaluation() -> None:
     assert beside.steps[-1].finished_s < 1.15 * plain.steps[-1].finished_s
 
 
+def test_a_single_instance_is_not_kept_from_training_longer_than_the_tokens_take() -> None:
+    """While it cannot pull, nothing else needs its places."""
+    setting = {"rollout__instances": 1, "steps": 24, "batch__groups_per_step": 12, "staleness__eta": 1}
+    plain = run(job(**setting)).steps[-1].finished_s
+
+    def cost(*, fill: bool) -> tuple[float, float]:
+        _, beside = evaluated(**setting, evaluation__every=8, task__eval_prompts=24, evaluation__fill=fill)
+        share = beside.evaluated_tokens / sum(step.tokens for step in beside.steps)
+        return beside.steps[-1].finished_s / plain - 1, share
+
+    filled, share = cost(fill=True)
+    assert filled < 1.2 * share
+    assert filled < cost(fill=False)[0]
+
+
 @pytest.mark.parametrize("eta", [0, 1, 3])
 @pytest.mark.parametrize("instances", [1, 3])
 def test_it_ends_whatever_the_bound(eta: int, instances: int) -> None:

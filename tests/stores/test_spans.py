@@ -13,6 +13,7 @@ import pytest
 
 from stores import branches, reading
 from stores.audit import audit
+from stores.base import batch_fingerprint
 from stores.errors import ConfigError
 from stores.layout import INT_COLUMNS
 from stores.reading import StoreReader
@@ -21,6 +22,7 @@ from stores.versioned import VersionedStore
 from tests.stores.plain_audit import plain_audit
 from tests.stores.store_conformance import HEADER, ended, record, told
 from tests.stores.test_stores import edit, set_int, sound_store
+from tests.tasks.branching import branching_row
 
 MANY_TURNS = 7
 """A row of the sound store with given tokens."""
@@ -210,3 +212,54 @@ def test_the_seconds_of_many_answers_add_up(tmp_path: Path) -> None:
     store.commit(record(0), [replace(one, trajectory=replace(one.trajectory, spans=spans))])
     found = audit(VersionedStore.open(tmp_path / "store")).findings
     assert not [f for f in found if f.check == "arrays"]
+
+
+def set_after(root: Any, after: int) -> None:
+    def change(spans: list[list[Any]]) -> None:
+        next(span for span in spans if span[1] < 0).append(after)
+
+    set_spans(root, change)
+
+
+def test_branches_are_stored_and_part_of_what_a_batch_is_known_by(tmp_path: Path) -> None:
+    header = replace(HEADER, groups_per_step=1, group_size=1)
+    row = branching_row()
+    batch = [(row.trajectory, row.advantage)]
+    state = replace(record(0).ledger, num_started=1, num_ended={"consumed:none": 1}, live=())
+    made = replace(record(0), batch_fingerprint=batch_fingerprint(batch), ledger=state)
+    store = VersionedStore.create(tmp_path / "s", header)
+    store.commit(made, [row])
+    store = VersionedStore.open(tmp_path / "s")
+    (read,) = store.ended()
+    assert read.trajectory.branches == row.trajectory.branches
+    assert read.trajectory.context.tolist() == [0, 1, 2, 3, 4, 5, 6, 15, 16, 17]
+    assert audit(store).findings == plain_audit(store).findings == ()
+    plain = tuple(replace(s, after=None) if isinstance(s, Given) else s for s in row.trajectory.spans)
+    assert batch_fingerprint([(replace(row.trajectory, spans=plain), 1.0)]) != made.batch_fingerprint
+
+
+@pytest.mark.parametrize(("after", "what"), [
+    (3, "the stored batch is not the one the trainer received"),
+    (10_000, "goes on after token 10000"),
+    (-2, "its record is corrupt"),
+])  # fmt: skip
+def test_a_branch_that_goes_on_elsewhere_is_found(tmp_path: Path, after: int, what: str) -> None:
+    sound_store(tmp_path / "s")
+    edit(tmp_path / "s", lambda root: set_after(root, after))
+    store = VersionedStore.open(tmp_path / "s")
+    found = audit(store).findings
+    assert [f for f in found if what in f.what], found
+    assert plain_audit(store).findings == found
+
+
+def test_only_a_store_with_branches_is_refused_by_earlier_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = VersionedStore.create(tmp_path / "s", HEADER)
+    store.commit(record(0), [ended(np.random.default_rng(0), i, 0) for i in (0, 1, 2)])
+    monkeypatch.setattr(reading, "FORMATS", (1, 2, 3))
+    assert len(VersionedStore.open(tmp_path / "s").columns()["turns"]) == 3
+    row = branching_row(1)
+    store.commit(record(1), [replace(row, trajectory=replace(row.trajectory, id=TrajectoryId(5)))])
+    with pytest.raises(ConfigError, match="store format 4, this version reads 1 and 2 and 3"):
+        VersionedStore.open(tmp_path / "s")

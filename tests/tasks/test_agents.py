@@ -15,6 +15,7 @@ import pytest
 
 from stores.errors import ConfigError
 from tasks.directions import directions_of, split
+from tasks.endpoint.settings import EndpointConfig, EndpointSettings
 from tasks.endpoint.turns import SampledTurn
 from tasks.environments import SourceSettings
 from tasks.episodes.agents import load_agent
@@ -172,10 +173,14 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "agents.py"
 
 
-def settings(source: str, options: dict[str, Any] | None = None, **limits: Any) -> EpisodeSettings:
+def settings(
+    source: str, options: dict[str, Any] | None = None, *, changed_past: str = "branch", **limits: Any
+) -> EpisodeSettings:
     config = EnvironmentConfig(**limits)
+    endpoint = EndpointSettings(config=EndpointConfig(changed_past=changed_past))
     return EpisodeSettings(
-        source=SourceSettings(source=source, options=options or {}, seed=3, limits=config), limits=config
+        source=SourceSettings(source=source, options=options or {}, seed=3, limits=config, endpoint=endpoint),
+        limits=config,
     )
 
 
@@ -252,7 +257,7 @@ def test_a_program_prints_its_reward(
     ("rewrite", "the agent raised: RuntimeError: changed_past"),
 ])  # fmt: skip
 def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
-    made = settings(f"agent:{agents}:moody", step_s=6.0)
+    made = settings(f"agent:{agents}:moody", step_s=6.0, changed_past="refuse")
     task = made.source.build().task(0)
 
     async def work() -> None:
@@ -263,6 +268,22 @@ def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, does: str
         assert error in answer.error
         assert "\n" not in answer.error
         assert not any(other.error for other in await good)
+        await episodes.close()
+
+    running(work())
+
+
+def test_an_agent_that_rewrites_its_past_begins_a_branch(agents: Path) -> None:
+    made = settings(f"agent:{agents}:moody")
+    task = made.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        first, then = await played(episodes, task, ["rewrite", "a"])
+        directions, shown = split(first.messages)
+        assert (directions.after_turn, shown) == (0, (Message("user", "something else"),))
+        # The agent goes on from the turn before its branch.
+        assert (split(then.messages)[0].after_turn, then.ended) == (1, False)
         await episodes.close()
 
     running(work())

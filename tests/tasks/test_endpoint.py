@@ -161,7 +161,7 @@ def test_what_is_no_call_stays_text() -> None:
 
 def test_token_ids_in_give_token_ids_out_and_go_on_exactly() -> None:
     async def work() -> None:
-        async with serving() as (server, client):
+        async with serving(changed_past="refuse") as (server, client):
             session = server.sessions.open()
 
             async def generate(ids: list[int]) -> httpx.Response:
@@ -205,7 +205,7 @@ def test_a_changed_past_is_refused_and_changes_nothing(name: str) -> None:
     messages, why = CHANGED[name]
 
     async def work() -> None:
-        async with serving() as (server, client):
+        async with serving(changed_past="refuse") as (server, client):
             session = server.sessions.open()
             telling = asyncio.ensure_future(answered(session, turn("hi"), turn("well", before=(1, 2, 3, 7, 8, 4))))
             assert (await chat(client, session, HELLO)).status_code == 200
@@ -216,6 +216,130 @@ def test_a_changed_past_is_refused_and_changes_nothing(name: str) -> None:
             right = [*HELLO, {"role": "assistant", "content": "hi"}, *HELLO]
             assert (await chat(client, session, right)).json()["choices"][0]["message"]["content"] == "well"
             await telling
+
+    running(work())
+
+
+def said_by(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+ONE, TWO = said_by("user", "one"), said_by("user", "two")
+HI, HO = said_by("assistant", "hi"), said_by("assistant", "ho")
+BRANCHES: dict[str, tuple[list[Any], int, tuple[Message, ...]]] = {
+    "goes on": ([*HELLO, HI, ONE, HO, TWO], -1, (Message("user", "two"),)),
+    "from the first turn": ([*HELLO, HI, TWO], 1, (Message("user", "two"),)),
+    "the same once more": ([*HELLO, HI, ONE, TWO], 1, (Message("user", "one"), Message("user", "two"))),
+    "another beginning": ([TWO], 0, (Message("user", "two"),)),
+    "old messages dropped": (
+        [ONE, HO, TWO], 0, (Message("user", "one"), Message("assistant", "ho!"), Message("user", "two")),
+    ),
+    "words put in": (
+        [*HELLO, HI, ONE, said_by("assistant", "well"), TWO], 0,
+        (
+            Message("user", "hello"), Message("assistant", "hi"), Message("user", "one"),
+            Message("assistant", "well"), Message("user", "two"),
+        ),
+    ),
+    "shorter": (HELLO, 0, (Message("user", "hello"),)),
+}  # fmt: skip
+"""After hello, hi, one, ho!: what is asked, the turn that a branch goes on after, what the model's side is told."""
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_changed_past_begins_a_branch_after_the_turn_that_it_agrees_with(name: str) -> None:
+    messages, after, told = BRANCHES[name]
+
+    async def work() -> None:
+        async with serving() as (server, client):
+            session = server.sessions.open()
+            turns = turn("hi"), turn("ho! ", before=(1, 2, 3, 7, 8, 4)), turn("so", before=(9,))
+            telling = asyncio.ensure_future(answered(session, *turns))
+            assert (await chat(client, session, HELLO)).status_code == 200
+            asked = [one | {"content": "ho!"} if one == HO else one for one in [*HELLO, HI, ONE]]
+            assert (await chat(client, session, asked)).status_code == 200
+            asked = [one | {"content": "ho!"} if one == HO else one for one in messages]
+            assert (await chat(client, session, asked)).json()["choices"][0]["message"]["content"] == "so"
+            directions, shown = split((await telling)[-1])
+            assert directions.after_turn == (None if after < 0 else after)
+            assert tuple(m._replace(content=m.content.strip()) for m in shown if isinstance(m, Message)) == told
+
+    running(work())
+
+
+def test_other_tools_and_other_token_ids_begin_a_branch_too() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+
+    async def work() -> None:
+        async with serving() as (server, client):
+            session = server.sessions.open()
+            telling = asyncio.ensure_future(answered(session, turn("hi"), turn("ho")))
+            await chat(client, session, HELLO)
+            assert (await chat(client, session, [*HELLO, HI, ONE], tools=tools)).status_code == 200
+            directions, shown = split((await telling)[-1])
+            assert (directions.after_turn, json.loads(directions.tools)) == (0, tools)
+            assert [m.content for m in shown if isinstance(m, Message)] == ["hello", "hi", "one"]
+            session = server.sessions.open()
+            telling = asyncio.ensure_future(answered(session, turn(""), turn(""), turn("")))
+            for ids in ([1, 2, 3], [1, 2, 9], [1, 2, 3, 7, 8, 5]):
+                body = {"model": "m", "token_ids": ids, "sampling_params": {"logprobs": 1}}
+                assert (await client.post(GENERATE, headers=keyed(session), json=body)).status_code == 200
+            found = [split(said)[0] for said in await telling]
+            assert [(one.after_turn, one.token_ids) for one in found] == [
+                (None, (1, 2, 3)), (0, (1, 2, 9)), (None, (5,)),
+            ]  # fmt: skip
+
+    running(work())
+
+
+def test_requests_side_by_side_have_their_turns_one_after_the_other() -> None:
+    async def work() -> None:
+        async with serving() as (server, client):
+            session = server.sessions.open()
+            telling = asyncio.ensure_future(answered(session, turn("hi"), turn("a"), turn("b")))
+            await chat(client, session, HELLO)
+            asked = [asyncio.ensure_future(chat(client, session, [*HELLO, HI, one])) for one in (ONE, TWO)]
+            found = [(await one).json()["choices"][0]["message"]["content"] for one in asked]
+            assert sorted(found) == ["a", "b"]
+            assert sorted(said[-1].content for said in (await telling)[1:]) == ["one", "two"]
+
+    running(work())
+
+
+def test_whoever_waits_for_the_turns_before_is_told_when_there_are_no_more() -> None:
+    async def work() -> None:
+        async with serving() as (server, client):
+            session = server.sessions.open()
+            asked = [asyncio.ensure_future(chat(client, session, [one])) for one in (ONE, TWO)]
+            await session.asked
+            while not session.waiting:
+                await asyncio.sleep(0.01)
+            server.sessions.close(session, "it is over")
+            assert [(await one).status_code for one in asked] == [410, 410]
+
+    running(work())
+
+
+@pytest.mark.parametrize("changed_past", ["branch", "refuse"])
+def test_what_comes_after_an_auxiliary_turn_goes_on_from_what_came_before_it(changed_past: str) -> None:
+    async def work() -> None:
+        async with serving(changed_past=changed_past) as (server, client):
+            session = server.sessions.open()
+            first = await chat(client, session, HELLO, auxiliary=True)
+            assert (first.status_code, first.json()["error"]["code"]) == (400, "auxiliary_first")
+            telling = asyncio.ensure_future(answered(session, turn("hi"), turn("t"), turn("s"), turn("ho"), turn("so")))
+            await chat(client, session, HELLO)
+            title = await chat(client, session, [*HELLO, HI, said_by("user", "a title")], auxiliary=True)
+            assert title.json()["choices"][0]["message"]["content"] == "t"
+            headers = {**keyed(session), "X-Auxiliary": "1"}
+            beside = [said_by("system", "sum up"), TWO]
+            await client.post(CHAT, headers=headers, json={"model": "m", "messages": beside})
+            await chat(client, session, [*HELLO, HI, ONE])
+            await chat(client, session, [*HELLO, HI, ONE, HO, TWO])
+            found = [split(said)[0] for said in await telling]
+            assert [(one.after_turn, one.auxiliary) for one in found] == [
+                (None, False), (1, True), (0, True), (1, False), (None, False),
+            ]  # fmt: skip
 
     running(work())
 

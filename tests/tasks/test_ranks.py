@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline.offline.rank_tasks import LedPolicy, _follow, ended
 from stores import parameters, weight_file
 from stores.errors import StoreError
 from stores.weight_hash import in_order
@@ -364,6 +366,35 @@ def waited(rank: Rank) -> str:
 @pytest.mark.slow
 def test_a_rank_waits_for_one_that_hangs_as_long_as_it_may_and_longer_for_what_it_is_told() -> None:
     assert "Timed out waiting 15000ms" in in_group(2, waited)[0]
+
+
+def left(rank: Rank, job: Training, folder: Path) -> str:
+    """What a rank says that waits for the leading one, whose training has failed and whose process goes on."""
+    torch.set_num_threads(1)
+    gone = folder / "gone"
+    if not rank.leads:
+        with pytest.raises(RuntimeError) as failed:
+            _follow(pickle.dumps(job.settings), rank)
+        gone.touch()
+        return str(failed.value)
+
+    def trains(policy: LedPolicy) -> None:
+        policy.step(0, job.batches[0])
+        raise KeyError("a row")
+
+    policy = LedPolicy(PolicyTrainer(job.settings, rank))
+    with pytest.raises(KeyError, match="a row"), ended(policy):
+        trains(policy)
+    until = time.monotonic() + 90.0
+    while not gone.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    return "" if gone.exists() else "the other rank still waits"
+
+
+def test_ranks_do_not_wait_for_a_leading_one_whose_training_has_failed(tiny_model: Path, tmp_path: Path) -> None:
+    """As when it cannot read the rows of the next step. They would hold their workers for half an hour."""
+    job = training(tiny_model, (4,), "ppo_clip", "token_mean")
+    assert in_group(2, left, job, tmp_path)[0] == ""
 
 
 def test_ranks_whose_folder_is_not_shared_are_told_when_they_save(tiny_model: Path, tmp_path: Path) -> None:

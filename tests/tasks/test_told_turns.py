@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stores.errors import ConfigError
-from stores.spool_entries import AnswerGiven, decode, encode
+from stores.spool_entries import AnswerGiven, RewardDelivered, decode, encode
 from stores.trajectory import (
     FinishReason,
     Given,
@@ -24,7 +24,8 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from tasks.actors.given_answers import newest_turn
+from tasks.actors.given_answers import GivenAnswers, GivenTokens, newest_turn
+from tasks.actors.server_answers import SaidItem, payload
 from tasks.directions import Directions, role_of, split
 from tasks.environments import SourceSettings
 from tasks.prompts import PromptSettings, TokenizedPrompts
@@ -32,6 +33,7 @@ from tasks.task_source import Message, Task
 from tasks.texts import TokenizerTexts
 from tests.stores.test_in_flight import drawn, flight, resumed, routed
 from tests.stores.test_in_flight_turns import ID, sampled
+from tests.tasks.branching import branching_row
 from tests.tasks.chat_models import chat_tokenizer
 
 WITH_TOOLS = (
@@ -134,3 +136,108 @@ def test_a_turns_limit_is_spooled_with_the_answer_before_it() -> None:
     plain = decode(encode(replace(entry, turn_tokens=0)))
     assert isinstance(plain, AnswerGiven)
     assert plain.turn_tokens == 0
+
+
+def answers(found: TokenizedPrompts) -> GivenAnswers:
+    return GivenAnswers(found)
+
+
+def whole(t: Trajectory) -> list[int]:
+    return [*t.prompt_tokens.tolist(), *t.response_tokens.tolist()]
+
+
+def said(t: Trajectory, directions: Directions, *messages: Message) -> SaidItem:
+    return SaidItem(
+        trajectory=t.id, tokens=t.num_tokens, epoch=1, messages=directions.before(messages), seconds=0.1, replayed=()
+    )
+
+
+def after_two_turns(found: TokenizedPrompts) -> Trajectory:
+    """A prompt "one", a turn of two tokens, "two" as the bridge says it, a turn of three."""
+    prompt = found.encode(task(Message("user", "one")))
+    t = Trajectory(id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.asarray(prompt, np.int32))
+    for ids in ([40, 41], [50, 51, 52]):
+        tokens = np.asarray(ids, np.int32)
+        segment = Segment(
+            version=PolicyVersion(0), instance=InstanceId("a"), tokens=tokens, logprobs=np.zeros(len(ids), np.float32)
+        )
+        t = replace(t, spans=(*t.spans, segment), finish=FinishReason.STOP)
+        if len(t.spans) == 1:
+            given = answers(found).to_give(t, said(t, Directions(), Message("user", "two")), 1000)
+            assert isinstance(given, GivenTokens)
+            assert given.after is None
+            t = replace(t, spans=(*t.spans, Given(role="user", tokens=np.asarray(given.tokens, np.int32))))
+    return t
+
+
+def test_a_branch_after_a_turn_has_the_bridge_that_the_turn_had(tmp_path: Path) -> None:
+    found = prompts(tmp_path)
+    t = after_two_turns(found)
+    given = answers(found).to_give(t, said(t, Directions(after_turn=1), Message("user", "two")), 1000)
+    assert isinstance(given, GivenTokens)
+    assert given.tokens == t.spans[1].tokens.tolist()
+    assert given.after == len(t.prompt_tokens) + 2
+    went_on = answers(found).to_give(t, said(t, Directions(after_turn=2), Message("user", "two")), 1000)
+    assert went_on == answers(found).to_give(t, said(t, Directions(), Message("user", "two")), 1000)
+
+
+def test_a_conversation_that_is_rendered_anew_keeps_what_it_has_in_common(tmp_path: Path) -> None:
+    found = prompts(tmp_path)
+    t = after_two_turns(found)
+    anew = Directions(after_turn=0)
+    other = [Message("user", "one"), Message("assistant", "never said"), Message("user", "two")]
+    given = answers(found).to_give(t, said(t, anew, *other), 1000)
+    assert isinstance(given, GivenTokens)
+    assert given.after is not None
+    ids = list(found.encode(task(*other)))
+    assert [*whole(t)[: given.after], *given.tokens] == ids
+    assert given.after >= len(t.prompt_tokens)
+    # The prompt once more, and the token ids of all so far and more.
+    assert answers(found).to_give(t, said(t, anew, Message("user", "one")), 1000) == ([], len(t.prompt_tokens))
+    ids = [*whole(t)[:-1], 7, 8]
+    assert answers(found).to_give(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7, 8], len(ids) - 2)
+    ids = [*whole(t), 7]
+    assert answers(found).to_give(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7], None)
+    assert answers(found).to_give(t, said(t, anew, *other), t.num_tokens + len(given.tokens)) == "full"
+
+
+def test_without_a_template_a_conversation_is_its_texts(tmp_path: Path) -> None:
+    found = prompts(tmp_path, chat=False)
+    other = [Message("user", "the in"), Message("assistant", " a"), Message("user", " on")]
+    assert found.conversation(other) == list(found.encode(task(Message("user", "the in a on"))))
+
+
+def test_what_is_told_of_a_branch_is_its_own_context(tmp_path: Path) -> None:
+    t = branching_row().trajectory
+    told = newest_turn(t, "")
+    assert (told.before, told.tokens) == ((0, 1, 2, 3, 4, 5, 6, 15), (16, 17))
+    sent = payload(t, 0, None)
+    assert (sent.context, len(sent.sampled), sent.in_turn) == ((0, 1, 2, 3, 4, 5, 6, 15, 16, 17), 15, 2)
+
+
+def test_branches_and_auxiliary_turns_survive_the_spool() -> None:
+    held = flight()
+    held.apply(drawn(0))
+    held.apply(routed(0, 1))
+    assert held.apply(sampled(1, 0, [0, 0]))
+    entry = AnswerGiven(
+        trajectory=ID, first=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, after=1,
+        auxiliary=True,
+    )  # fmt: skip
+    read = decode(encode(entry))
+    assert isinstance(read, AnswerGiven)
+    assert (read.after, read.auxiliary, read.turn_tokens) == (1, True, 0)
+    assert held.apply(read)
+    held.apply(routed(0, 2))
+    assert held.apply(sampled(2, 3, [0, 0]))
+    assert held.live[ID].num_sampled == 4
+    assert held.live[ID].branches == ((len(held.live[ID].prompt_tokens) + 2, 1),)
+    first, second = held.live[ID].segments
+    scored = RewardDelivered(trajectory=ID, tokens=5, reward=1.0, parts={}, error="", at_s=5.0)
+    assert held.apply(scored)
+    t = held.live[ID]
+    assert [s.tokens.tolist() for s in t.segments] == [first.tokens.tolist()]
+    assert [(s.role, s.tokens.tolist()) for s in t.spans if isinstance(s, Given)] == [
+        ("user", [7]), ("auxiliary", second.tokens.tolist()),
+    ]  # fmt: skip
+    assert len(t.turns) == 1

@@ -1,0 +1,104 @@
+"""What each token of a trajectory was sampled after, where its conversation has branches. Pure.
+
+A trajectory's tokens lie in the order in which they came: its prompt, then what was sampled and given. A conversation
+that only goes on has all tokens before a token as its context. One whose past is changed, by an agent that drops old
+messages, sums them up or asks beside, goes on elsewhere: a branch begins, whose context is the beginning of an earlier
+one and what is given from there on.
+
+Places count the tokens of prompt and response from 0.
+
+Invariants:
+- A branch goes on after what came before it: 0 <= after < at, and branches lie one after another.
+- A token has one context, whatever comes after it: what several branches have in common is there once, and each sampled
+  token is trained on once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Places = npt.NDArray[np.int64]
+Sampled = npt.NDArray[np.bool_]
+
+
+class Branch(NamedTuple):
+    """The beginning of a branch. at: the place of its first own token. after: the place after the last token that it
+    keeps, with that one's context; 0 if it keeps none."""
+
+    at: int
+    after: int
+
+
+def ranges(branches: Sequence[Branch], end: int) -> list[tuple[int, int]]:
+    """The places of all tokens that one at place `end` is sampled after, if the newest branch that begins at or before
+    `end` goes on there: (first, last) with first <= place < last, in order.
+
+    >>> ranges([Branch(5, 2)], 7)
+    [(0, 2), (5, 7)]
+    >>> ranges([Branch(5, 2)], 4)
+    [(0, 4)]
+    """
+    found: list[tuple[int, int]] = []
+    newest = len(branches) - 1
+    while newest >= 0 and branches[newest].at > end:
+        newest -= 1
+    while newest >= 0:
+        found.append((branches[newest].at, end))
+        end = branches[newest].after
+        newest -= 1
+        while newest >= 0 and branches[newest].at >= end:  # the token at end - 1 is of an earlier one
+            newest -= 1
+    found.append((0, end))
+    return [part for part in reversed(found) if part[0] < part[1]]
+
+
+def places(branches: Sequence[Branch], end: int) -> Places:
+    """The places of `ranges` as an array."""
+    parts = [np.arange(first, last) for first, last in ranges(branches, end)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def trained_parts(branches: Sequence[Branch], trained: Sampled) -> list[tuple[Places, Sampled]]:
+    """The sequences that a model computes for a trajectory: of each the places of its tokens, and which of them are
+    trained on there. trained: [P + T] which tokens are to be trained on; each is in exactly one sequence.
+
+    There are as many as there are ends of branches: a branch that is taken up again where it ended is one sequence.
+
+    >>> [(p.tolist(), t.tolist()) for p, t in trained_parts([Branch(2, 1)], np.array([False, True, False, True]))]
+    [([0, 1], [False, True]), ([0, 2, 3], [False, False, True])]
+    """
+    left = trained.copy()
+    ends = [*(branch.at for branch in branches), len(trained)]
+    begins = [0, *(branch.at for branch in branches)]
+    found: list[tuple[Places, Sampled]] = []
+    for number in reversed(range(len(ends))):
+        own = np.flatnonzero(left[begins[number] : ends[number]])
+        if len(own):
+            path = places(branches[:number], begins[number] + int(own[-1]) + 1)
+            found.append((path, left[path]))
+            left[path] = False
+    return found[::-1]
+
+
+def longest_common(
+    branches: Sequence[Branch], tokens: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
+) -> tuple[int, int]:
+    """How far a context goes along with one that is there: the number of tokens in common, and the place after the last
+    of them in the newest branch that goes as far as any. tokens: [P + T] of prompt and response.
+
+    >>> longest_common([Branch(3, 1)], np.array([7, 8, 9, 5, 6]), np.array([7, 5, 4]))
+    (2, 4)
+    """
+    best, place = 0, 0
+    ends = [*(branch.at for branch in branches), len(tokens)]
+    for number, end in reversed(list(enumerate(ends))):
+        path = places(branches[:number], end)[: len(wanted)]
+        other = np.flatnonzero(tokens[path] != wanted[: len(path)])
+        count = int(other[0]) if len(other) else len(path)
+        if count > best:
+            best, place = count, int(path[count - 1]) + 1
+    return best, place

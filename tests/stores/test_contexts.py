@@ -1,0 +1,95 @@
+"""What tokens of a conversation with branches were sampled after, against a model that keeps every context whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stores.contexts import Branch, longest_common, places, ranges, trained_parts
+
+
+@dataclass
+class Naive:
+    """A conversation. contexts: of each token, the places of all tokens before it."""
+
+    prompt: int
+    branches: list[Branch] = field(default_factory=list)
+    contexts: list[list[int]] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    now: list[int] = field(default_factory=list)
+    """The places of the context that goes on."""
+
+    def add(self, sampled: bool) -> None:
+        self.contexts.append(list(self.now))
+        self.sampled.append(sampled)
+        self.now.append(len(self.contexts) - 1)
+
+    def leave(self, after: int) -> None:
+        self.branches.append(Branch(len(self.contexts), after))
+        self.now = [*self.contexts[after - 1], after - 1] if after else []
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Naive:
+    found = Naive(prompt=draw(st.integers(1, 4)))
+    for _ in range(found.prompt):
+        found.add(False)
+    for turn in range(draw(st.integers(1, 6))):
+        if turn:
+            if draw(st.booleans()):
+                found.leave(draw(st.integers(0, len(found.contexts) - 1)))
+            for _ in range(draw(st.integers(0 if found.now else 1, 2))):
+                found.add(False)
+        for _ in range(draw(st.integers(1, 3))):
+            found.add(True)
+    return found
+
+
+@given(conversations())
+def test_a_context_is_that_of_the_token_that_a_branch_goes_on_after(found: Naive) -> None:
+    for place, context in enumerate(found.contexts):
+        before = [branch for branch in found.branches if branch.at <= place]
+        assert places(before, place).tolist() == context
+    assert places(found.branches, len(found.contexts)).tolist() == found.now
+
+
+@given(conversations())
+def test_each_sampled_token_is_trained_on_once_behind_its_own_context(found: Naive) -> None:
+    trained = np.asarray(found.sampled)
+    seen: list[int] = []
+    parts = trained_parts(found.branches, trained)
+    for path, own in parts:
+        for n, (place, here) in enumerate(zip(path.tolist(), own.tolist(), strict=True)):
+            assert found.contexts[place] == path[:n].tolist()
+            seen += [place] if here else []
+    assert sorted(seen) == np.flatnonzero(trained).tolist()
+    # No two could be one: none is the beginning of another.
+    paths = [path.tolist() for path, _ in parts]
+    assert not any(a == b[: len(a)] for i, a in enumerate(paths) for j, b in enumerate(paths) if i != j)
+    if not found.branches:
+        assert len(parts) == 1
+
+
+@given(conversations(), st.data())
+def test_a_branch_begins_where_its_ids_are_others_than_those_of_every_context(
+    found: Naive, data: st.DataObject
+) -> None:
+    ids = np.asarray(data.draw(st.lists(st.integers(0, 1), min_size=len(found.contexts), max_size=len(found.contexts))))
+    wanted = np.asarray(data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=8)))
+    count, after = longest_common(found.branches, ids, wanted)
+    whole = [[*context, place] for place, context in enumerate(found.contexts)]
+    agreeing = [path for path in whole if ids[path].tolist() == wanted[: len(path)].tolist()]
+    assert count == max(map(len, agreeing), default=0)
+    assert after in ([path[-1] + 1 for path in agreeing if len(path) == count] or [0])
+
+
+def test_a_side_conversation_is_left_where_it_ends_and_the_main_one_taken_up_again() -> None:
+    # 0 1 prompt, 2 3 sampled; beside: 4 given, 5 sampled; again after 3: 6 given, 7 sampled.
+    branches = [Branch(4, 0), Branch(6, 4)]
+    assert ranges(branches, 8) == [(0, 4), (6, 8)]
+    trained = np.asarray([False, False, True, True, False, True, False, True])
+    parts = trained_parts(branches, trained)
+    assert [path.tolist() for path, _ in parts] == [[4, 5], [0, 1, 2, 3, 6, 7]]

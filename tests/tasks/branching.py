@@ -1,0 +1,45 @@
+"""A trajectory with branches, whose token ids are their places: what belongs together can be seen."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stores.trajectory import (
+    Ended,
+    Fate,
+    FinishReason,
+    Given,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
+
+
+def branching_row(version: int = 0) -> Ended:
+    """A prompt of 3, three turns that went on from it, and three branches: beside, after the first turn, and after what
+    was given to the first turn."""
+
+    def sampled(first: int, last: int) -> Segment:
+        tokens = np.arange(first, last, dtype=np.int32)
+        return Segment(
+            version=PolicyVersion(version),
+            instance=InstanceId("a"),
+            tokens=tokens,
+            logprobs=(-tokens / 100).astype(np.float32),
+        )
+
+    def told(first: int, last: int, after: int | None = None) -> Given:
+        return Given(role="user", tokens=np.arange(first, last, dtype=np.int32), after=after)
+
+    spans = (
+        sampled(3, 5), told(5, 7), sampled(7, 9), told(9, 10, 0), sampled(10, 12), told(12, 13, 5), sampled(13, 15),
+        told(15, 16, 7), sampled(16, 18),
+    )  # fmt: skip
+    t = Trajectory(
+        id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.arange(3, dtype=np.int32), spans=spans,
+        v_traj=PolicyVersion(version), finish=FinishReason.STOP,
+    )  # fmt: skip
+    return Ended(trajectory=t, fate=Fate.CONSUMED, step=version, advantage=1.0)

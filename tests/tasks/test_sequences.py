@@ -1,0 +1,82 @@
+"""Rows with branches as sequences: each sampled token once, behind its own context, with the weight of its row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stores.contexts import Branch, places
+from tasks.training.packing import PackedRows, Row
+from tasks.training.sequences import Sequences
+from tasks.training.settings import LossConfig
+from tests.tasks.branching import branching_row
+from tests.tasks.test_numerics import trainer
+
+
+def test_a_row_is_divided_at_its_branches() -> None:
+    row = Row.of(branching_row())
+    (packed,) = PackedRows.of([branching_row()]).rows()
+    assert packed.branches == row.branches == (Branch(9, 0), Branch(12, 5), Branch(15, 7))
+    sequences = Sequences.of([row])
+    assert sequences.of_row == ((0, 1, 2, 3),)
+    found = [(one.prompt.tolist(), one.response.tolist(), one.sampled.astype(int).tolist()) for one in sequences.rows]
+    assert found == [
+        ([0, 1, 2], [3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 1, 1]),
+        ([9], [10, 11], [1, 1]),
+        ([0, 1, 2], [3, 4, 12, 13, 14], [0, 0, 0, 1, 1]),
+        ([0, 1, 2], [3, 4, 5, 6, 15, 16, 17], [1, 1, 0, 0, 0, 1, 1]),
+    ]
+    assert sum(one.num_sampled for one in sequences.rows) == row.num_sampled == 10
+    for one in sequences.rows:
+        assert one.advantage == row.advantage
+        np.testing.assert_allclose(one.behaviour[one.sampled], -one.response[one.sampled] / 100, rtol=1e-6)
+    values = {i: one.response.astype(np.float32) for i, one in enumerate(sequences.rows)}
+    expected = np.where(row.sampled, row.response, 0)
+    assert sequences.by_row([row], values)[0].tolist() == expected.tolist()
+
+
+def test_rows_without_branches_are_their_own_sequences() -> None:
+    plain = replace(Row.of(branching_row()), branches=())
+    sequences = Sequences.of([plain, Row.of(branching_row()), plain])
+    assert sequences.rows[0] is sequences.rows[-1] is plain
+    assert sequences.of_row == ((0,), (1, 2, 3, 4), (5,))
+    assert sequences.chosen([2, 1]) == ([5, 1, 2, 3, 4], [0, 1, 1, 1, 1])
+    assert sequences.by_row([plain] * 3, {0: plain.behaviour})[0] is plain.behaviour
+
+
+def test_nothing_sampled_leaves_the_row() -> None:
+    row = Row.of(branching_row())
+    nothing = replace(row, sampled=np.zeros(len(row.response), bool))
+    (one,) = Sequences.of([nothing]).rows
+    assert one.response.tolist() == row.response.tolist()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_the_gradient_is_that_of_tokens_behind_their_own_contexts(tiny_model: Path, aggregation: str) -> None:
+    """Against one pass for each token, behind its context alone. A row weighs the same whether it has branches."""
+    one = trainer(tiny_model, loss=LossConfig(aggregation=aggregation))
+    row = replace(Row.of(branching_row()), advantage=1.0)
+    rows = [row, replace(row, branches=(), advantage=-0.5)]
+    ids = np.concatenate([row.prompt, row.response]).astype(np.int64)
+    total, data = torch.zeros(()), []
+    for now in rows:
+        share = 1 / 20 if aggregation == "token_mean" else 1 / (2 * now.num_sampled)
+        behaviour = np.zeros(len(now.response), np.float32)
+        for at in np.flatnonzero(now.sampled).tolist():
+            place = at + len(now.prompt)
+            context = ids[places([branch for branch in now.branches if branch.at <= place], place)]
+            logits = one.model(input_ids=torch.from_numpy(context[None])).logits[0, -1].float()
+            logprob = logits.log_softmax(-1)[int(ids[place])]
+            behaviour[at] = logprob.item()  # so that ratios are 1
+            total = total - share * now.advantage * logprob
+        data.append(replace(now, behaviour=behaviour))
+    total.backward()
+    expected = {name: p.grad.clone() for name, p in one.model.named_parameters() if p.grad is not None}
+    metrics = one.step(0, data)
+    assert metrics["mismatch_max"] < 1e-4
+    for name, parameter in one.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-3)
