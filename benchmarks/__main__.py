@@ -33,13 +33,16 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "long_store": ((),),
     "training": ((), ("--prompts",), ("--memory",)),
     "learning": (("--set", "runs_dir={folder}"),),
+    "time_to_quality": (("--set", "runs_dir={folder}", "--out", "{folder}"),),
     "soak": ((),),
     "endpoint": (("load",),),
+    "agent_seeds": ((),),
+    "drafts": ((),),
     "speculation": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""
-NEEDS = {"engines": "vllm", "speculation": "vllm"}
+NEEDS = {"engines": "vllm", "speculation": "vllm", "agent_seeds": "openai"}
 """Packages that are not everywhere."""
 
 

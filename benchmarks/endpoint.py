@@ -2,26 +2,39 @@
 
     python -m benchmarks.endpoint identity MODEL   a run whose agent writes down what it is told, against the store
     python -m benchmarks.endpoint load             sessions side by side, in another process, and a policy that waits
+    python -m benchmarks.endpoint load MODEL --vllm PYTHON    and the same of vLLM's own server, in turn
 
 `identity` needs a model's folder, such as `make demo-agent` makes. Ids and logprobs are compared bit for bit. A turn
 would have differed had messages been rendered again, if its text is made of other tokens than those that were sampled.
+
+`load` has the same clients ask both servers for the same: chats of so many turns, with ids and logprobs. The policy
+behind either is a wait of POLICY_S and an answer of TOKENS tokens: behind vLLM's it takes the place of
+AsyncLLM.generate, so what is measured is its server without its engine. What a turn takes beyond POLICY_S, at the
+client, was added. vLLM's server renders and tokenises the messages, which here the trajectory server does.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
+import os
 import shutil
+import signal
+import socket
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 
 from pipeline.config import loading
 from pipeline.jobs.execution import execute
@@ -36,6 +49,45 @@ from tasks.texts import tokenizer_texts
 DEMO = "examples/agent_openai.toml"
 POLICY_S = 0.05
 """Seconds that the policy takes for a turn."""
+TOKENS = 100
+SAYS = "some words " * 20
+START_S = 300.0
+"""Seconds that vLLM's server may take to listen."""
+VLLM = """
+import asyncio, sys
+
+
+def main():
+    from vllm.entrypoints.launchers.api_server.entry import main as command
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    policy_s, count, says = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    logprobs = [{5: Logprob(logprob=-0.5, rank=1, decoded_token="a")}] * count
+
+    async def generate(self, prompt, sampling_params, request_id, **more):
+        await asyncio.sleep(policy_s)
+        output = CompletionOutput(
+            index=0, text=says, token_ids=[5] * count, cumulative_logprob=-0.5 * count, logprobs=logprobs,
+            finish_reason="stop",
+        )
+        yield RequestOutput(
+            request_id=request_id, prompt=None, prompt_token_ids=list(prompt["prompt_token_ids"]),
+            prompt_logprobs=None, outputs=[output], finished=True,
+        )
+
+    AsyncLLM.generate = generate
+    sys.argv[1:] = sys.argv[4:]
+    command()
+
+
+if __name__ == "__main__":
+    main()
+"""
+VLLM_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 HELLO = [{"role": "user", "content": "Guess my digit."}]
 
 AGENT = """
@@ -126,11 +178,114 @@ def _told(answer: dict[str, Any]) -> Told:
     return tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"]), logprobs.tobytes()
 
 
-def load(sessions: int, turns: int) -> None:
-    asyncio.run(_serve(sessions, turns))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Turns through a server. added_ms: by turn, beyond what the policy takes, at the client. cpu_ms: of the server, a
+    request; client_cpu_ms: of the clients. took_s: all of them."""
+
+    added_ms: list[float]
+    cpu_ms: float
+    client_cpu_ms: float
+    took_s: float
 
 
-async def _serve(sessions: int, turns: int) -> None:
+def load(sessions: int, turns: int, rounds: int, model: str, vllm: str) -> None:
+    """Measure the endpoint, and vLLM's server if an interpreter that has it is named, in turn."""
+    found: dict[str, list[Measured]] = {"endpoint": []}
+    with contextlib.ExitStack() as stack:
+        if vllm:
+            url, process = stack.enter_context(vllm_server(vllm, model))
+            found["vLLM's server"] = []
+            _asked(url, ["any"] * 8, 2)  # its first requests compile and load
+        for _ in range(rounds):
+            found["endpoint"].append(asyncio.run(_serve(sessions, turns)))
+            if vllm:
+                found["vLLM's server"].append(_measured(url, ["any"] * sessions, turns, lambda: _cpu_s(process)))
+    print(f"{sessions} sessions, {turns} turns each, {rounds} times in turn")
+    print("| server | answers | added, p50 | p99 | requests/s | CPU a request | clients' |")
+    print("|---|---|---|---|---|---|---|")
+    for name, of in found.items():
+        p50, p99 = np.percentile([ms for one in of for ms in one.added_ms], [50, 99])
+        count = sum(len(one.added_ms) for one in of)
+        cpu_ms, client_ms = np.mean([one.cpu_ms for one in of]), np.mean([one.client_cpu_ms for one in of])
+        a_second = count / sum(one.took_s for one in of)
+        asked = sessions * turns * rounds
+        print(
+            f"| {name} | {count} of {asked} | {p50:.0f} ms | {p99:.0f} ms | {a_second:.0f} | {cpu_ms:.2f} ms "
+            f"| {client_ms:.2f} ms |"
+        )
+
+
+@contextlib.contextmanager
+def vllm_server(python: str, model: str) -> Iterator[tuple[str, psutil.Process]]:
+    """vLLM's server without its engine: its base URL, and its process."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        template = Path(folder, "template.jinja")
+        template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+        command = (
+            python, "-c", VLLM, str(POLICY_S), str(TOKENS), SAYS, "--model", model, "--served-model-name", "m",
+            "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
+            "--kv-cache-memory-bytes", str(2**28), "--chat-template", str(template), "--disable-log-stats",
+            "--disable-uvicorn-access-log",
+        )  # fmt: skip
+        with open(Path(folder, "log"), "w+") as log:
+            environment = {**os.environ, **VLLM_ENVIRONMENT}
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            try:
+                url = f"http://127.0.0.1:{port}"
+                deadline = time.monotonic() + START_S
+                while True:
+                    with contextlib.suppress(httpx.TransportError):
+                        if httpx.get(f"{url}/health").status_code == 200:
+                            break
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        log.seek(0)
+                        raise SystemExit(f"vLLM's server did not start: {log.read()[-3000:]}")
+                    time.sleep(0.5)
+                yield f"{url}/v1", psutil.Process(process.pid)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Seconds of a processor that a process has taken. Its children, an engine that is asked for nothing, are not in
+    it."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _asked(base_url: str, keys: list[str], turns: int) -> tuple[list[float], float, float]:
+    """Seconds of each turn of such sessions, whose clients are a process of their own; its processor seconds; and
+    seconds of all."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    clients = context.Process(target=_clients, args=(base_url, keys, turns, results))
+    clients.start()
+    try:
+        found: tuple[list[float], float, float] = results.get()
+    finally:
+        clients.join()
+    return found
+
+
+def _measured(base_url: str, keys: list[str], turns: int, cpu_s: Callable[[], float]) -> Measured:
+    """Turns of such sessions through a server. cpu_s: its processor seconds so far."""
+    before = cpu_s()
+    seconds, client_cpu_s, took_s = _asked(base_url, keys, turns)
+    return Measured(
+        added_ms=[(s - POLICY_S) * 1e3 for s in seconds],
+        cpu_ms=(cpu_s() - before) / len(seconds) * 1e3,
+        client_cpu_ms=client_cpu_s / len(seconds) * 1e3,
+        took_s=took_s,
+    )
+
+
+async def _serve(sessions: int, turns: int) -> Measured:
     server = EndpointServer(EndpointSettings())
     await server.start()
     found = [server.sessions.open() for _ in range(sessions)]
@@ -140,29 +295,16 @@ async def _serve(sessions: int, turns: int) -> None:
         for _ in range(turns):
             await session.asked
             await asyncio.sleep(POLICY_S)
-            turn = SampledTurn(before=ids, tokens=(5,) * 100, logprobs=(-0.5,) * 100, text="some words " * 20)
+            turn = SampledTurn(before=ids, tokens=(5,) * TOKENS, logprobs=(-0.5,) * TOKENS, text=SAYS)
             ids = (*ids, *turn.tokens, 6)
             session.answer(turn)
 
     telling = asyncio.gather(*(tell(session) for session in found))
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    clients = context.Process(target=_clients, args=(server.base_url, [s.key for s in found], turns, results))
-    cpu, begin = time.process_time(), time.monotonic()
-    clients.start()
+    keys = [session.key for session in found]
+    measured = await asyncio.to_thread(_measured, server.base_url, keys, turns, time.process_time)
     await telling
-    seconds, cpu_s = await asyncio.to_thread(results.get)
-    took_s, own_s = time.monotonic() - begin, time.process_time() - cpu
-    await asyncio.to_thread(clients.join)
     await server.stop()
-    added = np.sort(np.asarray(seconds) - POLICY_S) * 1e3
-    p50, p99 = np.percentile(added, [50, 99])
-    print(f"{sessions} sessions, {turns} turns each: {len(seconds)} answers of {sessions * turns}")
-    print(f"added to a turn, with the client: p50 {p50:.0f} ms, p99 {p99:.0f} ms")
-    own_ms, client_ms = own_s / len(seconds) * 1e3, cpu_s / len(seconds) * 1e3
-    print(
-        f"{len(seconds) / took_s:.0f} requests/s; CPU a request: endpoint {own_ms:.2f} ms, clients {client_ms:.2f} ms"
-    )
+    return measured
 
 
 def _clients(base_url: str, keys: list[str], turns: int, results: Any) -> None:
@@ -174,26 +316,36 @@ def _clients(base_url: str, keys: list[str], turns: int, results: Any) -> None:
             answer = await client.post(
                 f"{base_url}/chat/completions",
                 headers={"Authorization": f"Bearer {key}"},
-                json={"model": "m", "messages": messages, "logprobs": True, "return_token_ids": True},
-            )
+                json={
+                    "model": "m", "messages": messages, "logprobs": True, "return_token_ids": True,
+                    "max_tokens": TOKENS,
+                },
+            )  # fmt: skip
+            choice = answer.raise_for_status().json()["choices"][0]
             found.append(time.monotonic() - begin)
-            messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+            assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == TOKENS
+            said = {"role": "assistant", "content": choice["message"]["content"]}
+            messages += [said, {"role": "user", "content": "go on"}]
         return found
 
     async def all_of_them() -> list[float]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=600, limits=limits) as client:
             return [s for found in await asyncio.gather(*(one(client, key) for key in keys)) for s in found]
 
-    cpu = time.process_time()
+    cpu, begin = time.process_time(), time.monotonic()
     seconds = asyncio.run(all_of_them())
-    results.put((seconds, time.process_time() - cpu))
+    results.put((seconds, time.process_time() - cpu, time.monotonic() - begin))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("identity", "load"))
-    parser.add_argument("model", nargs="?", default="runs/base/careless-player", help="of identity")
+    parser.add_argument(
+        "model", nargs="?", default="runs/base/careless-player", help="folder; of identity, and of vLLM"
+    )
+    parser.add_argument("--vllm", default="", metavar="PYTHON", help="interpreter with vLLM; without it: not measured")
+    parser.add_argument("--rounds", type=int, default=3, help="of load")
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--quick", action="store_true")
@@ -201,7 +353,8 @@ def main() -> None:
     if args.what == "identity":
         identity(args.model, args.quick)
     else:
-        load(16 if args.quick else args.sessions, 2 if args.quick else args.turns)
+        sessions, turns, rounds = (16, 2, 1) if args.quick else (args.sessions, args.turns, args.rounds)
+        load(sessions, turns, rounds, args.model, args.vllm)
 
 
 if __name__ == "__main__":

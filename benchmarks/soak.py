@@ -65,7 +65,8 @@ class Soak:
     num_audits: int = 0
     num_overlapping: int = 0
     _begin: float = field(default_factory=time.monotonic)
-    _starts_seen: int = 0
+    _starts_seen: int = 1
+    """Up to the last audit; the first start is no resume, and its store comes a moment later."""
     _retry_at: float = 0.0
     _audit: asyncio.Task[None] | None = None
 

@@ -9,11 +9,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a command that was ended by SIGTERM."""
 SHOW_CURSOR = "\x1b[?25h"
+IMPORTING = "<frozen importlib."
+"""How the file names of the code that imports modules begin."""
+AGAIN_S = 0.02
+"""Seconds until a signal that came during an import is tried again."""
 
 
 def end_at_once() -> NoReturn:
@@ -27,6 +31,73 @@ def end_at_once() -> NoReturn:
     os._exit(130)
 
 
+class Raised:
+    """A signal's error, raised in the main thread where it is not lost: outside imports, and again if nobody got it.
+
+    Modules may catch everything while they are imported. Python prints and forgets what is raised while it takes an
+    object apart, as it does with a module's lock after each import. The command would go on as if nothing had come.
+
+    passed_on: the signal was sent once more, to who listened meanwhile; who may send it on to its first hearer.
+    """
+
+    def __init__(self, number: int, error: BaseException) -> None:
+        self._number = number
+        self._error = error
+        self._heard_by = signal.getsignal(number)
+        self._unraisable = sys.unraisablehook
+        self._alarmed: Any = None
+        self.passed_on = False
+
+    def now_or_later(self, frame: FrameType | None) -> None:
+        """Raise the error if `frame`, where the main thread is, belongs to no import, else try again soon."""
+        sys.unraisablehook = self._forgotten
+        if not importing(frame):
+            raise self._error
+        self._later()
+
+    def forget(self) -> None:
+        """Raise nothing any more."""
+        self._no_alarm()
+        sys.unraisablehook = self._unraisable
+
+    def _later(self) -> None:
+        if self._alarmed is None:
+            self._alarmed = signal.signal(signal.SIGALRM, self._again)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+
+    def _again(self, _: int, frame: FrameType | None) -> None:
+        if importing(frame):
+            self._later()
+            return
+        self._no_alarm()
+        if signal.getsignal(self._number) is not self._heard_by:  # meanwhile another listens, such as a run
+            self.passed_on = True
+            signal.raise_signal(self._number)
+        else:
+            raise self._error
+
+    def _no_alarm(self) -> None:
+        if self._alarmed is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._alarmed)
+            self._alarmed = None
+
+    def _forgotten(self, unraisable: Any) -> None:
+        if unraisable.exc_value is self._error:
+            self._later()
+        else:
+            self._unraisable(unraisable)
+
+
+def importing(frame: FrameType | None) -> bool:
+    """Whether code that imports a module is among the callers of a frame."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(IMPORTING):
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[None]:
     """Within: a first SIGINT raises KeyboardInterrupt, and a second one ends the process, also while the first one's
@@ -34,23 +105,29 @@ def ctrl_c() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = False
+    raised: list[Raised] = []
+    interrupted: list[Raised] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
-        nonlocal heard
-        if heard:
+        if interrupted and not interrupted[-1].passed_on:
             end_at_once()
-        heard = True
-        signal.default_int_handler(number, frame)
+        interrupted.append(Raised(number, KeyboardInterrupt()))
+        throw(interrupted[-1], frame)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
-        raise SystemExit(TERMINATED)
+        throw(Raised(number, SystemExit(TERMINATED)), frame)
+
+    def throw(one: Raised, frame: FrameType | None) -> None:
+        raised.append(one)
+        one.now_or_later(frame)
 
     before, terminated_before = signal.signal(signal.SIGINT, hear), signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
-        if not heard:  # else cleaning up goes on until the process ends
+        for one in reversed(raised):
+            one.forget()
+        if not interrupted:  # else cleaning up goes on until the process ends
             signal.signal(signal.SIGINT, before)
             signal.signal(signal.SIGTERM, terminated_before)

@@ -186,7 +186,7 @@ class InFlight:
         return {
             group
             for group in {GroupId(i // self.members) for i in ids}
-            if not any(i in self.live or i in pending for i in self._members(group))
+            if not any(i in self.live or i in pending for i in self.members_of(group))
         }
 
     def forget_stored(self, ledger: LedgerState) -> None:
@@ -275,7 +275,7 @@ class InFlight:
         if entry.group < self.num_drawn:
             return False
         self.num_drawn = entry.group + 1
-        self.begin(self._members(entry.group), entry.prompt_tokens, entry.at_s)
+        self.begin(self.members_of(entry.group), entry.prompt_tokens, entry.at_s)
         return True
 
     def _route(self, entry: TrajectoriesRouted) -> bool:
@@ -407,7 +407,8 @@ class InFlight:
             self.scored.discard(trajectory)
         return bool(evaluated)
 
-    def _members(self, group: GroupId) -> tuple[TrajectoryId, ...]:
+    def members_of(self, group: GroupId) -> tuple[TrajectoryId, ...]:
+        """The trajectories of a group."""
         return tuple(TrajectoryId(i) for i in range(group * self.members, (group + 1) * self.members))
 
     def _drop(self, trajectory: TrajectoryId) -> Trajectory:

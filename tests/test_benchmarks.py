@@ -6,12 +6,16 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import agentic
+from benchmarks import agentic, time_to_quality
 from benchmarks.__main__ import COMMANDS
 from benchmarks.simulated import tables
+from stores.trajectory import Fate
+from stores.versioned import VersionedStore
+from tests.support.simulated_store import stored_simulation
 
 SCRIPTS = sorted(p for p in Path("benchmarks").glob("*.py") if not p.name.startswith("__"))
 
@@ -49,3 +53,33 @@ def test_agents_in_virtual_time(
 def test_the_pages_of_stored_results_can_be_written_again() -> None:
     assert agentic.page(json.loads(Path("docs/agentic.json").read_text())) == Path("docs/agentic.md").read_text()
     assert "Ahead of every baseline that keeps the bound" in tables(json.loads(Path("docs/simulated.json").read_text()))
+
+
+def made_run(bound: int, reward: list[float], step_s: float) -> dict[str, Any]:
+    elapsed_s = [step_s * (i + 1) for i in range(len(reward))]
+    lags = {"lag": float(bound), "inter": [1.0], "intra": [0.0] * bound + [1.0]}
+    return {"bound": bound, "seed": 1, "elapsed_s": elapsed_s, "reward": reward, "tokens_per_s": 10.0, **lags}
+
+
+def test_the_time_to_quality_is_that_of_the_smoothed_reward_against_the_synchronous_end() -> None:
+    synchronous = made_run(0, [0.1 * min(i, 8) for i in range(40)], 10.0)
+    assert time_to_quality.plateau([synchronous]) == pytest.approx(0.8)
+    assert time_to_quality.first_within(synchronous, 0.785) == 170.0, "of ten batches one is below 0.8 then"
+    peak = made_run(2, [1.0, *[0.1] * 39], 5.0)
+    assert time_to_quality.first_within(peak, 0.78) is None, "one batch is no quality"
+    quick = made_run(2, [0.1 * min(i, 8) for i in range(40)], 5.0)
+    lines = time_to_quality.table([synchronous, quick, peak], 0.02)
+    assert "| 0 | 1 | 10 | 0.00 | 0.00 | 0.00 | 170 s | 0.800 |" in lines
+    assert "| 2 | 2 | 10 | 2.00 | 0.00 | 2.00 | 85 s (1 of 2) | 0.450 |" in lines
+
+
+def test_the_lag_is_read_from_the_store(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, "name=lag", "steps=6", "staleness.eta=2")
+    store = VersionedStore.open(run / "store")
+    found = time_to_quality.lags(store.columns())
+    staleness = [row.staleness for row in store.ended() if row.fate is Fate.CONSUMED]
+    assert found["lag"] == pytest.approx(sum(staleness) / len(staleness))
+    assert found["lag"] > 0
+    assert [sum(found["inter"]), sum(found["intra"])] == pytest.approx([1.0, 1.0], abs=1e-3)
+    time_to_quality.draw([made_run(0, [0.5], 1.0) | found, made_run(1, [0.5, 0.6], 1.0)], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000

@@ -218,7 +218,14 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         store=str(store),
         header=dataclasses.replace(run_header(config), longest_prompt=longest),
         resumed=resumed,
+        drafts=drafts_from_responses(config),
     )
+
+
+def drafts_from_responses(config: RunConfig) -> bool:
+    """Whether engines draft from other responses to the same prompts."""
+    asked = config.rollout.engine.speculation
+    return asked.length > 0 and asked.source == "responses"
 
 
 def overlong(config: RunConfig) -> Overlong:

@@ -207,12 +207,12 @@ class Coordinator(CoordinatorView):
             return
         if self._strategies.environments:
             self._state.finish_turn(live, event.tokens)
-            self._act(live, f"turn {live.turns + 1} sampled, {event.tokens} tokens")
+            self._act(live, f"turn {live.turns + 1} sampled, {event.tokens} tokens{_drafts(event)}")
             return
         self._state.finish_sampling(live, event.tokens)
         if not live.evaluated:  # by other rules: greedily, say
             self.forecast.finished(live.group, event.tokens, live.forecast)
-        self._score(live, f"sampled, {event.tokens} tokens")
+        self._score(live, f"sampled, {event.tokens} tokens{_drafts(event)}")
 
     def _on_interrupted(self, event: TrajectoryInterrupted) -> None:
         live = self._state.running(event.trajectory, event.epoch)
@@ -220,13 +220,13 @@ class Coordinator(CoordinatorView):
             return
         if live.cut and event.tokens > 0 and self._strategies.environments:
             self._state.finish_turn(live, event.tokens)
-            self._act(live, f"cut off at {event.tokens} tokens", cut=True)
+            self._act(live, f"cut off at {event.tokens} tokens{_drafts(event)}", cut=True)
         elif live.cut and event.tokens > 0:
             self._state.finish_sampling(live, event.tokens, cut_off=True)
-            self._score(live, f"cut off at {event.tokens} tokens")
+            self._score(live, f"cut off at {event.tokens} tokens{_drafts(event)}")
         else:
             self._state.interrupt(live, event.tokens)
-            self._history.note(live.id, f"interrupted at {event.tokens} tokens")
+            self._history.note(live.id, f"interrupted at {event.tokens} tokens{_drafts(event)}")
 
     def _on_failed(self, event: TrajectoryFailed) -> None:
         live = self._state.running(event.trajectory, event.epoch)
@@ -478,3 +478,10 @@ class Coordinator(CoordinatorView):
         if caps:
             kv_capacity = max(i.kv_capacity for i in self._state.fleet)
             self._pacing.replan(len(caps), max(caps), kv_capacity, self._state.measured)
+
+
+def _drafts(event: TrajectorySampled | TrajectoryInterrupted) -> str:
+    """What became of the tokens that were drafted since a trajectory was routed; empty if none were."""
+    if not event.drafted_tokens:
+        return ""
+    return f", {event.accepted_tokens} of {event.drafted_tokens} drafted tokens accepted"

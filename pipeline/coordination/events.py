@@ -84,20 +84,26 @@ class InstanceReported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySampled:
-    """Sampling reached its end; the tokens are with the trajectory server."""
+    """Sampling reached its end; the tokens are with the trajectory server. drafted_tokens, accepted_tokens: drafted
+    ones that were verified since it was routed, and those of them that were sampled."""
 
     trajectory: TrajectoryId
     epoch: int
     tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryInterrupted:
-    """Sampling was interrupted; what was sampled so far is with the trajectory server."""
+    """Sampling was interrupted; what was sampled so far is with the trajectory server. The drafted ones as in
+    `TrajectorySampled`."""
 
     trajectory: TrajectoryId
     epoch: int
     tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,7 +177,9 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     found = fingerprints.taken(config)
     if resume:
         resumption.reached(config)
-        return config, found, fingerprints.changes(fingerprints.read(config.run_dir), found)
+        then = fingerprints.read(config.run_dir)
+        found = found.like(then)
+        return config, found, fingerprints.changes(then, found)
     config, code = user_files.with_code(config, user_files.RULES)
     config = user_files.with_code_in(config, config.run_dir / "code", code)
     fingerprints.write(prepare_run_dir(config, code), found)
@@ -188,7 +190,7 @@ async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], sign
     """Run the driver until it ends or a signal stops it, then close it. reporting: runs meanwhile."""
     reports = asyncio.ensure_future(reporting)
     if signals is not None:
-        signals.stop = driver.stop
+        signals.attend(driver.stop)
     try:
         return await driver.run()
     except asyncio.CancelledError:
@@ -199,7 +201,7 @@ async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], sign
         return driver.outcomes  # stopped at once: only committed steps count
     finally:
         if signals is not None:
-            signals.stop = _ending
+            signals.attend(_ending)
         reports.cancel()
         await asyncio.gather(reports, return_exceptions=True)
         await driver.close()

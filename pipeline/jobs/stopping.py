@@ -18,8 +18,7 @@ class Interrupted(Exception):
 class Signals:
     """SIGINT and SIGTERM, heard from construction to `close`, in the loop of the task that constructs it.
 
-    stop: called with the reason at the first one. By default the task is cancelled, and the context ends with
-    Interrupted.
+    Until `attend` names what stops the run, the task is cancelled, and the context ends with Interrupted.
     """
 
     def __init__(self, announce: Callable[[str], None], at_once: Callable[[], None]) -> None:
@@ -29,9 +28,16 @@ class Signals:
         self._at_once = at_once
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
-        self.stop: Callable[[str], None] = self._cancel
+        self._stop: Callable[[str], None] = self._cancel
         for number, why in {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}.items():
             self._loop.add_signal_handler(number, self._hear, why)
+
+    def attend(self, stop: Callable[[str], None]) -> None:
+        """Call `stop` with the reason at the first signal; now, if it came already and what was awaited then ignored
+        the cancellation."""
+        self._stop = stop
+        if self.why:
+            stop(self.why)
 
     def __enter__(self) -> Signals:
         return self
@@ -50,7 +56,7 @@ class Signals:
             self._at_once()
         self.why = why
         self._announce(f"{why}: stopping; Ctrl-C again ends at once")
-        self.stop(why)
+        self._stop(why)
 
     def _cancel(self, _: str) -> None:
         if self._task is not None:

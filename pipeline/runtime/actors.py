@@ -253,6 +253,7 @@ class Actors:
             config.deadlines.call_s,
             config.rollout.spool_s,
             config.acts,
+            actor_settings.drafts_from_responses(config),
             str(self._run_dir),
             self._resumed,
         )

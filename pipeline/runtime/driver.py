@@ -62,7 +62,7 @@ from pipeline.runtime.clock import now_s
 from pipeline.runtime.committing import Commits
 from pipeline.runtime.evaluating import Evaluating
 from pipeline.runtime.evaluation import after_resuming, not_comparable, read_evaluations
-from pipeline.runtime.fingerprints import Fingerprints
+from pipeline.runtime.fingerprints import Fingerprints, changes_of
 from pipeline.runtime.measurements import Measurements
 from pipeline.runtime.membership import Membership
 from pipeline.runtime.outcomes import Outcomes
@@ -104,7 +104,7 @@ class Driver:
     ) -> None:
         self._config = config
         self._announce = announce
-        self._prints = {} if fingerprints is None else fingerprints.digests()
+        self._prints = fingerprints
         self._changed = tuple(changed)
         self._actors = actors
         self._run_dir = run_dir
@@ -150,8 +150,8 @@ class Driver:
             self._inbox.put_nowait,
             self._note,
             lambda: self._measurements.elapsed_s,
-            self._prints,
-            self._changed,
+            lambda name: {} if self._prints is None else self._prints.digests(name),
+            lambda name: changes_of(self._changed, name),
         )
 
     # -- the run -------------------------------------------------------------------------------------------------

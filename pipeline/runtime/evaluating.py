@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 class Evaluating:
     """One run's. found: its results, which are added to. tell: called with each request. say: shows what is going on.
-    note: keeps a line for the summary. elapsed_s: seconds of the run so far. prints, changed: as in `Evaluation.of`."""
+    note: keeps a line for the summary. elapsed_s: seconds of the run so far. prints, changed: of a set, by its name, as
+    in `Evaluation.of`."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class Evaluating:
         tell: Callable[[Event], None],
         note: Callable[[str], None],
         elapsed_s: Callable[[], float],
-        prints: Mapping[str, str],
-        changed: Sequence[str],
+        prints: Callable[[str], Mapping[str, str]],
+        changed: Callable[[str], Sequence[str]],
     ) -> None:
         self._config = config
         self._sets = config.evaluation_sets
@@ -131,8 +132,8 @@ class Evaluating:
             greedy = [one.score or NO_RESPONSE for item, one in own if item.sample == GREEDY]
             results.append(
                 Evaluation.of(
-                    command.version, sampled, greedy, self._prints, self._changed, name=name, samples=asked.samples,
-                    tokens=sum(one.tokens for _, one in own), seconds=seconds,
+                    command.version, sampled, greedy, self._prints(name), self._changed(name), name=name,
+                    samples=asked.samples, tokens=sum(one.tokens for _, one in own), seconds=seconds,
                 )
             )  # fmt: skip
         write_evaluations(self._run_dir, [*self._found, *results])

@@ -2,7 +2,7 @@
 reported.
 
 The model is not included, since weights have their own fingerprints. For user code only the named file counts, not its
-imports.
+imports. An evaluation set has a reward of its own, and may have data of its own.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.evaluation import HELD_OUT
 from pipeline.config.schema import RunConfig
 from pipeline.config.user_files import AGENTS, DATA, data_file
 from stores.errors import StoreError
 from stores.files import replace_text
 from tasks.columns import Columns
 
+PARTS = ("reward", "data", "template")
 FILE = "fingerprints.json"
 DIGITS = 12
 """Hex digits kept of a SHA-256: 48 bits are enough for a handful of values."""
@@ -36,10 +38,19 @@ class Fingerprints:
     reward: Facts
     data: Facts
     template: Facts
+    sets: dict[str, dict[str, Facts]] = field(default_factory=dict)
+    """Of each set in [evaluation.sets] its reward and its data; none in folders of earlier versions."""
 
-    def digests(self) -> dict[str, str]:
-        """One short hash per field, as recorded in an evaluation."""
-        return {part: _hash(json.dumps(facts, sort_keys=True).encode()) for part, facts in asdict(self).items()}
+    def digests(self, name: str = HELD_OUT) -> dict[str, str]:
+        """One short hash each of reward, data and template, as recorded in an evaluation. name: of its set."""
+        run = {"reward": self.reward, "data": self.data, "template": self.template}
+        parts = run | self.sets.get(name, {})
+        return {part: _hash(json.dumps(facts, sort_keys=True).encode()) for part, facts in parts.items()}
+
+    def like(self, then: Fingerprints | None) -> Fingerprints:
+        """These as a run goes on to record them that began with others: an earlier version took those of its evaluation
+        sets for its own."""
+        return self if then is None or then.sets else replace(self, sets={})
 
 
 def taken(config: RunConfig) -> Fingerprints:
@@ -64,7 +75,17 @@ def taken(config: RunConfig) -> Fingerprints:
     template |= {f"tool {_name(named)}": _code(named) for named in config.environment.tools if ":" in named}
     if task.chat:
         template["chat template"] = _chat_template(config.model.path)
-    return Fingerprints(reward={**verifier, "task.answer_pattern": task.answer_pattern}, data=source, template=template)
+    pattern = {"task.answer_pattern": task.answer_pattern}
+    sets: dict[str, dict[str, Facts]] = {}
+    for name, one in config.evaluation.sets.items():
+        theirs = source
+        if one.source:
+            theirs = _source(one.source, one.options, config.seed)
+            if task.columns != Columns():
+                theirs["task.columns"] = f"{task.columns.prompt}, {task.columns.answer}"
+        own = _function(one.reward, one.source or task.source, theirs)
+        sets[name] = {"reward": own | pattern, "data": theirs}
+    return Fingerprints(reward=verifier | pattern, data=source, template=template, sets=sets)
 
 
 def write(run_dir: Path, fingerprints: Fingerprints) -> None:
@@ -87,15 +108,30 @@ def changes(then: Fingerprints | None, now: Fingerprints) -> list[str]:
     if then is None:
         return []
     lines = []
-    for part, facts in asdict(now).items():
-        before: Mapping[str, str] = getattr(then, part)
-        lines += [
-            f"{part} changed since the run began: {key} was {before.get(key, 'absent')!r}, is "
-            f"{facts.get(key, 'absent')!r}"
-            for key in sorted({*before, *facts})
-            if before.get(key) != facts.get(key)
-        ]
+    for part in PARTS:
+        lines += _differences(part, getattr(then, part), getattr(now, part))
+    for name in sorted(then.sets.keys() & now.sets.keys()):
+        for part, facts in now.sets[name].items():
+            lines += _differences(f"{_of_set(name)}{part}", then.sets[name].get(part, {}), facts)
     return lines
+
+
+def changes_of(lines: Sequence[str], name: str) -> list[str]:
+    """Those of `changes` that bear on an evaluation set. name: its name."""
+    own = [line for line in lines if line.startswith(_of_set(name))]
+    return own + [line for line in lines if line.startswith("template" if name != HELD_OUT else PARTS)]
+
+
+def _of_set(name: str) -> str:
+    return f"evaluation.sets.{name}: "
+
+
+def _differences(what: str, before: Mapping[str, str], facts: Mapping[str, str]) -> list[str]:
+    return [
+        f"{what} changed since the run began: {key} was {before.get(key, 'absent')!r}, is {facts.get(key, 'absent')!r}"
+        for key in sorted({*before, *facts})
+        if before.get(key) != facts.get(key)
+    ]
 
 
 def _source(source: str, options: Mapping[str, Any], seed: int) -> Facts:

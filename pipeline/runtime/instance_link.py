@@ -97,7 +97,8 @@ class InstanceLink:
             case Interrupt():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
                 for o in await self._actors.ask(self._name, "interrupt", SERVER, ids):
-                    self._tell(TrajectoryInterrupted(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens))
+                    drafts = {"drafted_tokens": o.drafted_tokens, "accepted_tokens": o.accepted_tokens}
+                    self._tell(TrajectoryInterrupted(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens, **drafts))
             case Pull(instance=instance, version=version):
                 await self._actors.pull(self._instance, version)
                 self._tell(PullFinished(instance=instance, version=version))
@@ -110,7 +111,8 @@ class InstanceLink:
                 self._name, "next_events", SERVER, POLL_S, deadline="call_s", within_s=within_s
             )
             for o in outcomes:
-                event: Event = TrajectorySampled(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens)
+                drafts = {"drafted_tokens": o.drafted_tokens, "accepted_tokens": o.accepted_tokens}
+                event: Event = TrajectorySampled(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens, **drafts)
                 if o.error:
                     event = TrajectoryFailed(trajectory=o.trajectory, epoch=o.epoch, error=o.error)
                 self._tell(event)

@@ -145,7 +145,9 @@ def prepare(config: RunConfig) -> Resumption:
     try:
         # Of what the run gave up when it was stopped, the spool has everything: it goes on with it.
         VersionedStore.rewind(run_dir / "store", version, undo_end=(run_dir / "spool").is_dir())
-        ResumePoints(run_dir / "resume").remove_after(version)
+        points = ResumePoints(run_dir / "resume")
+        points.claim()  # before the others are removed: a trainer of the start before may still be writing one
+        points.remove_after(version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
         _set_aside(run_dir)
     except StoreError:

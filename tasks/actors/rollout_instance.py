@@ -20,9 +20,13 @@ from typing import Any
 from stores.errors import ActorLost, ProtocolViolation
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.actors.calls import answers_calls, call
+from tasks.actors.known_responses import OtherResponses
 from tasks.engines import holding
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 from tasks.engines.settings import EngineSettings
+
+LEARN_S = 1.0
+"""Seconds between two questions for other responses to draft from, while some are of use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,10 @@ class Outcome:
     epoch: int
     tokens: int
     error: str = ""
+    drafted_tokens: int = 0
+    """Drafted tokens that were verified for it."""
+    accepted_tokens: int = 0
+    """Those that were sampled too."""
 
 
 @answers_calls
@@ -58,18 +66,25 @@ class RolloutInstance:
         call_s: float,
         spool_s: float,
         acts: bool = False,
+        drafts: bool = False,
         run: str = "",
         resumed: bool = False,
     ):
         """max_new_tokens, turn_tokens: most tokens of a response, and of one of its turns. spool_s: seconds between two
-        deliveries of running responses' tokens; 0 for none. acts: whether environments answer turns. run: the run's
-        folder; with it, the engine outlives this actor, should that be dropped without being closed. resumed: whether
-        such an engine may be here."""
+        deliveries of running responses' tokens; 0 for none. acts: whether environments answer turns. drafts: whether
+        the engine is told of other responses that the server knows, to draft from them. run: the run's folder; with it,
+        the engine outlives this actor, should that be dropped without being closed. resumed: whether such an engine may
+        be here."""
         self._instance = instance
         self._max_new_tokens = max_new_tokens
         self._turn_tokens = turn_tokens
         self._call_s = call_s
         self._acts = acts
+        self._drafts = drafts
+        self._told: frozenset[TrajectoryId] = frozenset()
+        """Other responses to the prompts of what runs, which the engine was told of."""
+        self._asked_s = 0.0
+        """When the server was last asked for them, on the loop's clock."""
         held = holding.take_over(run if resumed else "", engine_settings, instance)
         self._took_over = held is not None
         self._engine: Engine = held or engine_settings.build(instance, threads)
@@ -139,6 +154,8 @@ class RolloutInstance:
 
         # Added on the event loop, as `next_events` takes them: between two threads one could be lost.
         self._whole += await self._command(submit)
+        if self._drafts:
+            await self._learn(server)
 
     async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[Outcome]:
         """Stop sampling trajectories and send the tokens they have to the server. If that fails, they are sent with the
@@ -172,6 +189,8 @@ class RolloutInstance:
         if self._spool_is_due() and not self._undelivered and not self._whole:
             await self._spool(server)
             return []
+        if self._drafts and asyncio.get_running_loop().time() >= self._asked_s + LEARN_S:
+            await self._learn(server)
         if not self._undelivered and not self._whole:
             loop = asyncio.get_running_loop()
             self._undelivered = await loop.run_in_executor(self._waiting, self._engine.events, timeout_s)
@@ -209,6 +228,18 @@ class RolloutInstance:
         self._delivered = {s.trajectory: (s.epoch, totals[s.trajectory]) for s in running if s.trajectory in totals}
         self._unreported |= totals
 
+    async def _learn(self, server: Any) -> None:
+        """Tell the engine of responses that others have sampled to the prompts of what it drafts for."""
+        self._asked_s = asyncio.get_running_loop().time()
+        running: tuple[TrajectoryId, ...] = await asyncio.to_thread(self._engine.drafts_for)
+        if not running:
+            return
+        others: OtherResponses = await call(
+            server, "other_responses", running, self._told, within_s=self._call_s, who="server"
+        )
+        self._told = others.told
+        self._engine.learn(others.found)
+
     async def _deliver(self, server: Any, ended: list[Sampled] | list[Sampled | Failed]) -> list[Outcome]:
         totals = await self._send(server, [e for e in ended if isinstance(e, Sampled)])
         outcomes = []
@@ -216,7 +247,16 @@ class RolloutInstance:
             tokens, error = totals.get(e.trajectory, 0), e.error if isinstance(e, Failed) else ""
             if isinstance(e, Sampled) and e.trajectory in totals and tokens < _end(e):
                 error = f"the trajectory server has {tokens} of its first {e.first} tokens"
-            outcomes.append(Outcome(trajectory=e.trajectory, epoch=e.epoch, tokens=tokens, error=error))
+            drafted, accepted = (e.drafted_tokens, e.accepted_tokens) if isinstance(e, Sampled) else (0, 0)
+            outcome = Outcome(
+                trajectory=e.trajectory,
+                epoch=e.epoch,
+                tokens=tokens,
+                error=error,
+                drafted_tokens=drafted,
+                accepted_tokens=accepted,
+            )
+            outcomes.append(outcome)
         return outcomes
 
     async def _send(self, server: Any, sampled: list[Sampled]) -> dict[TrajectoryId, int]:

@@ -24,3 +24,5 @@ class ServerSettings:
     store: str
     header: RunHeader
     resumed: bool = False
+    drafts: bool = False
+    """Whether engines draft from the responses that the server knows."""

@@ -79,6 +79,8 @@ class Trainer:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
         self._probe: tuple[int, ...] = ()
         self._points, self._point_every = ResumePoints(Path(points)), point_every
+        if point_every:
+            self._points.claim()
         self._saving: asyncio.Task[None] | None = None
         """The resume point that is being written, or has been; what has gone wrong with it is told once."""
         self._version = PolicyVersion(0)

@@ -47,6 +47,7 @@ from tasks.actors.calls import answers_calls
 from tasks.actors.drawn_tasks import DrawnTasks
 from tasks.actors.evaluated_in_flight import EvaluatedInFlight
 from tasks.actors.given_answers import GivenAnswers, answer_entry, newest_turn
+from tasks.actors.known_responses import MOST_TOKENS, KnownResponses, OtherResponses
 from tasks.actors.server_answers import (
     Bridged,
     DrawnGroup,
@@ -61,6 +62,7 @@ from tasks.actors.server_answers import (
     payload,
 )
 from tasks.actors.server_settings import ServerSettings
+from tasks.actors.spool_thread import SpoolThread
 from tasks.actors.step_batches import StepBatches
 from tasks.actors.unkept import aborted_row, all_aborted
 from tasks.directions import directions_of
@@ -98,11 +100,12 @@ class TrajectoryServer:
         self._store = self.stores.create(path, settings.header) if stored is None else stored
         self._flight = InFlight(members=settings.members_started)
         self._spool = Spool(path.with_name("spool"), settings.members_started)
+        self._known = KnownResponses(self._flight, MOST_TOKENS if settings.drafts else 0, stored)
         self._points = ResumePoints(path.with_name("resume"))
         self._tasks = DrawnTasks(self._prompts, prompts.sets)
         self._last_record: StepRecord | None = None
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._spool_thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
+        self._writing = SpoolThread(self._spool)
         self._evaluated = EvaluatedInFlight(self._flight, self._tasks)
         self._answers = GivenAnswers(self._prompts)
         self._batches = StepBatches(self._flight, self._store.ended, settings, self._store_thread)
@@ -152,9 +155,9 @@ class TrajectoryServer:
         resumed = self._resumed(again)
         self._flight.apply(resumed)
         self._batches.forget_all()
-        if not await self._write([resumed]):
+        if not await self._writing.append([resumed]):
             # What this run has undone must never be taken for its own by a later one.
-            await self._in(self._spool_thread, self._spool.clear)
+            await self._writing.clear()
         kept = [t for t in self._flight.live.values() if t.segments]
         taken = TakenUp(
             ledger=self._last_ledger,
@@ -201,7 +204,7 @@ class TrajectoryServer:
             GroupDrawn(group=GroupId(group), prompt_tokens=np.asarray(tokens, np.int32), at_s=now)
             for group, tokens in enumerate(prompts, first)
         ]
-        await self._write([entry for entry in drawn if self._flight.apply(entry)])
+        await self._writing.append([entry for entry in drawn if self._flight.apply(entry)])
         return [DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens)) for entry in drawn]
 
     async def held_out(self, count: int) -> list[HeldOut]:
@@ -219,8 +222,8 @@ class TrajectoryServer:
     async def forget_evaluated(self) -> None:
         """Drop all that was sampled for evaluations. Idempotent."""
         groups, entries = self._evaluated.end(self._now())
-        await self._write(entries)
-        await self._in(self._spool_thread, self._spool.stored, -1, groups)
+        await self._writing.append(entries)
+        await self._writing.stored(-1, groups)
 
     async def held_out_notice(self) -> str:
         """One line on training prompts found to be held out so far; empty if there were none."""
@@ -232,7 +235,7 @@ class TrajectoryServer:
         """The payloads of trajectories that are still live. routed: (trajectory, epoch) of each routing; what instances
         of earlier epochs deliver is ignored from now on."""
         asked, begun = await self._evaluated.begin((member for member, _ in routed), self._now())
-        await self._write(begun)
+        await self._writing.append(begun)
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.source.asks_by_directions:
             live = [self._flight.live[member] for member, _ in routed if member in self._flight.live]
@@ -247,7 +250,7 @@ class TrajectoryServer:
             if not t.has_answers and t.group in records:
                 most = directions_of(records[t.group]).max_tokens
             found[member] = payload(t, most, asked.get(member))
-        await self._write([entry] if changed else [])
+        await self._writing.append([entry] if changed else [])
         return found
 
     async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
@@ -271,8 +274,12 @@ class TrajectoryServer:
                 taken.append(entry)
             if self._flight.hears(item.trajectory, item.epoch):
                 totals[item.trajectory] = self._flight.live[item.trajectory].num_tokens
-        await self._write(taken)
+        await self._writing.append(taken)
         return totals
+
+    async def other_responses(self, running: tuple[TrajectoryId, ...], told: frozenset[TrajectoryId]) -> OtherResponses:
+        """Other responses to the prompts of running trajectories, for drafts. told: those that the asker has."""
+        return self._known.others(running, told)
 
     async def episodes(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
         """The states of trajectories whose turns have ended. asked: each with the epoch of that routing. None of those
@@ -334,7 +341,7 @@ class TrajectoryServer:
                 if self._flight.apply(entry):
                     taken.append(entry)
                 bridged.append(Bridged(item.tokens + len(answer.tokens)))
-        await self._write(taken)
+        await self._writing.append(taken)
         return bridged
 
     async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
@@ -349,7 +356,7 @@ class TrajectoryServer:
             told.append(self._flight.awaits(trajectory, tokens, epoch) and self._flight.apply(entry))
             if told[-1]:
                 taken.append(entry)
-        await self._write(taken)
+        await self._writing.append(taken)
         return told
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
@@ -383,7 +390,7 @@ class TrajectoryServer:
             if self._flight.awaits(item.trajectory, item.tokens, item.epoch) and self._flight.apply(entry):
                 taken.append(entry)
             held.append(self._score(item.trajectory))
-        await self._write(taken)
+        await self._writing.append(taken)
         return held
 
     def _score(self, trajectory: TrajectoryId) -> ScoredResponse | None:
@@ -408,7 +415,7 @@ class TrajectoryServer:
             check_batch(step, asked, settings.group_size, settings.max_error_share, settings.reward)
             taken = BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._flight.apply(taken)
-            written = self._write([taken])
+            written = self._writing.append([taken])
         part = await self._batches.part(step, first)
         if written is not None:
             await written
@@ -417,7 +424,7 @@ class TrajectoryServer:
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
         if self._flight.apply(entry := TrajectoriesRetired(endings=endings, versions=versions)):
-            await self._write([entry])
+            await self._writing.append([entry])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
         """Commit a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
@@ -443,7 +450,7 @@ class TrajectoryServer:
 
     async def close(self) -> None:
         self._tasks.close()
-        self._spool_thread.shutdown(wait=True)
+        self._writing.close()
         self._store_thread.shutdown(wait=True)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -454,29 +461,16 @@ class TrajectoryServer:
     async def _in(self, thread: ThreadPoolExecutor, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
 
-    def _write(self, entries: Sequence[Entry]) -> asyncio.Future[bool]:
-        """Hand entries to the spool, in the order of the calls; returns the future of their being written."""
-        loop = asyncio.get_running_loop()
-        if entries:
-            return loop.run_in_executor(self._spool_thread, self._spool.append, entries)
-        nothing: asyncio.Future[bool] = loop.create_future()
-        nothing.set_result(True)
-        return nothing
-
     async def _commit(self, record: StepRecord, rows: list[Ended]) -> None:
         await self._in(self._store_thread, self._store.commit, record, rows)
         self._last_record = record
+        self._known.add(rows)
         step = record.step if record.kind == "step" else None
         done = self._flight.stored((e.trajectory.id for e in rows), step)
         if step is not None:
             self._batches.forget(step)
         self._tasks.forget(done)
-
-        def prune() -> None:
-            self._spool.stored(record.step, done)
-            self._spool.rotate(min(self._points.versions(), default=None))
-
-        await self._in(self._spool_thread, prune)
+        await self._writing.committed(record.step, done, self._points)
 
     @property
     def _last_ledger(self) -> LedgerState:

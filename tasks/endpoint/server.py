@@ -119,9 +119,14 @@ class EndpointServer:
                 while not server.started and not self._serving.done():
                     await asyncio.sleep(0.005)
 
-    async def stop(self) -> None:
-        """Answer no more: whoever waits is told to try again."""
+    def refuse(self) -> None:
+        """Answer no more: whoever waits, and whoever asks, is told to try again."""
         self._stopping = True
+        self.sessions.refuse_all(_stopping())
+
+    async def stop(self) -> None:
+        """Answer no more, and listen no more."""
+        self.refuse()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=5.0)
@@ -231,7 +236,7 @@ class EndpointServer:
         """A place among the requests in flight. waits: it is a session's turn, for which there always is one. Raises
         Refused if there is none."""
         if self._stopping:
-            raise Refused(503, "the endpoint is stopping; try again", "stopping", RETRY_S)
+            raise _stopping()
         most = self._settings.config.max_requests
         if self._in_flight >= most and not waits:
             raise Refused(429, f"endpoint.max_requests = {most} are in flight; try again", "too_many", RETRY_S)
@@ -300,6 +305,10 @@ async def _gone(request: Request) -> None:
     """Returns once the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _stopping() -> Refused:
+    return Refused(503, "the endpoint is stopping; try again", "stopping", RETRY_S)
 
 
 def _refusal(refused: Refused) -> Response:

@@ -254,6 +254,11 @@ class Sessions:
             while len(self._closed) > KEPT_CLOSED:
                 self._closed.popitem(last=False)
 
+    def refuse_all(self, refused: Refused) -> None:
+        """Have no further turn in any session: whoever waits and whoever asks from now on is told why."""
+        for session in self._open.values():
+            session.refuse(refused)
+
     def find(self, key: str) -> AgentSession:
         """The session of a key. Raises Refused."""
         id, _, secret = key.partition(".")

@@ -46,6 +46,18 @@ class Sampled:
     first: int
     segments: tuple[Segment, ...]
     finish: FinishReason
+    drafted_tokens: int = 0
+    """Drafted tokens that were verified for it."""
+    accepted_tokens: int = 0
+    """Those that were sampled too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResponses:
+    """Responses to one prompt, each the tokens of a trajectory."""
+
+    prompt: tuple[int, ...]
+    responses: tuple[tuple[TrajectoryId, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +161,14 @@ class Engine(Protocol):
         ...
 
     def load_statistics(self) -> EngineLoad: ...
+
+    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+        """The trajectories whose requests it now drafts for from responses to their prompts; most engines for none."""
+        ...
+
+    def learn(self, responses: Sequence[PromptResponses]) -> None:
+        """Take in responses that were sampled elsewhere or long ago: drafts may follow them, and nothing else."""
+        ...
 
     def begin_again(self, instance: InstanceId) -> None:
         """Forget all requests and what they have sampled, what is kept of them, and all counts. What is sampled from

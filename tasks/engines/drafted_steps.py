@@ -13,12 +13,21 @@ step. Sliding windows have no room for that: models that have them are refused. 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stores.errors import ConfigError
 from tasks.engines.drafting import Drafter
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Drafted tokens of one request that were verified, and those of them that were sampled too."""
+
+    drafted: int = 0
+    accepted: int = 0
 
 
 class DraftedSteps:
@@ -32,6 +41,8 @@ class DraftedSteps:
             )
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.counts: dict[str, DraftCounts] = {}
+        """By request that the engine has begun and not taken out."""
         self._drafter = drafter
         self._queries: list[list[int]] = []
         """By request of the batch that samples: the tokens that it samples after."""
@@ -86,6 +97,9 @@ class DraftedSteps:
             self._drafter.extend(state.request_id, sampled[: kept + 1])
             self.drafted_tokens += len(query) - 1
             self.accepted_tokens += kept
+            if (counts := self.counts.get(state.request_id)) is not None:
+                counts.drafted += len(query) - 1
+                counts.accepted += kept
             first += len(query)
         return requests_in_batch, last_tokens, last_logprobs
 

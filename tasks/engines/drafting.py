@@ -1,18 +1,18 @@
 """Drafts for speculative sampling: what is likely to come next, by the texts that are known of the same prompt.
 
-Known of a prompt are: itself, the responses to it that run here, and those that ended here in any epoch. A draft goes
-on as those places go on that share the longest end with the response so far; they vote, token by token. It ends where
-it is no longer likely enough to be sampled.
+Known of a prompt are: itself, the responses to it that run here, those that ended here in any epoch, and what `learn`
+was told of. A draft goes on as those places go on that share the longest end with the response so far; they vote, token
+by token. It ends where it is no longer likely enough to be sampled.
 
 Invariants: a draft never changes what is sampled, only in how many decode steps: an engine keeps a drafted token only
-where the policy samples it (docs/engines.md). Memory is bounded. Pure. All but `begin` is called by the thread that
-decodes.
+where the policy samples it (docs/engines.md). Memory is bounded. Pure. All but `begin`, `learn` and `running` is called
+by the thread that decodes.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,6 +76,12 @@ class PromptTexts:
             text = self._responses[trajectory] = self._new()
         self.extend(text, tokens[len(text.tokens) :])
         return text
+
+    def learn(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
+        """Add a response of which nothing runs here, unless as much of it is known."""
+        known = self._responses.get(trajectory)
+        if known is None or len(known.tokens) < len(tokens):
+            self.response(trajectory, tokens)
 
     def extend(self, text: Text, tokens: Sequence[int]) -> None:
         self.num_tokens += len(tokens)
@@ -179,6 +185,8 @@ class Drafter:
         self._ends = frozenset(ends)
         self._most_tokens = most_tokens
         self._running: dict[str, _DraftedRequest] = {}
+        self._told: deque[tuple[tuple[int, ...], TrajectoryId, tuple[int, ...]]] = deque()
+        """Prompts with responses of other places, not taken in yet."""
         self.forget_all()
 
     @property
@@ -189,6 +197,7 @@ class Drafter:
     def forget_all(self) -> None:
         """Forget all texts and requests, and how drafts fared."""
         self._running.clear()
+        self._told.clear()
         self._prompts: OrderedDict[tuple[int, ...], PromptTexts] = OrderedDict()
         self._outcomes = DraftOutcomes()
 
@@ -197,6 +206,16 @@ class Drafter:
         called by any thread."""
         begun = len(tokens) - num_response
         self._running[key] = _DraftedRequest(trajectory, tuple(tokens[:begun]), tuple(tokens[begun:]))
+
+    def learn(self, prompt: Sequence[int], trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
+        """Take in a response to a prompt, sampled elsewhere or long ago. May be called by any thread."""
+        self._told.append((tuple(prompt), trajectory, tuple(tokens)))
+
+    @property
+    def running(self) -> tuple[TrajectoryId, ...]:
+        """The trajectories that drafts are made for; none while too many run. May be called by any thread."""
+        running = tuple(one.trajectory for one in tuple(self._running.values()))
+        return running if len(running) <= self._most_running else ()
 
     def length(self, key: str) -> int | None:
         """Tokens known of a request, its prompt's included; None if it is unknown."""
@@ -223,6 +242,8 @@ class Drafter:
         running = self._running.get(key)
         if running is None or len(self._running) > self._most_running:
             return []
+        if self._told:
+            self._take_in()
         match, places = self._texts(running).matches(running.text)
         expected: list[_Expected] = []
         count, likelihood = 0, 1.0
@@ -251,12 +272,26 @@ class Drafter:
         if running is not None and running.texts is not None:
             running.texts.running -= 1
 
+    def _take_in(self) -> None:
+        """Add what was told to the texts of its prompts."""
+        running = {one.trajectory for one in tuple(self._running.values())}
+        while self._told:
+            prompt, trajectory, tokens = self._told.popleft()
+            if trajectory not in running:
+                self._of(prompt).learn(trajectory, tokens)
+        self._forget()
+
+    def _of(self, prompt: tuple[int, ...]) -> PromptTexts:
+        """The texts of a prompt, which is the one that is used last now."""
+        texts = self._prompts.get(prompt)
+        if texts is None:
+            texts = self._prompts[prompt] = PromptTexts(prompt)
+        self._prompts.move_to_end(prompt)
+        return texts
+
     def _texts(self, running: _DraftedRequest) -> PromptTexts:
         if running.texts is None:
-            running.texts = self._prompts.get(running.prompt)
-            if running.texts is None:
-                running.texts = self._prompts[running.prompt] = PromptTexts(running.prompt)
-            self._prompts.move_to_end(running.prompt)
+            running.texts = self._of(running.prompt)
             running.text = running.texts.response(running.trajectory, running.response)
             running.texts.running += 1
             self._forget()
@@ -273,7 +308,7 @@ class Drafter:
                 excess -= texts.num_tokens
             elif texts.has_ended_ones:
                 fresh = PromptTexts(prompt)
-                for one in self._running.values():
+                for one in tuple(self._running.values()):  # another thread may add to them
                     if one.texts is texts:
                         one.text = fresh.response(one.trajectory, one.text.tokens)
                         one.texts = fresh

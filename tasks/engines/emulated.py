@@ -22,7 +22,7 @@ from stores import parameters, weight_hash
 from stores.errors import ActorLost
 from stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, PolicyVersion, Segment, TrajectoryId
 from tasks import adapters
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
 from tasks.engines.decoding import DecodingInstance, Finished
 from tasks.engines.settings import EmulatedSettings
 from tasks.episodes.emulated import left_to_sample
@@ -210,6 +210,12 @@ class EmulatedEngine:
                 prefilled_tokens=work.computed,
                 cached_tokens=work.cached,
             )
+
+    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+        return ()
+
+    def learn(self, responses: Sequence[PromptResponses]) -> None:
+        """It drafts nothing."""
 
     def begin_again(self, instance: InstanceId) -> None:
         settings = self._settings

@@ -45,6 +45,8 @@ class RunningRequest:
     """Its earlier segments."""
     tokens: list[int] = field(default_factory=list)  # of the current segment
     logprobs: list[float] = field(default_factory=list)
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def num_sampled(self) -> int:
@@ -59,6 +61,8 @@ class RunningRequest:
             first=request.num_prior,
             segments=segments,
             finish=finish,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 

@@ -25,8 +25,8 @@ from stores import parameters
 from stores.errors import ActorLost
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from stores.weight_hash import fingerprint
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
-from tasks.engines.drafted_steps import DraftedSteps
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from tasks.engines.drafted_steps import DraftCounts, DraftedSteps
 from tasks.engines.drafting import Drafter
 from tasks.engines.keeping_scheduler import NAME as KEEPING
 from tasks.engines.keeping_scheduler import KeepingScheduler
@@ -172,6 +172,16 @@ class TransformersEngine:
                 self._seen = self._load()
             return self._seen
 
+    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+        drafter = self._drafters.get(self._settings.temperature)
+        return () if drafter is None else drafter.running
+
+    def learn(self, responses: Sequence[PromptResponses]) -> None:
+        if (drafter := self._drafters.get(self._settings.temperature)) is not None:
+            for of_prompt in responses:
+                for trajectory, tokens in of_prompt.responses:
+                    drafter.learn(of_prompt.prompt, trajectory, tokens)
+
     def begin_again(self, instance: InstanceId) -> None:
         with self._lock, self._paused():
             self._check()
@@ -184,6 +194,7 @@ class TransformersEngine:
                 drafter.forget_all()
             for steps in self._steps.values():
                 steps.drafted_tokens = steps.accepted_tokens = 0
+                steps.counts.clear()
             self._instance, self._ended = instance, []
             self._requests.begin_again(instance)
             if self._adapters is not None:
@@ -284,6 +295,7 @@ class TransformersEngine:
         tokens = [*request.tokens, *sampled]
         if (drafter := self._drafters.get(temperature)) is not None:
             drafter.begin(key, request.trajectory, tokens, request.num_prior + len(sampled))
+            self._steps[temperature].counts[key] = DraftCounts()
         accepted = manager.add_request(
             tokens,
             request_id=key,
@@ -297,8 +309,16 @@ class TransformersEngine:
     def _stop(self, running: RunningRequest) -> RunningRequest:
         """Remove a request; its current segment is closed."""
         self._manager(self._temperature(running.request)).cancel_request(running.key)
-        self._requests.leave(running)
+        self._leave(running)
         return running
+
+    def _leave(self, running: RunningRequest) -> None:
+        """Remove a request that decodes no longer."""
+        self._requests.leave(running)
+        steps = self._steps.get(self._temperature(running.request))
+        if steps is not None and (counts := steps.counts.pop(running.key, None)) is not None:
+            running.drafted_tokens += counts.drafted
+            running.accepted_tokens += counts.accepted
 
     def _load(self) -> EngineLoad:
         schedulers = self._schedulers.values()
@@ -330,7 +350,7 @@ class TransformersEngine:
         self._requests.extend(running, output.generated_tokens[seen:], output.logprobs[seen:])
         if not output.is_finished():
             return
-        self._requests.leave(running)
+        self._leave(running)
         request = running.request
         if output.error is not None:
             self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=output.error))

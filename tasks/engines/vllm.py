@@ -21,7 +21,7 @@ from stores import parameters
 from stores.errors import ActorLost, ConfigError
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks import adapters
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
 from tasks.engines.requests import RunningRequest, RunningRequests
 from tasks.engines.settings import VllmSettings
 from tasks.engines.vllm_drafting import VllmSpeculation
@@ -128,6 +128,16 @@ class VllmEngine:
             if self._error is not None:
                 raise self._lost()
             return dataclasses.replace(self._requests.load(), **self._figures._asdict())
+
+    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+        drafter = self._speculation.drafter
+        return () if drafter is None else drafter.running
+
+    def learn(self, responses: Sequence[PromptResponses]) -> None:
+        if (drafter := self._speculation.drafter) is not None:
+            for of_prompt in responses:
+                for trajectory, tokens in of_prompt.responses:
+                    drafter.learn(of_prompt.prompt, trajectory, tokens)
 
     def begin_again(self, instance: InstanceId) -> None:
         self._call(lambda: self._begin_again(instance)).result()
@@ -349,6 +359,9 @@ class VllmEngine:
                 if output.new_token_ids:
                     # The sampled token's logprob comes first in each row.
                     self._requests.extend(running, output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
+                    if drafted := self._speculation.drafted.get(output.request_id, 0):
+                        running.drafted_tokens += drafted
+                        running.accepted_tokens += len(output.new_token_ids) - 1
                 if output.finish_reason is None:
                     continue
                 self._leave(running)

@@ -130,6 +130,8 @@ class VllmSpeculation:
     def __init__(self, engine: Any, asked: Speculation, ends: tuple[int, ...]) -> None:
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.drafted: dict[str, int] = {}
+        """Drafted tokens that the last step verified, by request."""
         self._most_running = asked.most_running
         self.drafter: Drafter | None = None
         if not asked.length:
@@ -158,9 +160,10 @@ class VllmSpeculation:
     def _scheduled(self, *args: Any, **kwargs: Any) -> Any:
         step = self._schedule(*args, **kwargs)
         # vLLM pads some drafts with -1.
-        self.drafted_tokens += sum(
-            token >= 0 for draft in step.scheduled_spec_decode_tokens.values() for token in draft
-        )
+        self.drafted = {
+            key: sum(token >= 0 for token in draft) for key, draft in step.scheduled_spec_decode_tokens.items()
+        }
+        self.drafted_tokens += sum(self.drafted.values())
         return step
 
     def _count(self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any) -> Any:

@@ -220,7 +220,8 @@ class Episodes:
                     held.episode.abandon()
 
     async def close(self) -> None:
-        """End all episodes."""
+        """End all episodes. Agents that wait for a turn are told to try again before their keys are void."""
+        self._endpoint.refuse()
         self.cancel(list(self._held))
         for task in list(self._closing):
             task.cancel()

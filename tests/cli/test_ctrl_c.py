@@ -135,6 +135,55 @@ main.entry()
     assert (done.returncode, done.stderr.strip()) == (130, "staleflow: interrupted")
 
 
+WITHIN_AN_IMPORT = "import swallowing"
+WITHIN_A_FINALIZER = """
+class Freed:
+    def __del__(self):
+        kill()
+Freed()
+"""
+
+
+WHILE_IT_IS_HELD_BACK = """
+import swallowing
+from pipeline.runtime.local_cluster import _ctrl_c_later
+with _ctrl_c_later():
+    import time; time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("where", [WITHIN_AN_IMPORT, WITHIN_A_FINALIZER, WHILE_IT_IS_HELD_BACK])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_is_not_lost_where_python_or_a_module_ignores_all_errors(
+    name: str, code: int, where: str, tmp_path: Path
+) -> None:
+    """It was, now and then: the run went on as if nobody had pressed Ctrl-C."""
+    (tmp_path / "swallowing.py").write_text(
+        "from signalled import kill\ntry:\n    kill()\nexcept BaseException:\n    pass"
+    )
+    (tmp_path / "signalled.py").write_text(f"""
+import os, signal, sys
+import click
+from cli import main
+
+def kill():
+    os.kill(os.getpid(), signal.{name})
+    for _ in range(1000):
+        pass
+
+CODE = {where!r} + "\\nimport time; time.sleep(60)"
+if __name__ == "__main__":
+    main.cli = click.Command("staleflow", callback=lambda: exec(CODE))
+    sys.argv = ["staleflow"]
+    main.entry()
+""")
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
+    command = [sys.executable, "-m", "signalled"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    shown = "staleflow: interrupted" if name == "SIGINT" else ""
+    assert (done.returncode, done.stderr.strip()) == (code, shown)
+
+
 def test_the_exit_code_is_the_commands_whatever_happens_while_python_is_taken_apart(tmp_path: Path) -> None:
     """Threads of libraries may abort the process then; what atexit calls still runs."""
     script = """

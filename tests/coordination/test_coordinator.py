@@ -206,6 +206,21 @@ def test_a_lost_instances_work_moves_and_keeps_its_version() -> None:
     assert {(r.trajectory, r.instance, r.version) for r in only(commands, Route)} == {(0, B, 0), (1, B, 0)}
 
 
+def test_a_story_tells_drafted_and_accepted_tokens() -> None:
+    bench = Bench()
+    bench.join()
+    bench.arrive(0)
+    bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), epoch=1, tokens=3))
+    bench.tell(
+        TrajectorySampled(
+            trajectory=TrajectoryId(0), epoch=bench.epochs[0], tokens=9, drafted_tokens=7, accepted_tokens=4
+        )
+    )
+    story = bench.coordinator.story(TrajectoryId(0))
+    assert any("interrupted at 3 tokens  (" in line for line in story)
+    assert any("sampled, 9 tokens, 4 of 7 drafted tokens accepted  (" in line for line in story)
+
+
 def test_what_the_server_has_of_a_lost_instances_work_is_not_sampled_again() -> None:
     bench = Bench(eta=1, groups=2)
     bench.join(A)

@@ -66,7 +66,7 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
         found: list[Evaluation] = []
         evaluating = Evaluating(
             config, actors, folder, found, requests.append, lambda _: None, lambda: 0.0,
-            {"reward": "r", "data": "d", "template": "t"}, ["a change"],
+            lambda name: {"reward": "r", "data": "d", "template": "t"}, lambda name: [f"a change of {name}"],
         )  # fmt: skip
         try:
             await evaluating.begin(PolicyVersion(0))
@@ -119,7 +119,7 @@ def test_what_failed_is_left_out_and_prompts_count_once(job: Path, tmp_path: Pat
     assert found.sampled == found.greedy == pytest.approx(2 / 3)
     assert found.sampled_stderr == pytest.approx(math.sqrt(2 / 9 * 3 / 2 / 3))
     assert (found.sampled_failed, found.greedy_failed) == (2, 2)
-    assert (found.reward, found.changed) == ("r", ("a change",))
+    assert (found.reward, found.changed) == ("r", ("a change of held-out",))
     assert found.line == (
         "held-out reward at version 3: 0.667 ± 0.333 at temperature, 0.667 ± 0.333 greedy (5 prompts, 2 not scored; "
         f"first: {found.failure})"

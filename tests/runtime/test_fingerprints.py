@@ -60,6 +60,63 @@ def test_code_that_lies_elsewhere_is_the_same(job: Path, sources: Path) -> None:
     assert told(job, sources, f"reward.function={sources}/code/reward_mine.py:score") == []
 
 
+def test_an_evaluation_set_has_those_of_its_own_reward_and_data(job: Path, sources: Path) -> None:
+    (sources / "theirs.jsonl").write_text('{"prompt": "c", "answer": 3}\n')
+    (sources / "strict.py").write_text("def score(answer, record):\n    return 0.0\n")
+    sets = (
+        f'evaluation.sets.other={{source="jsonl:{sources}/theirs.jsonl", reward="{sources}/strict.py:score"}}',
+        f'evaluation.sets.harder={{reward="{sources}/strict.py:score"}}',
+    )
+
+    def now(*after: str) -> fingerprints.Fingerprints:
+        return fingerprints.taken(loading.load(job, (*_sets(sources), *sets, *after)))
+
+    def same(one: fingerprints.Fingerprints, two: fingerprints.Fingerprints, name: str) -> set[str]:
+        return {part for part, digest in one.digests(name).items() if two.digests(name)[part] == digest}
+
+    before = now()
+    fingerprints.write(sources, before)
+    read = fingerprints.read(sources)
+    assert read == before
+    (sources / "mine.py").write_text("def score(answer, record):\n    return 1.0\n")
+    (sources / "rows.jsonl").write_text('{"prompt": "a", "answer": 2}\n')
+    after = now()
+    assert same(before, after, "held-out") == {"template"}
+    assert same(before, after, "harder") == {"reward", "template"}
+    assert same(before, after, "other") == {"reward", "data", "template"}
+    lines = fingerprints.changes(read, after)
+    assert [line.split(" changed")[0] for line in lines] == ["reward", "data", "evaluation.sets.harder: data"]
+    assert fingerprints.changes_of(lines, "held-out") == lines[:2]
+    assert fingerprints.changes_of(lines, "harder") == lines[2:]
+    assert fingerprints.changes_of(lines, "other") == []
+
+    (sources / "strict.py").write_text("def score(answer, record):\n    return 1.0\n")
+    (sources / "theirs.jsonl").write_text('{"prompt": "c", "answer": 4}\n')
+    assert same(after, now(), "held-out") == {"reward", "data", "template"}
+    assert same(after, now(), "harder") == {"data", "template"}
+    assert same(after, now(), "other") == {"template"}
+    lines = fingerprints.changes(after, now("task.template=Q: {prompt}"))
+    assert [line.split(" changed")[0] for line in fingerprints.changes_of(lines, "other")] == [
+        "evaluation.sets.other: reward",
+        "evaluation.sets.other: data",
+        "template",
+    ]
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_what_it_recorded_of_its_sets(job: Path, sources: Path) -> None:
+    """Those of the run itself: its rewards before and after would not compare otherwise."""
+    sets = (f'evaluation.sets.other={{reward="{sources}/mine.py:score"}}',)
+    now = fingerprints.taken(loading.load(job, (*_sets(sources), *sets)))
+    fingerprints.write(sources, now)
+    recorded = json.loads((sources / fingerprints.FILE).read_text())
+    del recorded["sets"]
+    (sources / fingerprints.FILE).write_text(json.dumps(recorded))
+    then = fingerprints.read(sources)
+    assert fingerprints.changes(then, now) == []
+    assert now.like(then).digests("other") == now.digests()
+    assert now.like(now).digests("other") == now.like(None).digests("other") == now.digests("other")
+
+
 def test_packages_and_a_chat_template_count(job: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = loading.load(job)
     fingerprints.write(sources, fingerprints.taken(config))
@@ -92,7 +149,7 @@ def test_a_folder_without_them_says_nothing_and_a_broken_one_says_what_to_do(job
     assert told(job, sources) == []
     keep(job, sources)
     assert [p.name for p in sources.iterdir() if "fingerprints" in p.name] == [fingerprints.FILE]
-    assert set(json.loads((sources / fingerprints.FILE).read_text())) == {"reward", "data", "template"}
+    assert set(json.loads((sources / fingerprints.FILE).read_text())) == {"reward", "data", "template", "sets"}
     (sources / fingerprints.FILE).write_text("{")
     with pytest.raises(StoreError, match=r"fingerprints\.json: cannot be read: .*; remove it to resume"):
         told(job, sources)

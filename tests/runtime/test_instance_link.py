@@ -203,6 +203,22 @@ def test_results_are_passed_on_as_the_instance_gives_them(body: Body, change: An
     )
 
 
+def test_what_was_drafted_is_told_with_the_tokens(body: Body) -> None:
+    def drafted(answer: Any) -> Any:
+        return [dataclasses.replace(o, drafted_tokens=7, accepted_tokens=4) for o in answer]
+
+    async def script(one: Linked) -> None:
+        one.give(route(A), route(D))
+        await asyncio.sleep(0.5)
+        one.give(interrupt(D))
+        await asyncio.sleep(1.5)
+        ended = [*one.events(TrajectorySampled), *one.events(TrajectoryInterrupted)]
+        assert [(e.trajectory, e.drafted_tokens, e.accepted_tokens) for e in ended] == [(A, 7, 4), (D, 7, 4)]
+
+    faults = [Fault(actor=ONE, method=method, nth=0, change=drafted) for method in ("next_events", "interrupt")]
+    linked(body, script, faults=faults)
+
+
 def test_a_request_that_the_engine_fails_is_told_with_its_error(body: Body) -> None:
     def failing(answer: Any) -> Any:
         return [dataclasses.replace(o, error="out of memory") for o in answer]

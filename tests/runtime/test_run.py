@@ -9,7 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from pipeline.runtime.actors import Actors
 from pipeline.runtime.driver import Driver
 from pipeline.runtime.resumption import parts
 from pipeline.runtime.run_folder import prepare_run_dir
-from pipeline.runtime.workers import connect
+from pipeline.runtime.workers import DaskWorkers, connect
 from stores.audit import audit
 from stores.errors import RunStuck, StoreError
 from stores.trajectory import Fate
@@ -97,29 +97,46 @@ def test_a_run_trains_stores_and_explains_itself(job: Path, memory_folder: Path)
     assert "already holds a run" in again.stderr
 
 
-async def sabotaged(job: Path, overrides: tuple[str, ...], victim: str, strike: Callable[[int], None]) -> Driver:
-    """Run a job; once a step is done, `strike` the worker process that holds the actor `victim`."""
+async def interfered(
+    job: Path, overrides: tuple[str, ...], interfere: Callable[[Driver, DaskWorkers], Awaitable[None]]
+) -> Driver:
+    """Run a job; once a step is done, `interfere`."""
     config = loading.load(job, overrides)
     facts = inspect_model(config)
     cluster = await connect(config)
     run_dir = prepare_run_dir(config)
     driver = Driver(config, Actors(config, cluster, run_dir, facts), run_dir, lambda *_: None)
 
-    async def saboteur() -> None:
+    async def interfering() -> None:
         while not driver.outcomes.steps:
             await asyncio.sleep(0.05)
-        address = cluster.placed[victim].address
-        strike((await cluster.client.run(os.getpid, workers=[address]))[address])
+        await interfere(driver, cluster)
 
-    saboteur_task = asyncio.ensure_future(saboteur())
+    task = asyncio.ensure_future(interfering())
     try:
         await driver.run()
-        await saboteur_task
+        await task
     finally:
-        saboteur_task.cancel()
+        task.cancel()
         await driver.close()
         await cluster.close()
     return driver
+
+
+async def process_of(cluster: DaskWorkers, actor: str) -> int:
+    """The process that holds an actor."""
+    address = cluster.placed[actor].address
+    found: int = (await cluster.client.run(os.getpid, workers=[address]))[address]
+    return found
+
+
+async def sabotaged(job: Path, overrides: tuple[str, ...], victim: str, strike: Callable[[int], None]) -> Driver:
+    """Run a job; once a step is done, `strike` the worker process that holds the actor `victim`."""
+
+    async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
+        strike(await process_of(cluster, victim))
+
+    return await interfered(job, overrides, interfere)
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])

@@ -36,7 +36,7 @@ from tasks.actors.server_settings import ServerSettings
 from tasks.actors.trainer import StepResult, Trainer
 from tasks.actors.trainer_rank import LONGEST_S, TrainerRank
 from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.engines.base import EngineLoad, Failed, Loaded, Request, Sampled
+from tasks.engines.base import EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
 from tasks.engines.emulated import word_logprobs, words
 from tasks.scoring import ScoredResponse
 from tasks.training.packing import BatchPart
@@ -260,6 +260,12 @@ class VirtualEngine:
                 await asyncio.wait_for(self._changed.wait(), min(left_s, max(0.0, first_s) + 1e-6))
             except TimeoutError:
                 continue
+
+    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+        return ()
+
+    def learn(self, responses: Sequence[PromptResponses]) -> None:
+        """It drafts nothing."""
 
     def load_statistics(self) -> EngineLoad:
         self._advance()

@@ -74,7 +74,7 @@ class Terminal:
         """Read to the end; returns the exit code once every process of the terminal is gone."""
         deadline = time.monotonic() + within_s
         while self._read():
-            assert time.monotonic() < deadline, f"did not end:\n{self.text[-3000:]}"
+            assert time.monotonic() < deadline, f"did not end:\n{self.text[:3000]}\n...\n{self.text[-3000:]}"
         code = self.process.wait(within_s)
         while self._left():
             assert time.monotonic() < deadline, f"processes are left: {self._left()}"

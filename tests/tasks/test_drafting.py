@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from stores.trajectory import TrajectoryId
 from tasks.engines import drafting
-from tasks.engines.drafting import Drafter
+from tasks.engines.drafting import Drafter, PromptTexts, Text
 
 PROMPT = (3, 10, 14, 7)
 RESPONSE = (20, 21, 22, 23, 24, 25, 26, 27)
@@ -125,6 +126,54 @@ def test_a_request_that_goes_on_under_another_key_continues_its_text() -> None:
     assert one.num_tokens == len(PROMPT) + len(RESPONSE) + 3
 
 
+def test_what_is_learned_is_followed_as_what_ended_here() -> None:
+    one = drafter()
+    one.learn(PROMPT, TrajectoryId(90), RESPONSE)
+    one.learn((5, 6), TrajectoryId(91), (22, 30))
+    begun(one, "0", RESPONSE[:3])
+    assert one.draft("0", 4)[:1] == [23]
+    one.learn(PROMPT, TrajectoryId(90), RESPONSE)
+    begun(one, "1", RESPONSE[:4])
+    before = one.num_tokens
+    assert one.draft("1", 4)[:1] == [24]
+    assert one.num_tokens == before, "it is known"
+    one.learn(PROMPT, TrajectoryId(90), (*RESPONSE, 28))
+    assert one.draft("1", 4)[:1] == [24]
+    assert one.num_tokens == before + 1, "it went on elsewhere"
+
+
+def test_what_runs_here_is_not_learned_from_elsewhere() -> None:
+    one = drafter()
+    begun(one, "0", RESPONSE[:3])
+    one.learn(PROMPT, TrajectoryId(0), RESPONSE)
+    assert one.draft("0", 4) == []
+    assert one.length("0") == len(PROMPT) + 3
+
+
+def test_what_is_learned_is_bounded_and_forgotten() -> None:
+    one = drafter(most_tokens=100)
+    begun(one, "0", RESPONSE[:3])
+    for i in range(1, 100):
+        one.learn(PROMPT, TrajectoryId(i), [i * 20 + at for at in range(15)])
+        one.draft("0", 4)
+        assert one.num_tokens <= 100
+    assert one.length("0") == len(PROMPT) + 3
+    one.learn(PROMPT, TrajectoryId(200), RESPONSE)
+    one.forget_all()
+    begun(one, "1", RESPONSE[:3])
+    assert one.draft("1", 4) == []
+
+
+def test_drafts_are_wanted_for_what_runs_unless_too_many_do() -> None:
+    one = drafter(most_running=2)
+    assert one.running == ()
+    begun(one, "0")
+    begun(one, "1")
+    assert one.running == (0, 1)
+    begun(one, "2")
+    assert one.running == ()
+
+
 def test_unknown_requests_have_no_drafts() -> None:
     one = drafter()
     one.extend("0", (1,))
@@ -146,6 +195,24 @@ def test_what_is_known_is_bounded_and_what_runs_is_kept(prompts: int) -> None:
         assert one.num_tokens <= 2000 + 25
     begun(one, "1000", RESPONSE[:3])
     assert one.draft("1000", 4)[:1] == [23]
+
+
+def test_a_request_may_begin_in_another_thread_while_something_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of what runs within the loop over it would end the thread that decodes, and the engine with it."""
+    one, response = drafter(most_tokens=60), PromptTexts.response
+
+    def begins_one_meanwhile(texts: PromptTexts, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
+        one.begin(f"9{trajectory}", TrajectoryId(900 + trajectory), PROMPT, 0)
+        return response(texts, trajectory, tokens)
+
+    for key in ("0", "1", "2"):
+        begun(one, key, RESPONSE)
+    one.end("2")
+    monkeypatch.setattr(PromptTexts, "response", begins_one_meanwhile)
+    begun(one, "3", tuple(range(100, 140)))
+    begun(one, "4", RESPONSE[:3])
+    assert one.num_tokens <= 100
+    assert one.draft("4", 4)[:1] == [23]
 
 
 def test_drafts_are_the_same_whatever_is_forgotten_elsewhere() -> None:

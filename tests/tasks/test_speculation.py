@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from stores.errors import ConfigError
-from stores.trajectory import InstanceId
+from stores.trajectory import InstanceId, TrajectoryId
 from tasks.engines import drafting, transformers
+from tasks.engines.base import PromptResponses, Sampled
 from tasks.engines.drafted_steps import accepted
 from tasks.engines.settings import Speculation, TransformersSettings
 from tasks.engines.transformers import TransformersEngine
 from tests.tasks import test_engine_transformers
-from tests.tasks.engine_conformance import model_settings
+from tests.tasks.engine_conformance import collect, model_settings, request, tokens_of, wait_until_sampling
 from tests.tasks.speculation_checks import (
     Exact,
     check_distribution,
@@ -97,6 +98,39 @@ def test_greedy_responses_are_the_same_token_by_token(model: Path, forced: Calla
             assert greedy_responses(engine) == expected
             load = engine.load_statistics()
             assert load.drafted_tokens > load.accepted_tokens > 0
+
+
+def test_a_response_that_was_sampled_elsewhere_is_drafted_from(model: Path) -> None:
+    """Close to greedy, so that the same is sampled again; it repeats nothing of itself early on."""
+    prompt = (3, 10, 14, 7)
+
+    def sampled(engine: TransformersEngine, trajectory: int) -> Sampled:
+        engine.submit([request(trajectory, prompt=prompt, max_new_tokens=12)])
+        return collect(engine, 1)[trajectory]
+
+    with speculating(model, temperature=0.001) as engine:
+        alone = sampled(engine, 0)
+        engine.begin_again(InstanceId("rollout-1"))
+        assert engine.drafts_for() == ()
+        known = PromptResponses(prompt=prompt, responses=((TrajectoryId(7), tuple(tokens_of(alone))),))
+        engine.learn([known])
+        after = sampled(engine, 1)
+        load = engine.load_statistics()
+    assert tokens_of(after) == tokens_of(alone)
+    assert after.accepted_tokens > alone.accepted_tokens
+    assert after.drafted_tokens >= after.accepted_tokens
+    assert (load.drafted_tokens, load.accepted_tokens) == (after.drafted_tokens, after.accepted_tokens)
+
+
+def test_what_was_drafted_for_a_request_is_told_where_it_is_stopped(model: Path) -> None:
+    with speculating(model, temperature=0.001) as engine:
+        engine.submit([request(0, max_new_tokens=4000)])
+        wait_until_sampling(engine, 60)
+        (stopped,) = engine.interrupt([TrajectoryId(0)])
+        load = engine.load_statistics()
+        assert engine._steps[0.001].counts == {}
+    assert stopped.drafted_tokens == load.drafted_tokens > 0
+    assert stopped.accepted_tokens == load.accepted_tokens
 
 
 def test_a_response_keeps_no_drafted_token_behind_its_end_or_its_limit() -> None:

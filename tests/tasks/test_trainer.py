@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stores import resume_points
 from stores.errors import ActorFailed, StoreError
 from stores.resume_points import ResumePoints
 from stores.trajectory import PolicyVersion
@@ -205,6 +206,64 @@ def test_a_trainer_that_is_closed_waits_for_its_point_and_says_what_kept_it(
     assert ResumePoints(tmp_path / "resume").whole() == []  # an empty file is none
     assert len(list((tmp_path / "resume").iterdir())) == (not full)
     assert ("the latest resume point is missing" in caplog.text) == full
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_trainer_that_another_one_has_replaced_writes_no_point(tmp_path: Path, sharded: bool) -> None:
+    """Its driver was killed, and the run goes on from an older point. One version later that run would be taken to have
+    the weights of this one."""
+    points = ResumePoints(tmp_path / "resume")
+
+    async def whole() -> None:
+        policy = Slow()
+        left = trainer(tmp_path, policy)
+        left._ranks = 1 + sharded
+        if sharded:
+            policy.begin_save = lambda path: None  # type: ignore[method-assign]
+        await left.train(Server(), 0, (), ())
+        points.claim()  # as `resume` does
+        points.remove_after(PolicyVersion(0))
+        policy.free.set()
+        with pytest.raises(StoreError, match=r"v00000001.* is not written: the run goes on with another trainer"):
+            await left.save_checkpoint(str(tmp_path / "checkpoint"))
+        assert points.versions() == []
+        following = trainer(tmp_path, Weights())
+        await following.train(Server(), 0, (), ())
+        await following.save_checkpoint(str(tmp_path / "checkpoint"))
+        assert points.versions() == [1]
+        await left.train(Server(), 1, (), ())  # it was in the middle of that one
+        await left.close()
+        assert points.versions() == [1]
+        await following.close()
+
+    asyncio.run(whole())
+
+
+def test_a_stopped_writer_does_not_keep_others_from_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume_points, "RENAME_S", 0.1)
+    stopped, following = ResumePoints(tmp_path / "resume"), ResumePoints(tmp_path / "resume")
+    stopped.claim()
+    with stopped._locked():
+        following.claim()
+        following.write(PolicyVersion(1), lambda part: part.write_bytes(b"state") and None)
+    assert following.versions() == [1]
+
+
+def test_what_a_killed_writer_has_moved_aside_is_removed_with_the_points_of_its_version(tmp_path: Path) -> None:
+    """The next writer of that version would put it back."""
+    points = ResumePoints(tmp_path / "resume")
+
+    def shards(text: str) -> Callable[[Path], None]:
+        return lambda part: (part / "shard").write_text(text) and None
+
+    for version in (1, 2):
+        points.write(PolicyVersion(version), shards("old"), sharded=True)
+    for version in (1, 2):
+        path = points.path(PolicyVersion(version))
+        path.rename(path.with_name(f".{path.name}.{version:016x}.old"))  # and is killed before the second rename
+    points.remove_after(PolicyVersion(1))
+    with points.writing(PolicyVersion(2), sharded=True), points.writing(PolicyVersion(1), sharded=True):
+        assert points.whole() == [1]
 
 
 def test_a_point_that_cannot_be_begun_is_told_too(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""Endpoint, instance and agent killed while agents wait for turns: what agents were told is what is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.endpoint import Told, stored_turns
+from pipeline.coordination import journal
+from pipeline.coordination.events import EnvironmentFailed, InstanceLost
+from pipeline.runtime.driver import Driver
+from pipeline.runtime.workers import DaskWorkers
+from stores.trajectory import Fate
+from tests.runtime.test_run import check, interfered, process_of
+
+STEPS = 4
+PROGRAM = """
+import json, os, sys, time, urllib.error, urllib.request
+
+task = json.loads(os.environ["STALEFLOW_TASK"])
+log = open(f"{sys.argv[1]}/{os.getpid()}.jsonl", "w")
+
+
+def note(**what):
+    print(json.dumps(what), file=log, flush=True)
+
+
+def ask(messages):
+    body = {"model": "policy", "messages": messages, "logprobs": True, "return_token_ids": True}
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    where = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(where, json.dumps(body).encode(), head), timeout=300) as answer:
+        return json.load(answer)
+
+
+def asked(messages):
+    '''As clients do: what may be tried again is, after as long as the answer says.'''
+    for _ in range(20):
+        try:
+            return ask(messages)
+        except urllib.error.HTTPError as error:
+            note(status=error.code, retry=error.headers.get("Retry-After"))
+            if error.headers.get("Retry-After") is None:
+                raise
+            time.sleep(float(error.headers["Retry-After"]))
+        except OSError as error:
+            note(broken=str(error))
+            time.sleep(0.1)
+    sys.exit("nobody answers")
+
+
+messages = [{"role": "user", "content": f"1+{task['seed'] % 10}"}]
+for turn in range(3):
+    note(asks=turn)
+    answer = asked(messages)
+    note(told=answer)
+    messages += [answer["choices"][0]["message"], {"role": "user", "content": "so"}]
+note(ended=True)
+print(0.5)
+"""
+EMULATED = """
+[workload]
+prompts = "task"
+kind = "agentic"
+median = 20
+turns = 3
+
+[simulation]
+train_s = 0.2
+pull_s = 0.02
+"""
+
+Notes = dict[int, list[dict[str, Any]]]
+
+
+def notes(folder: Path) -> Notes:
+    """What agents wrote down, by process. A line that is being written is left out."""
+    return {
+        int(file.stem): [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+        for file in folder.iterdir()
+    }
+
+
+def told(answers: list[dict[str, Any]]) -> tuple[Told, ...]:
+    """The turns that an agent was told."""
+    found = []
+    for answer in (note["told"] for note in answers if "told" in note):
+        choice = answer["choices"][0]
+        logprobs = np.asarray([one["logprob"] for one in choice["logprobs"]["content"]], np.float32)
+        found.append((tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"]), logprobs.tobytes()))
+    return tuple(found)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["environment-0", "rollout-0", "agent"])
+def test_a_kill_while_agents_wait_leaves_nothing_that_was_told_otherwise(job: Path, victim: str) -> None:
+    heard = job.parent / "heard"
+    heard.mkdir()
+    program = job.parent / "program.py"
+    program.write_text(PROGRAM)
+    command = json.dumps([sys.executable, "-S", str(program), str(heard)])
+    text = re.sub("options = .*", f"options = {{ command = {command} }}", job.read_text())
+    job.write_text(text + EMULATED)
+    waited: list[int] = []
+
+    async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
+        while not waited:
+            await asyncio.sleep(0.02)
+            waited.extend(p for p, found in notes(heard).items() if found and found[-1].get("asks", 0) and alive(p))
+        if victim == "agent":
+            os.kill(waited[0], signal.SIGKILL)
+            return
+        os.kill(await process_of(cluster, victim), signal.SIGKILL)
+        while victim == "environment-0" and any(map(alive, waited)):  # agents end with their endpoint
+            await asyncio.sleep(0.02)
+
+    overrides = (
+        "task.source=agent:command", "task.eval_prompts=0", f"steps={STEPS}", "rollout.engine.name=emulated",
+        "rollout.instances=2", "rollout.max_new_tokens=60", "deadlines.call_s=6",
+    )  # fmt: skip
+    driver = asyncio.run(interfered(job, overrides, interfere))
+    run_dir = job.parent / "runs" / "job"
+    rows = list(check(run_dir, STEPS).ended())
+    found = notes(heard)
+    by_agents = {told(written) for written in found.values()}
+    consumed = [tuple(stored_turns(row.trajectory)) for row in rows if row.fate is Fate.CONSUMED]
+    assert len(consumed) == STEPS * 16
+    assert set(consumed) <= by_agents  # each episode as one agent was told it, from its first turn to its last
+    stored = {tuple(stored_turns(row.trajectory)) for row in rows}
+    ended = [told(written) for written in found.values() if "ended" in written[-1]]
+    assert ended
+    if victim != "environment-0":  # what it had not passed on begins again
+        assert set(ended) <= stored
+    refused = [note for written in found.values() for note in written if "status" in note]
+    assert {note["status"] for note in refused} <= {400, 410, 503}  # at its limit, episode over, or to be tried again
+    assert all(note["retry"] for note in refused if note["status"] == 503)
+
+    events = [entry.event for entry in journal.read(run_dir / "events.jsonl")]
+    failed = [event.error for event in events if isinstance(event, EnvironmentFailed)]
+    if victim == "agent":
+        assert failed == ["the agent's command ended with exit code -9"]
+    elif victim == "rollout-0":
+        assert failed == []
+        assert [event.instance for event in events if isinstance(event, InstanceLost)] == ["rollout-0"]
+    else:
+        assert failed
+        assert all("cannot be set back; start it again" in error for error in failed)
+        assert "environment-0" in driver.outcomes.losses[0]

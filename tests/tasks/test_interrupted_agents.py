@@ -1,0 +1,140 @@
+"""Agents, and hosts with an endpoint, that end while a turn is waited for: what becomes of episode and client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tasks.episodes.answers import EpisodeKey
+from tasks.episodes.host import Episodes, EpisodeSettings
+from tests.tasks.test_agents import acted, running, settings
+
+PROGRAM = """
+import json, os, sys, urllib.request
+
+messages = [{"role": "user", "content": "go"}]
+for turn in range(3):
+    # Written at once: whoever reads it while it waits finds all of it.
+    with open(sys.argv[1] + ".new", "w") as file:
+        json.dump([os.getpid(), turn, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], messages], file)
+    os.replace(sys.argv[1] + ".new", sys.argv[1])
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    where = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(where, body, head), timeout=120) as answer:
+        messages.append(json.load(answer)["choices"][0]["message"])
+    messages.append({"role": "user", "content": "go on"})
+print(0.5)
+"""
+
+WAITS = """
+import asyncio, os, httpx
+
+
+async def waits(base_url, key, task):
+    '''Its requests go on when it is cancelled, as those of programs elsewhere do.'''
+    messages = [{"role": "user", "content": "go"}]
+
+    async def ask():
+        async with httpx.AsyncClient(timeout=120) as client:
+            head, body = {"Authorization": "Bearer " + key}, {"model": "policy", "messages": messages}
+            answer = await client.post(base_url + "/chat/completions", headers=head, json=body)
+        with open(f"{task.options['answers']}-{os.getpid()}", "a") as file:
+            print(answer.status_code, answer.headers.get("Retry-After"), file=file)
+        return {"role": "assistant", "content": "a"}
+
+    for _ in range(2):
+        messages += [await asyncio.shield(asyncio.ensure_future(ask())), {"role": "user", "content": "go on"}]
+"""
+
+
+@pytest.fixture
+def asking(tmp_path: Path) -> Path:
+    """Where the program writes who asks for which turn."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path / "asking.json"
+
+
+def made(asking: Path) -> EpisodeSettings:
+    command = [sys.executable, "-S", str(asking.with_name("program.py")), str(asking)]
+    return settings("agent:command", {"command": command}, step_s=60.0)
+
+
+async def waiting(asking: Path, turn: int) -> tuple[int, httpx.Request]:
+    """The process that asks for a turn, and its request."""
+    while True:
+        pid, found, base_url, key, messages = json.loads(asking.read_text())
+        if found == turn:
+            head, body = {"Authorization": f"Bearer {key}"}, {"model": "policy", "messages": messages}
+            return pid, httpx.Request("POST", f"{base_url}/chat/completions", headers=head, json=body)
+        await asyncio.sleep(0.02)
+
+
+def test_a_program_that_is_killed_while_it_waits_ends_its_episode_with_the_reason(asking: Path) -> None:
+    config = made(asking)
+    task = config.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(config)
+        assert not (await acted(episodes, task, "a")).ended
+        pid, request = await waiting(asking, 1)
+        os.kill(pid, signal.SIGKILL)
+        answer = await acted(episodes, task, "a", "b")
+        assert answer.ended
+        assert answer.error == "the agent's command ended with exit code -9"
+        async with httpx.AsyncClient() as client:  # its key is void
+            assert (await client.send(request)).status_code == 401
+        # The episode begins again, with an agent and a key of its own.
+        assert not (await acted(episodes, task, "a", member=1)).ended
+        assert (await waiting(asking, 1))[1].headers["Authorization"] != request.headers["Authorization"]
+        await episodes.close()
+
+    running(work())
+
+
+def test_whoever_waits_at_an_endpoint_that_stops_is_told_to_try_again(tmp_path: Path) -> None:
+    (tmp_path / "agents.py").write_text(WAITS)
+    config = settings(f"agent:{tmp_path}/agents.py:waits", {"answers": str(tmp_path / "answers")})
+    task = config.source.build().task(0)
+
+    async def work() -> None:
+        episodes = Episodes(config)
+        assert not (await acted(episodes, task, "a")).ended  # the agent has asked for its second turn
+        await episodes.close()
+        written = tmp_path / f"answers-{os.getpid()}"
+        while len(answers := written.read_text().splitlines()) < 2:
+            await asyncio.sleep(0.02)
+        assert answers == ["200 None", "503 1"]
+
+    running(work())
+
+
+def test_an_episode_whose_host_is_gone_begins_again_at_another(asking: Path) -> None:
+    config = made(asking)
+    task = config.source.build().task(0)
+
+    async def work() -> None:
+        lost, other = Episodes(config), Episodes(config)
+        await acted(lost, task, "a")
+        _, request = await waiting(asking, 1)
+        await lost.close()
+        answer = await acted(other, task, "a", "b")
+        assert answer.lost
+        assert answer.error.endswith("its environment cannot be set back; start it again")
+        assert not (await acted(other, task, "a")).ended
+        _, again = await waiting(asking, 1)
+        async with httpx.AsyncClient() as client:
+            key = {"Authorization": request.headers["Authorization"]}
+            refused = await client.post(again.url, headers=key, content=again.content)
+        assert refused.status_code == 401
+        other.cancel([EpisodeKey(task=0)])
+        await other.close()
+
+    running(work())

@@ -1,0 +1,172 @@
+"""What the trajectory server tells of other responses to a prompt; instances hear it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config import actor_settings
+from stores.in_flight import InFlight
+from stores.spool_entries import GroupDrawn, TokensDelivered, TrajectoriesRouted
+from stores.trajectory import (
+    Ended,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
+from tasks.actors import known_responses
+from tasks.actors.known_responses import KnownResponses
+from tasks.engines.base import PromptResponses
+from tests.support import virtual_time
+from tests.support.bodies import Body
+from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, VirtualSettings, World, response, server_class
+from tests.tasks.test_rollout import item
+
+PROMPT, OTHER = (3, 10, 14), (3, 10, 15)
+NOTHING: frozenset[TrajectoryId] = frozenset()
+
+
+def segment(tokens: Sequence[int], instance: str = "a") -> Segment:
+    ids = np.asarray(tokens, np.int32)
+    return Segment(
+        version=PolicyVersion(0), instance=InstanceId(instance), tokens=ids, logprobs=np.zeros(len(ids), np.float32)
+    )
+
+
+def flight(**finished: Sequence[int]) -> InFlight:
+    """A group of four members with PROMPT; those called by "t" and their number have finished with these tokens."""
+    held = InFlight(members=4)
+    held.apply(GroupDrawn(group=GroupId(0), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
+    held.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4)), at_s=0.0))
+    for name, tokens in finished.items():
+        deliver(held, int(name[1:]), tokens, FinishReason.STOP)
+    return held
+
+
+def deliver(held: InFlight, trajectory: int, tokens: Sequence[int], finish: FinishReason) -> None:
+    entry = TokensDelivered(
+        trajectory=TrajectoryId(trajectory), epoch=1, first=0, segments=(segment(tokens),), finish=finish, at_s=1.0,
+        attempt=0,
+    )  # fmt: skip
+    assert held.apply(entry)
+
+
+def stored(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PROMPT) -> Ended:
+    t = Trajectory(
+        id=TrajectoryId(trajectory), group=GroupId(trajectory // 4), prompt_tokens=np.asarray(prompt, np.int32),
+        spans=(segment(tokens),) if len(tokens) else (), v_traj=PolicyVersion(0),
+    )  # fmt: skip
+    return Ended(trajectory=t, fate=Fate.CONSUMED, reason=None, step=0, loss_mask=True)  # type: ignore[arg-type]
+
+
+def told(known: KnownResponses, *running: int, told: frozenset[TrajectoryId] = NOTHING) -> dict[int, tuple[int, ...]]:
+    answer = known.others([TrajectoryId(i) for i in running], told)
+    assert {i for found in answer.found for i, _ in found.responses} | told >= answer.told
+    return {int(i): tokens for found in answer.found for i, tokens in found.responses}
+
+
+def test_finished_siblings_and_earlier_epochs_of_the_same_prompt_are_told() -> None:
+    held = flight(t1=(5, 6, 7))
+    deliver(held, 2, (5, 6), FinishReason.UNFINISHED)
+    known = KnownResponses(held, 1000)
+    known.add([stored(-80, (8, 9)), stored(-70, (8, 8), prompt=OTHER), stored(-60, ())])
+    assert told(known, 0) == {1: (5, 6, 7), -80: (8, 9)}
+    assert [one.prompt for one in known.others([TrajectoryId(0), TrajectoryId(3)], NOTHING).found] == [PROMPT]
+    assert told(known, 77) == {}
+
+
+def test_what_was_told_is_not_told_again_and_what_is_of_no_use_any_more_is_dropped() -> None:
+    held = flight(t1=(5, 6, 7))
+    known = KnownResponses(held, 1000)
+    first = known.others([TrajectoryId(0)], NOTHING)
+    assert first.told == {1}
+    again = known.others([TrajectoryId(0)], first.told | {TrajectoryId(500)})
+    assert (again.found, again.told) == ([], {1})
+    deliver(held, 2, (5, 9), FinishReason.STOP)
+    assert told(known, 0, told=again.told) == {2: (5, 9)}
+
+
+def test_no_more_is_told_at_once_than_fits_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_responses, "AT_ONCE", 2)
+    known = KnownResponses(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
+    first = known.others([TrajectoryId(0)], NOTHING)
+    assert len(first.told) == 2
+    assert told(known, 0, told=first.told).keys() == {1, 2, 3} - first.told
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    known = KnownResponses(flight(), 100)
+    for i in range(200):
+        known.add([stored(1000 + i, range(7), prompt=(3, 10, 14 + i % 5)), stored(1000 + i, range(8), prompt=PROMPT)])
+        held = sum(len(tokens) for one in known._stored.values() for tokens in one.values())
+        assert held == known._num_tokens <= 100
+    assert max(told(known, 0)) == 1199, "the latest are remembered"
+    none = KnownResponses(flight(t1=(5,)), 0)
+    none.add([stored(1000, range(7))])
+    assert told(none, 0) == {}
+
+
+def test_a_run_that_is_resumed_remembers_the_latest_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_responses, "READ_ROWS", 3)
+    rows = [stored(1000 + i, range(10)) for i in range(20)]
+
+    class Store:
+        def summary(self) -> Any:
+            return type("Summary", (), {"num_rows": len(rows)})
+
+        def rows(self, first: int, last: int) -> list[Ended]:
+            return rows[first:last]
+
+    assert set(told(KnownResponses(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]
+
+
+class Learning(VirtualEngine):
+    """An engine that drafts for all that it runs."""
+
+    learned: list[PromptResponses]
+
+    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+        return tuple(self._requests)
+
+    def learn(self, responses: Sequence[PromptResponses]) -> None:
+        self.learned = [*getattr(self, "learned", []), *responses]
+
+
+class LearningSettings(VirtualSettings):
+    def build(self, instance: InstanceId, threads: int) -> Learning:
+        return Learning(self.world, instance)
+
+
+def test_an_instance_hears_of_siblings_that_finished_on_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(length=lambda trajectory: 9 if trajectory == 0 else 90)
+        config = Body(tmp_path).config("batch.group_size=2")
+        settings = actor_settings.server_settings(config, tmp_path / "store", 128)
+        server = server_class(world)(replace(settings, drafts=True), 0.0)
+        one, two = (
+            VirtualRolloutInstance(made(world), InstanceId(name), 1, 100, 100, 30.0, 0.0, False, drafts)
+            for made, name, drafts in ((LearningSettings, "one", True), (LearningSettings, "two", False))
+        )
+        await server.draw(0, 1)
+        await one.route(server, (item(1, 1),))
+        await two.route(server, (item(0, 1),))
+        assert await one.next_events(server, 1.5) == []
+        assert len(await two.next_events(server, 5.0)) == 1
+        assert await one.next_events(server, 0.1) == []
+        (learned,) = one._engine.learned  # type: ignore[attr-defined]
+        assert learned.responses == ((0, tuple(response(0, 9))),)
+        assert len(await one.next_events(server, 9.0)) == 1
+        assert len(one._engine.learned) == 1, "it is told once"  # type: ignore[attr-defined]
+        assert not hasattr(two._engine, "learned")
+
+    virtual_time.run(scenario())
