@@ -227,7 +227,7 @@ class EnvironmentHost:
                 took_s += answer.seconds + answer.waited_s
             else:
                 self._environments.cancel([key])
-                answer = Answer(ended=True, error=DIFFERS)
+                answer = Answer(ended=True, error=taken.why or DIFFERS)
         self._keys.pop(trajectory, None)
         if answer.error:
             if not await ask("restart", (trajectory, state.tokens, epoch)):

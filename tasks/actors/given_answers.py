@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from stores.contexts import longest_common
+from stores.errors import ConfigError
 from stores.spool_entries import AnswerGiven
 from stores.trajectory import FinishReason, Segment, Trajectory
 from tasks.actors.server_answers import SaidItem
@@ -24,18 +25,32 @@ class GivenTokens(NamedTuple):
     after: int | None = None
 
 
+class NotRendered(NamedTuple):
+    """Why the messages of an agent's request are no tokens: they are its own, so this concerns its episode alone."""
+
+    why: str
+
+
 class GivenAnswers:
     """Makes answers into token ids, in any thread."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
 
-    def to_give(self, t: Trajectory, item: SaidItem, max_new_tokens: int) -> GivenTokens | Literal["full", "differs"]:
+    def to_give(
+        self, t: Trajectory, item: SaidItem, max_new_tokens: int
+    ) -> GivenTokens | NotRendered | Literal["full", "differs"]:
         """The tokens of an environment's answer to a trajectory's last turn, or why it is not taken. max_new_tokens:
-        most that its response may have."""
+        most that its response may have. Raises ConfigError if the chat template has no place for what an environment
+        says, in this episode as in any other."""
         if item.replayed and not self._spoke_alike(t, item.replayed):
             return "differs"
-        given = self._given(t, item.messages)
+        try:
+            given = self._given(t, item.messages)
+        except ConfigError as error:
+            if split(item.messages)[0].after_turn is None:
+                raise
+            return NotRendered(str(error))
         return "full" if item.tokens + len(given.tokens) >= max_new_tokens else given
 
     def _given(self, t: Trajectory, messages: tuple[Message, ...]) -> GivenTokens:

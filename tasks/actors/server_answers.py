@@ -122,11 +122,13 @@ class EpisodeState:
 
 
 class Bridged(NamedTuple):
-    """What has become of an environment's answer. tokens: of the response with it. problem: why it was not taken."""
+    """What has become of an environment's answer. tokens: of the response with it. problem: why it was not taken.
+    why: more of that, for people."""
 
     tokens: int
-    problem: Literal["", "full", "differs", "late"] = ""
+    problem: Literal["", "full", "differs", "late", "not rendered"] = ""
     """late: the turn is not waiting for it any more."""
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
 from tasks.actors.drawn_tasks import DrawnTasks
 from tasks.actors.evaluated_in_flight import EvaluatedInFlight
-from tasks.actors.given_answers import GivenAnswers, answer_entry, newest_turn
+from tasks.actors.given_answers import GivenAnswers, NotRendered, answer_entry, newest_turn
 from tasks.actors.known_responses import MOST_TOKENS, KnownResponses, OtherResponses
 from tasks.actors.server_answers import (
     Bridged,
@@ -336,6 +336,8 @@ class TrajectoryServer:
                 bridged.append(Bridged(item.tokens, "late"))
             elif isinstance(answer, str):
                 bridged.append(Bridged(item.tokens, answer))
+            elif isinstance(answer, NotRendered):
+                bridged.append(Bridged(item.tokens, "not rendered", answer.why))
             else:
                 entry = answer_entry(item, answer, self._flight.attempt(item.trajectory), self._now())
                 if self._flight.apply(entry):

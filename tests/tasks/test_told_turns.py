@@ -24,7 +24,7 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from tasks.actors.given_answers import GivenAnswers, GivenTokens, newest_turn
+from tasks.actors.given_answers import GivenAnswers, GivenTokens, NotRendered, newest_turn
 from tasks.actors.server_answers import SaidItem, payload
 from tasks.directions import Directions, role_of, split
 from tasks.environments import SourceSettings
@@ -199,6 +199,24 @@ def test_a_conversation_that_is_rendered_anew_keeps_what_it_has_in_common(tmp_pa
     ids = [*whole(t), 7]
     assert answers(found).to_give(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7], None)
     assert answers(found).to_give(t, said(t, anew, *other), t.num_tokens + len(given.tokens)) == "full"
+
+
+NO_SYSTEM_LATER = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_messages_of_an_agent_that_the_template_refuses_concern_its_episode_alone(tmp_path: Path) -> None:
+    found = prompts(tmp_path, template=NO_SYSTEM_LATER)
+    t = after_two_turns(found)
+    anew = said(t, Directions(after_turn=0), Message("user", "x"), Message("system", "be brief"))
+    given = answers(found).to_give(t, anew, 1000)
+    assert isinstance(given, NotRendered)
+    assert "the chat template fails on messages of user, system: " in given.why
+    assert "system comes first" in given.why
 
 
 def test_without_a_template_a_conversation_is_its_texts(tmp_path: Path) -> None:
