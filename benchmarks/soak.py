@@ -149,7 +149,7 @@ class Soak:
     def audit(self) -> None:
         """Audit the store, beside the run, if the run was resumed since the last audit began."""
         starts = len(self.scene.run.starts())
-        if starts != self._starts_seen and (self._audit is None or self._audit.done()):
+        if starts > self._starts_seen and (self._audit is None or self._audit.done()):
             self._starts_seen = starts
             self.num_audits += 1
             self._audit = asyncio.create_task(self._find())

@@ -77,8 +77,9 @@ def test_an_instance_lost_in_an_evaluation_changes_no_result(body: Body, actor: 
 
 @pytest.mark.parametrize("method", ["payloads", "deliver", "rewarded", "evaluated", "evaluation_items"])
 def test_a_lost_trajectory_server_has_what_was_evaluated_again(body: Body, method: str) -> None:
-    plain = body.run(*EVALUATED)
-    run = body.run(*EVALUATED, faults=[Fault(actor="server", method=method, nth=2, dies="after")])
+    slow = World(train_s=4.0)  # so that an evaluation is over before the next is due, though a server is replaced
+    plain = body.run(*EVALUATED, world=slow)
+    run = body.run(*EVALUATED, faults=[Fault(actor="server", method=method, nth=2, dies="after")], world=slow)
     if method == "evaluation_items":
         check(run)
         return
