@@ -40,12 +40,10 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answered:
-    """A turn that was told. said: the conversation with it; none of one in token ids. ids: all of its context, and its
-    own."""
+    """A turn that was told. said: the conversation with it; none of one in token ids."""
 
     said: tuple[ChatMessage, ...]
     tools: str
-    ids: tuple[int, ...]
 
 
 class AgentSession:
@@ -59,6 +57,8 @@ class AgentSession:
         """All turns that were told, in order."""
         self._main = 0
         """The newest turn that is not auxiliary, from 1."""
+        self._ids: tuple[int, ...] = ()
+        """All token ids of its context, and its own."""
         self._texts: dict[tuple[Any, ...], str] = {}
         """What the model said, by what messages of it are compared by."""
         self._latest: _Waiting | None = None
@@ -128,9 +128,8 @@ class AgentSession:
             raise _changed(why)
         if self._main < len(self._answered):
             return self._branch(request)
-        main = self._answered[self._main - 1]
-        ids = None if request.token_ids is None else request.token_ids[len(main.ids) :]
-        messages = request.messages[len(main.said) :]
+        ids = None if request.token_ids is None else request.token_ids[len(self._ids) :]
+        messages = request.messages[len(self._answered[self._main - 1].said) :]
         return request.directions(first=False, ids=ids).before([shown_message(message) for message in messages])
 
     def _first(self, request: ChatRequest) -> tuple[Message, ...]:
@@ -151,11 +150,11 @@ class AgentSession:
         """Why a request does not go on from the newest turn that is not auxiliary; empty if it does."""
         main = self._answered[self._main - 1]
         if request.token_ids is not None:
-            if request.token_ids[: len(main.ids)] == main.ids:
+            if request.token_ids[: len(self._ids)] == self._ids:
                 return ""
-            pairs = enumerate(zip(main.ids, request.token_ids, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), min(len(main.ids), len(request.token_ids)))
-            return f"token_ids differ from the {len(main.ids)} so far from position {at} on"
+            pairs = enumerate(zip(self._ids, request.token_ids, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(self._ids), len(request.token_ids)))
+            return f"token_ids differ from the {len(self._ids)} so far from position {at} on"
         if not main.said:
             return "this session began with token_ids"
         if request.tools != main.tools:
@@ -212,10 +211,11 @@ class AgentSession:
         request, number = waiting.request, len(self._answered)
         reply = reply_of(f"chatcmpl-{self.id}-{number}", number, int(time.time()), turn, request)
         said = (*request.messages, reply.message) if request.token_ids is None else ()
-        self._answered.append(_Answered(said=said, tools=request.tools, ids=(*turn.before, *turn.tokens)))
+        self._answered.append(_Answered(said=said, tools=request.tools))
         self._texts[reply.message.canonical] = turn.text
         if not request.auxiliary:
             self._main = len(self._answered)
+            self._ids = (*turn.before, *turn.tokens)
         self._asked = asyncio.get_running_loop().create_future()
         waiting.reply.set_result(reply)
         self._ask_next()
