@@ -229,14 +229,18 @@ class RolloutInstance:
         self._unreported |= totals
 
     async def _learn(self, server: Any) -> None:
-        """Tell the engine of responses that others have sampled to the prompts of what it drafts for."""
+        """Tell the engine of responses that others have sampled to the prompts of what it drafts for. A server that is
+        lost or late with them fails no command: drafts change nothing that is sampled."""
         self._asked_s = asyncio.get_running_loop().time()
         running: tuple[TrajectoryId, ...] = await asyncio.to_thread(self._engine.drafts_for)
         if not running:
             return
-        others: OtherResponses = await call(
-            server, "other_responses", running, self._told, within_s=self._call_s, who="server"
-        )
+        try:
+            others: OtherResponses = await call(
+                server, "other_responses", running, self._told, within_s=self._call_s, who="server"
+            )
+        except ActorLost:
+            return
         self._told = others.told
         self._engine.learn(others.found)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import actor_settings
+from stores.errors import ActorLost
 from stores.in_flight import InFlight
 from stores.spool_entries import GroupDrawn, TokensDelivered, TrajectoriesRouted
 from stores.trajectory import (
@@ -25,7 +26,7 @@ from stores.trajectory import (
     TrajectoryId,
 )
 from tasks.actors import known_responses
-from tasks.actors.known_responses import KnownResponses
+from tasks.actors.known_responses import KnownResponses, OtherResponses
 from tasks.engines.base import PromptResponses
 from tests.support import virtual_time
 from tests.support.bodies import Body
@@ -66,7 +67,7 @@ def stored(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PRO
         id=TrajectoryId(trajectory), group=GroupId(trajectory // 4), prompt_tokens=np.asarray(prompt, np.int32),
         spans=(segment(tokens),) if len(tokens) else (), v_traj=PolicyVersion(0),
     )  # fmt: skip
-    return Ended(trajectory=t, fate=Fate.CONSUMED, reason=None, step=0, loss_mask=True)  # type: ignore[arg-type]
+    return Ended(trajectory=t, fate=Fate.CONSUMED, reason=None, step=0, loss_mask=True)  # type: ignore[arg-type]  # a plain number is one
 
 
 def told(known: KnownResponses, *running: int, told: frozenset[TrajectoryId] = NOTHING) -> dict[int, tuple[int, ...]]:
@@ -127,7 +128,7 @@ def test_a_run_that_is_resumed_remembers_the_latest_of_its_store(monkeypatch: py
         def rows(self, first: int, last: int) -> list[Ended]:
             return rows[first:last]
 
-    assert set(told(KnownResponses(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]
+    assert set(told(KnownResponses(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]  # not a whole store
 
 
 class Learning(VirtualEngine):
@@ -147,6 +148,29 @@ class LearningSettings(VirtualSettings):
         return Learning(self.world, instance)
 
 
+def engine(instance: VirtualRolloutInstance) -> Learning:
+    assert isinstance(instance._engine, Learning)
+    return instance._engine
+
+
+def test_a_server_that_is_lost_while_it_is_asked_for_drafts_fails_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(length=lambda trajectory: 9)
+
+        class Lost(server_class(world)):  # type: ignore[misc]  # a class that a function makes
+            async def other_responses(self, *_: object) -> OtherResponses:
+                raise ActorLost("connection closed", "server")
+
+        config = Body(tmp_path).config("batch.group_size=2")
+        server = Lost(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        one = VirtualRolloutInstance(LearningSettings(world), InstanceId("one"), 1, 100, 100, 30.0, 0.0, False, True)
+        await server.draw(0, 1)
+        await one.route(server, (item(0, 1),))
+        assert len(await one.next_events(server, 9.0)) == 1
+
+    virtual_time.run(scenario())
+
+
 def test_an_instance_hears_of_siblings_that_finished_on_another(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(length=lambda trajectory: 9 if trajectory == 0 else 90)
@@ -163,10 +187,10 @@ def test_an_instance_hears_of_siblings_that_finished_on_another(tmp_path: Path) 
         assert await one.next_events(server, 1.5) == []
         assert len(await two.next_events(server, 5.0)) == 1
         assert await one.next_events(server, 0.1) == []
-        (learned,) = one._engine.learned  # type: ignore[attr-defined]
+        (learned,) = engine(one).learned
         assert learned.responses == ((0, tuple(response(0, 9))),)
         assert len(await one.next_events(server, 9.0)) == 1
-        assert len(one._engine.learned) == 1, "it is told once"  # type: ignore[attr-defined]
+        assert len(engine(one).learned) == 1, "it is told once"
         assert not hasattr(two._engine, "learned")
 
     virtual_time.run(scenario())

@@ -219,7 +219,7 @@ def test_a_trainer_that_another_one_has_replaced_writes_no_point(tmp_path: Path,
         left = trainer(tmp_path, policy)
         left._ranks = 1 + sharded
         if sharded:
-            policy.begin_save = lambda path: None  # type: ignore[method-assign]
+            policy.begin_save = lambda path: None  # type: ignore[method-assign]  # no collective here
         await left.train(Server(), 0, (), ())
         points.claim()  # as `resume` does
         points.remove_after(PolicyVersion(0))
