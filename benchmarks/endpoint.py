@@ -8,9 +8,11 @@
 would have differed had messages been rendered again, if its text is made of other tokens than those that were sampled.
 
 `load` has the same clients ask both servers for the same: chats of so many turns, with ids and logprobs. The policy
-behind either is a wait of POLICY_S and an answer of TOKENS tokens: behind vLLM's it takes the place of
-AsyncLLM.generate, so what is measured is its server without its engine. What a turn takes beyond POLICY_S, at the
-client, was added. vLLM's server renders and tokenises the messages, which here the trajectory server does.
+behind either is a wait of --policy-s and an answer of TOKENS tokens: behind vLLM's it takes the place of
+AsyncLLM.generate, so what is measured is its server without its engine. What a turn takes beyond that wait, at the
+client, was added. Sessions begin one after the other within the first wait, so that sessions / policy_s requests come
+a second, if the server keeps up: a short wait asks for all it can do, a longer one shows what it adds when it is not
+overrun. vLLM's server renders and tokenises the messages, which here the trajectory server does.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ import queue
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +51,6 @@ from tasks.endpoint.turns import SampledTurn
 from tasks.texts import tokenizer_texts
 
 DEMO = "examples/agent_openai.toml"
-POLICY_S = 0.05
-"""Seconds that the policy takes for a turn."""
 TOKENS = 100
 SAYS = "some words " * 20
 START_S = 300.0
@@ -180,6 +181,15 @@ def _told(answer: dict[str, Any]) -> Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Sessions side by side, turns of each, and seconds that the policy takes for a turn."""
+
+    sessions: int
+    turns: int
+    policy_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Turns through a server. added_ms: by turn, beyond what the policy takes, at the client. cpu_ms: of the server, a
     request; client_cpu_ms: of the clients. took_s: all of them."""
@@ -190,19 +200,20 @@ class Measured:
     took_s: float
 
 
-def load(sessions: int, turns: int, rounds: int, model: str, vllm: str) -> None:
+def load(of_each: Load, rounds: int, model: str, vllm: str) -> None:
     """Measure the endpoint, and vLLM's server if an interpreter that has it is named, in turn."""
     found: dict[str, list[Measured]] = {"endpoint": []}
     with contextlib.ExitStack() as stack:
         if vllm:
-            url, process = stack.enter_context(vllm_server(vllm, model))
+            url, process = stack.enter_context(vllm_server(vllm, model, of_each.policy_s))
             found["vLLM's server"] = []
-            _asked(url, ["any"] * 8, 2)  # its first requests compile and load
+            _asked(url, ["any"] * 8, replace(of_each, sessions=8, turns=2))  # its first requests compile and load
         for _ in range(rounds):
-            found["endpoint"].append(asyncio.run(_serve(sessions, turns)))
+            found["endpoint"].append(asyncio.run(_serve(of_each)))
             if vllm:
-                found["vLLM's server"].append(_measured(url, ["any"] * sessions, turns, lambda: _cpu_s(process)))
-    print(f"{sessions} sessions, {turns} turns each, {rounds} times in turn")
+                keys = ["any"] * of_each.sessions
+                found["vLLM's server"].append(_measured(url, keys, of_each, lambda: _cpu_s(process)))
+    print(f"{of_each.sessions} sessions, {of_each.turns} turns of {of_each.policy_s} s each, {rounds} times")
     print("| server | answers | added, p50 | p99 | requests/s | CPU a request | clients' |")
     print("|---|---|---|---|---|---|---|")
     for name, of in found.items():
@@ -210,7 +221,7 @@ def load(sessions: int, turns: int, rounds: int, model: str, vllm: str) -> None:
         count = sum(len(one.added_ms) for one in of)
         cpu_ms, client_ms = np.mean([one.cpu_ms for one in of]), np.mean([one.client_cpu_ms for one in of])
         a_second = count / sum(one.took_s for one in of)
-        asked = sessions * turns * rounds
+        asked = of_each.sessions * of_each.turns * rounds
         print(
             f"| {name} | {count} of {asked} | {p50:.0f} ms | {p99:.0f} ms | {a_second:.0f} | {cpu_ms:.2f} ms "
             f"| {client_ms:.2f} ms |"
@@ -218,7 +229,7 @@ def load(sessions: int, turns: int, rounds: int, model: str, vllm: str) -> None:
 
 
 @contextlib.contextmanager
-def vllm_server(python: str, model: str) -> Iterator[tuple[str, psutil.Process]]:
+def vllm_server(python: str, model: str, policy_s: float) -> Iterator[tuple[str, psutil.Process]]:
     """vLLM's server without its engine: its base URL, and its process."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
@@ -227,10 +238,11 @@ def vllm_server(python: str, model: str) -> Iterator[tuple[str, psutil.Process]]
         template = Path(folder, "template.jinja")
         template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
         command = (
-            python, "-c", VLLM, str(POLICY_S), str(TOKENS), SAYS, "--model", model, "--served-model-name", "m",
+            python, "-c", VLLM, str(policy_s), str(TOKENS), SAYS, "--model", model, "--served-model-name", "m",
             "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
             "--kv-cache-memory-bytes", str(2**28), "--chat-template", str(template), "--disable-log-stats",
-            "--disable-uvicorn-access-log",
+            # Its engine is asked for nothing, so any small model will do: the conversations only have to fit.
+            "--hf-overrides", '{"max_position_embeddings": 8192}', "--disable-uvicorn-access-log",
         )  # fmt: skip
         with open(Path(folder, "log"), "w+") as log:
             environment = {**os.environ, **VLLM_ENVIRONMENT}
@@ -260,12 +272,12 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def _asked(base_url: str, keys: list[str], turns: int) -> tuple[list[float], float, float]:
+def _asked(base_url: str, keys: list[str], load: Load) -> tuple[list[float], float, float]:
     """Seconds of each turn of such sessions, whose clients are a process of their own; its processor seconds; and
     seconds of all."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    clients = context.Process(target=_clients, args=(base_url, keys, turns, results))
+    clients = context.Process(target=_clients, args=(base_url, keys, load, results))
     clients.start()
     while True:
         with contextlib.suppress(queue.Empty):
@@ -276,45 +288,46 @@ def _asked(base_url: str, keys: list[str], turns: int) -> tuple[list[float], flo
             raise SystemExit("the clients failed; see what they wrote above")
 
 
-def _measured(base_url: str, keys: list[str], turns: int, cpu_s: Callable[[], float]) -> Measured:
+def _measured(base_url: str, keys: list[str], load: Load, cpu_s: Callable[[], float]) -> Measured:
     """Turns of such sessions through a server. cpu_s: its processor seconds so far."""
     before = cpu_s()
-    seconds, client_cpu_s, took_s = _asked(base_url, keys, turns)
+    seconds, client_cpu_s, took_s = _asked(base_url, keys, load)
     return Measured(
-        added_ms=[(s - POLICY_S) * 1e3 for s in seconds],
+        added_ms=[(s - load.policy_s) * 1e3 for s in seconds],
         cpu_ms=(cpu_s() - before) / len(seconds) * 1e3,
         client_cpu_ms=client_cpu_s / len(seconds) * 1e3,
         took_s=took_s,
     )
 
 
-async def _serve(sessions: int, turns: int) -> Measured:
+async def _serve(load: Load) -> Measured:
     server = EndpointServer(EndpointSettings())
     await server.start()
-    found = [server.sessions.open() for _ in range(sessions)]
+    found = [server.sessions.open() for _ in range(load.sessions)]
 
     async def tell(session: Any) -> None:
         ids: tuple[int, ...] = tuple(range(200))
-        for _ in range(turns):
+        for _ in range(load.turns):
             await session.asked
-            await asyncio.sleep(POLICY_S)
+            await asyncio.sleep(load.policy_s)
             turn = SampledTurn(before=ids, tokens=(5,) * TOKENS, logprobs=(-0.5,) * TOKENS, text=SAYS)
             ids = (*ids, *turn.tokens, 6)
             session.answer(turn)
 
     telling = asyncio.gather(*(tell(session) for session in found))
     keys = [session.key for session in found]
-    measured = await asyncio.to_thread(_measured, server.base_url, keys, turns, time.process_time)
+    measured = await asyncio.to_thread(_measured, server.base_url, keys, load, time.process_time)
     await telling
     await server.stop()
     return measured
 
 
-def _clients(base_url: str, keys: list[str], turns: int, results: Any) -> None:
-    async def one(client: httpx.AsyncClient, key: str) -> list[float]:
+def _clients(base_url: str, keys: list[str], load: Load, results: Any) -> None:
+    async def one(client: httpx.AsyncClient, n: int, key: str) -> list[float]:
+        await asyncio.sleep(load.policy_s * n / load.sessions)
         messages: list[dict[str, str]] = list(HELLO)
         found = []
-        for _ in range(turns):
+        for _ in range(load.turns):
             begin = time.monotonic()
             answer = await client.post(
                 f"{base_url}/chat/completions",
@@ -332,9 +345,15 @@ def _clients(base_url: str, keys: list[str], turns: int, results: Any) -> None:
         return found
 
     async def all_of_them() -> list[float]:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-            return [s for found in await asyncio.gather(*(one(client, key) for key in keys)) for s in found]
+        async with contextlib.AsyncExitStack() as stack:
+            # One client a session: the pool of one for all looks through every connection at each request.
+            context = ssl.create_default_context()
+            clients = [
+                await stack.enter_async_context(httpx.AsyncClient(timeout=600, verify=context, trust_env=False))
+                for _ in keys
+            ]
+            asking = (one(client, n, key) for n, (client, key) in enumerate(zip(clients, keys, strict=True)))
+            return [s for found in await asyncio.gather(*asking) for s in found]
 
     cpu, begin = time.process_time(), time.monotonic()
     seconds = asyncio.run(all_of_them())
@@ -351,13 +370,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of load")
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--policy-s", type=float, default=0.05, help="seconds that the policy takes for a turn")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     if args.what == "identity":
         identity(args.model, args.quick)
     else:
-        sessions, turns, rounds = (16, 2, 1) if args.quick else (args.sessions, args.turns, args.rounds)
-        load(sessions, turns, rounds, args.model, args.vllm)
+        if args.quick:
+            args.sessions, args.turns, args.rounds = 16, 2, 1
+        of_each = Load(sessions=args.sessions, turns=args.turns, policy_s=args.policy_s)
+        load(of_each, args.rounds, args.model, args.vllm)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,8 @@ def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
         raise ConfigError(f"--host {host}: {error.strerror}; give a name or an address of this machine") from error
     failure = OSError()
     for one in (port,) if exactly else (port, 0):
-        found = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.
+        found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind((address[0], one, *address[2:]))

@@ -96,7 +96,7 @@ class EndpointServer:
             if self._serving is not None and not self._serving.done():
                 return
             config = self._settings.config
-            listening = _listening(config.host, config.port)
+            listening = listening_socket(config.host, config.port)
             tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key} if config.tls_cert else {}
             try:
                 server = QuietServer(
@@ -341,11 +341,12 @@ async def _unknown(request: Request, error: Exception) -> Response:
     return _refusal(Refused(status, f"not offered; there are {offered}", "not_found"))
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises ConfigError."""
     try:
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        found = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.
+        found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind(address)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import httpx
 import pytest
 
 from tasks.endpoint.replies import TurnReply
 from tasks.endpoint.requests import ChatRequest
-from tasks.endpoint.server import EndpointServer
+from tasks.endpoint.server import EndpointServer, listening_socket
 from tasks.endpoint.settings import EndpointSettings
 from tests.tasks.test_endpoint import CHAT, GENERATE, HELLO, chat, keyed, raw, running, serving, turn
 
@@ -46,6 +47,27 @@ def request(key: str) -> bytes:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}'
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
+
+
+def test_an_answer_is_not_held_back_until_the_client_acknowledges_its_head() -> None:
+    """Without TCP_NODELAY each answer whose head and body are written one after the other is 40 ms late: the kernel
+    keeps the body until the head is acknowledged, and clients delay that."""
+
+    async def work() -> None:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            one: socket.socket = writer.get_extra_info("socket")
+            accepted.set_result(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listening = listening_socket("127.0.0.1", 0)
+        async with await asyncio.start_server(connected, sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            assert await accepted != 0
+            writer.close()
+
+    asyncio.run(work())
 
 
 def test_a_client_that_leaves_has_its_request_cancelled() -> None:
