@@ -46,6 +46,8 @@ SHOWN_STEPS = (0, 4, 9, 14, 19)
 PLAYERS = '''
 import json, os, random
 
+from openai import AsyncOpenAI
+
 from examples.agent_game import QUESTION, HigherOrLower
 
 TOOL = {
@@ -59,7 +61,6 @@ CLIENTS = []
 
 
 def client():
-    from openai import AsyncOpenAI
     if not CLIENTS:
         CLIENTS.append(AsyncOpenAI(base_url="http://localhost", api_key="none"))
     return CLIENTS[0]

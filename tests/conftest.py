@@ -41,7 +41,7 @@ HEAVIEST = (
     "tasks/test_engine_transformers.py",
     "runtime/test_run_folder.py",
     "offline/test_reprocessing.py",
-    "runtime/test_driver.py",
+    "runtime/test_driver_losses.py",
     "offline/test_threads.py",
     "stores/test_history.py",
     "runtime/test_mutations.py",

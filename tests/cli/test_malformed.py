@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import malformed
+from tests.cli.malformed_inputs import Case, furnish, place
 from tests.commands import command
 
 HERE = [case for case in malformed.CASES if not case.alone]
@@ -21,15 +22,15 @@ HERE = [case for case in malformed.CASES if not case.alone]
 def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as each case begins with; copied, never changed."""
     folder = tmp_path_factory.mktemp("furnished")
-    malformed.furnish(folder)
+    furnish(folder)
     return folder
 
 
 @pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
-def test_the_answer_is_one_line_that_helps(case: malformed.Case, furnished: Path, tmp_path: Path) -> None:
+def test_the_answer_is_one_line_that_helps(case: Case, furnished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     shutil.copytree(furnished, folder)
-    malformed.place(folder, furnished)
+    place(folder, furnished)
     for prepare in case.prepare:
         prepare(folder)
     with contextlib.chdir(folder):

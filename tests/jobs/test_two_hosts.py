@@ -1,7 +1,7 @@
 """A job on two hosts, by hand: worker processes on 127.0.0.1 and 127.0.0.2, each with shared memory of its own.
 
-That needs root; without, both use one folder. tests/runtime has the same in virtual time: test_driver.py an instance
-that stands still with its host's parameter server, test_membership.py one that is retired.
+That needs root; without, both use one folder. tests/runtime has the same in virtual time: test_driver_losses.py an
+instance that stands still with its host's parameter server, test_membership.py one that is retired.
 """
 
 from __future__ import annotations

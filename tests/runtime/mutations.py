@@ -13,6 +13,8 @@ from pipeline.runtime import actors, background, committing, driver, instance_li
 from tests.runtime import test_actors as on_actors
 from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
+from tests.runtime import test_driver_losses as on_losses
+from tests.runtime import test_driver_stops as on_stops
 from tests.runtime import test_evaluating as on_evaluating
 from tests.runtime import test_instance_link as on_link
 from tests.runtime import test_membership as on_membership
@@ -95,7 +97,7 @@ MUTATIONS = (
         breaks="what a lost reward worker held is scored again",
         old="                    self._queue.put_nowait(trajectory)\n                continue\n",
         new="                    pass\n                continue\n",
-        check=check(on_driver.test_a_reward_worker_that_dies_is_replaced_and_scores_again_what_it_held, "before"),
+        check=check(on_losses.test_a_reward_worker_that_dies_is_replaced_and_scores_again_what_it_held, "before"),
     ),
     Mutation(
         name="lost_once_a_task",
@@ -108,7 +110,7 @@ MUTATIONS = (
             "                            task.cancel()\n"
         ),
         new="                if True:\n",
-        check=check(on_driver.test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced, "report", "before"),
+        check=check(on_losses.test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced, "report", "before"),
     ),
     Mutation(
         name="loss_not_told",
@@ -116,7 +118,7 @@ MUTATIONS = (
         breaks="a lost instance is an event",
         old="                    self._tell(InstanceLost(instance=instance.id, why=str(lost)))\n",
         new="",
-        check=check(on_driver.test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced, "route", "after"),
+        check=check(on_losses.test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced, "route", "after"),
     ),
     Mutation(
         name="not_replaced",
@@ -124,7 +126,7 @@ MUTATIONS = (
         breaks="a lost instance is replaced",
         old="                    self._fill(instance.index)\n",
         new="",
-        check=check(on_driver.test_a_lost_instances_trajectories_are_sampled_again_from_their_tokens),
+        check=check(on_losses.test_a_lost_instances_trajectories_are_sampled_again_from_their_tokens),
     ),
     Mutation(
         name="stuck_for_ever",
@@ -156,7 +158,7 @@ MUTATIONS = (
         breaks="a stop is heard between steps",
         old="                if self._stop_requested:  #",
         new="                if False:  #",
-        check=check(on_driver.test_a_stop_is_heard_although_the_next_step_could_begin_at_once),
+        check=check(on_stops.test_a_stop_is_heard_although_the_next_step_could_begin_at_once),
     ),
     Mutation(
         name="second_stop_waits",
@@ -164,7 +166,7 @@ MUTATIONS = (
         breaks="a second stop does not wait for the training step",
         old="(self._stop_requested or not self.training)",
         new="not self.training",
-        check=check(on_driver.test_a_second_stop_does_not_wait_for_the_training_step),
+        check=check(on_stops.test_a_second_stop_does_not_wait_for_the_training_step),
     ),
     Mutation(
         name="first_stop_does_not_wait",
@@ -172,7 +174,7 @@ MUTATIONS = (
         breaks="a stop lets the training step finish",
         old="(self._stop_requested or not self.training)",
         new="True",
-        check=check(on_driver.test_a_stop_while_it_trains_lets_the_step_finish_and_stores_it),
+        check=check(on_stops.test_a_stop_while_it_trains_lets_the_step_finish_and_stores_it),
     ),
     Mutation(
         name="last_commit_not_waited_for",
@@ -215,7 +217,7 @@ MUTATIONS = (
         breaks="who failed is heard of before who asked counts as silent",
         old="            allowed_s += self._config.deadlines.call_s\n",
         new="            pass\n",
-        check=check(on_driver.test_a_server_that_is_slow_once_is_lost_to_nobody_and_neither_is_who_asked, "payloads"),
+        check=check(on_losses.test_a_server_that_is_slow_once_is_lost_to_nobody_and_neither_is_who_asked, "payloads"),
     ),
     Mutation(
         name="later_point_used",

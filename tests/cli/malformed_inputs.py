@@ -1,0 +1,176 @@
+"""What the cases of malformed.py are made of: a folder with a good job, data, model and run, and ways to spoil it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tarfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.earlier.asking import HERE as EARLIER
+from tests.earlier.asking import MADE_IN
+
+JOB = """
+name = "mine"
+steps = 2
+
+[model]
+path = "model"
+
+[task]
+source = "jsonl:data.jsonl"
+eval_prompts = 2
+
+[batch]
+groups_per_step = 2
+group_size = 2
+
+[rollout]
+max_new_tokens = 16
+
+[rollout.engine]
+max_running = 8
+kv_tokens = 512
+
+[cluster]
+dashboard = false
+"""
+ROW = '{"prompt": "1 + 2 =", "answer": "3"}\n'
+ROWS = "".join(ROW.replace("1 + 2", f"{i} + 2").replace('"3"', f'"{i + 2}"') for i in range(20))
+
+Prepare = Callable[[Path], object]
+"""Changes the folder that a command is then typed in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A malformed input. command: what is typed after `staleflow`, in a folder as `furnish` makes it. says: words of
+    the answer's line. code: exit code. alone: needs a process of its own. lines: most lines of the answer."""
+
+    name: str
+    command: str
+    says: tuple[str, ...]
+    code: int = 2
+    prepare: tuple[Prepare, ...] = ()
+    alone: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    redirect: str = ""
+    lines: int = 1
+
+
+def furnish(folder: Path) -> None:
+    """Make a folder with a valid job.toml and its data.jsonl, a model, rewards.py, and the stored run runs/finished."""
+    with tarfile.open(EARLIER / "finished.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    with tarfile.open(EARLIER / "credits.tar.gz") as archive:  # an emulated run
+        archive.extractall(folder, filter="data")
+    place(folder, Path(MADE_IN))
+    (folder / "job.toml").write_text(JOB)
+    (folder / "data.jsonl").write_text(ROWS)
+
+
+def place(folder: Path, before: Path) -> None:
+    """Let the stored runs' job files name a folder in place of the one they named before."""
+    for job in folder.glob("runs/*/config*.toml"):
+        job.write_text(job.read_text().replace(str(before), str(folder)))
+
+
+# -- preparations ----------------------------------------------------------------------------------------------------
+
+
+def text(name: str, content: str | bytes) -> Prepare:
+    """Write a file."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return prepare
+
+
+def changed(name: str, change: Callable[[str], str]) -> Prepare:
+    """Rewrite a text file."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / name
+        path.write_text(change(path.read_text()))
+
+    return prepare
+
+
+def replaced(name: str, old: str, new: str) -> Prepare:
+    """Replace a text in a file, which must contain it."""
+
+    def change(before: str) -> str:
+        assert old in before, (name, old)
+        return before.replace(old, new)
+
+    return changed(name, change)
+
+
+def cut(name: str, share: float) -> Prepare:
+    """Truncate a file to a share of its size."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / name
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * share)])
+
+    return prepare
+
+
+def gone(name: str) -> Prepare:
+    """Remove a file or folder."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return prepare
+
+
+def empty_folder(name: str) -> Prepare:
+    return lambda folder: (folder / name).mkdir(parents=True)
+
+
+def flipped(pattern: str) -> Prepare:
+    """Flip bits in the middle of the largest file that matches."""
+
+    def prepare(folder: Path) -> None:
+        path = max(folder.glob(pattern), key=lambda p: p.stat().st_size)
+        data = bytearray(path.read_bytes())
+        for i in range(len(data) // 2, min(len(data), len(data) // 2 + 16)):
+            data[i] ^= 0xFF
+        path.write_bytes(data)
+
+    return prepare
+
+
+def reward(body: str) -> Prepare:
+    """Write mine.py with a reward f of this body."""
+    return text("mine.py", "import os, sys, time\n\ndef f(answer, record):\n    " + body + "\n")
+
+
+def without_steps(folder: Path) -> None:
+    """Make runs/early, a run killed before its first step was stored."""
+    from stores.base import RunHeader
+    from stores.versioned import VersionedStore
+
+    shutil.copytree(folder / "runs/finished", folder / "runs/early", ignore=shutil.ignore_patterns("store", "resume"))
+    header = RunHeader(run="early", eta=2, groups_per_step=3, group_size=4, members_started=5, held_out=8)
+    VersionedStore.create(folder / "runs/early/store", header)
+
+
+def small_vocabulary(folder: Path) -> None:
+    """Make small/, the model with its first three tokens only."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(folder / "model", folder / "small")
+    config = folder / "small/config.json"
+    config.write_text(re.sub(r'"vocab_size": \d+', '"vocab_size": 3', config.read_text()))
+    weights = folder / "small/model.safetensors"
+    tensors = load_file(weights)
+    save_file({k: v[:3].copy() if "embed" in k or "lm_head" in k else v for k, v in tensors.items()}, weights)

@@ -1,0 +1,101 @@
+"""A run that is asked to stop, at whatever moment.
+
+Whatever happens, `Run.check` or `Run.check_kept` checks a run's promises: conservation, the bound, every token in its
+place, the same commands when the journal is replayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from stores.trajectory import AbortReason
+from tests.support.bodies import Body, Run
+from tests.support.driver_runs import (
+    until,
+)
+from tests.support.in_process import Fault
+from tests.support.scripted import World
+
+
+def test_a_stop_while_it_trains_lets_the_step_finish_and_stores_it(body: Body) -> None:
+    def stop() -> None:
+        stopping.driver.stop("interrupted")
+
+    async def meanwhile(run: Run) -> None:
+        nonlocal stopping
+        stopping = run
+
+    stopping: Any = None
+    faults = [Fault(actor="trainer", method="train", nth=2, act=stop)]
+    run = body.run("steps=9", faults=faults, meanwhile=meanwhile)
+    assert run.error is None
+    assert not run.stopped_at_once
+    assert run.outcomes.stopped == "interrupted"
+    assert [(r.kind, r.step) for r in run.records] == [("step", 0), ("step", 1), ("end", 2)]
+    assert run.workers.actor("trainer").saved[-1].endswith("step-000002")
+    run.check_kept()
+    given_up = [row for row in run.store.ended() if row.reason is AbortReason.RUN_ENDED]
+    assert given_up, "what was in flight is stored as given up"
+    assert run.records[-1].ledger.num_live == 0
+
+
+def test_a_stop_is_heard_although_the_next_step_could_begin_at_once(body: Body) -> None:
+    """With training slower than sampling there is a batch ready whenever a step ends."""
+
+    async def meanwhile(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("trainer").count("train") == 3)
+        run.driver.stop("interrupted")
+
+    run = body.run("steps=9", world=World(train_s=9.0, length=lambda _: 5), meanwhile=meanwhile)
+    assert run.outcomes.stopped == "interrupted"
+    assert [(r.kind, r.step) for r in run.records] == [("step", 0), ("step", 1), ("step", 2), ("end", 3)]
+    assert run.workers.methods("trainer").count("train") == 3
+    run.check_kept()
+
+
+def test_a_stop_while_it_does_not_train_ends_it_within_a_second(body: Body) -> None:
+    when = 0.0
+
+    async def meanwhile(run: Run) -> None:
+        nonlocal when
+        await until(run, lambda: "route" in run.workers.methods("rollout-0"))
+        when = asyncio.get_running_loop().time()
+        run.driver.stop("terminated")
+
+    run = body.run(world=World(length=lambda _: 90), meanwhile=meanwhile)
+    assert run.error is None
+    assert run.outcomes.stopped == "terminated"
+    assert [r.kind for r in run.records] == ["end"]
+    assert run.ended_s - when < 1.1
+    run.check_kept()
+
+
+def test_a_second_stop_does_not_wait_for_the_training_step(body: Body) -> None:
+    when = 0.0
+
+    async def meanwhile(run: Run) -> None:
+        nonlocal when
+        await until(run, lambda: "train" in run.workers.methods("trainer"))
+        run.driver.stop("interrupted")
+        await asyncio.sleep(2.0)
+        assert run.ended_s == 0.0, "the first stop waits for the step"
+        run.driver.stop("interrupted again")
+        when = asyncio.get_running_loop().time()
+
+    run = body.run(world=World(train_s=30.0), meanwhile=meanwhile)
+    assert run.stopped_at_once
+    assert run.outcomes.stopped == "interrupted"
+    assert run.ended_s - when < 0.1
+    assert run.records == []
+
+
+def test_a_stop_while_actors_start_ends_it_at_once(body: Body) -> None:
+    async def meanwhile(run: Run) -> None:
+        await asyncio.sleep(0.5)
+        run.driver.stop("interrupted")
+
+    run = body.run(meanwhile=meanwhile)
+    assert run.stopped_at_once
+    assert run.ended_s < 0.6
+    assert run.workers.placed == {}

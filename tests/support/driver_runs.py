@@ -1,0 +1,41 @@
+"""Runs of the driver over actors in the test's own process: shapes of jobs in which each call occurs, and what to ask
+of a run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from stores.trajectory import Fate, Trajectory
+from tests.support.bodies import Run
+from tests.support.scripted import World
+
+# Some responses are long. With RETRY they are interrupted and go on elsewhere, with REDUNDANT they are aborted.
+LONG = ("steps=4", "staleness.eta=2", "rollout.max_new_tokens=400")
+RETRY = (*LONG, "batch.stragglers=retry@1", "batch.straggler_patience=0.2", "batch.straggler_share=1")
+REDUNDANT = (*LONG, "batch.extra_groups=1", "batch.extra_members=1")
+EVALUATED = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=4")
+CALLS = {"route": RETRY, "interrupt": RETRY, "abort": REDUNDANT, "pull": RETRY, "next_events": RETRY, "report": RETRY}
+"""By method of an instance, a shape of job in which it is called."""
+
+
+def long_ones() -> World:
+    return World(length=lambda trajectory: 150 if trajectory % 5 == 3 else 6 + trajectory % 5)
+
+
+def consumed(run: Run) -> list[Trajectory]:
+    return [row.trajectory for row in run.store.ended() if row.fate is Fate.CONSUMED]
+
+
+def evaluations(run: Run) -> list[int]:
+    return [e.version for e in run.outcomes.evaluations]
+
+
+def first_call(run: Run, actor: str, method: str) -> float:
+    """When it was called, on the loop's clock."""
+    return next(c.at_s for c in run.workers.calls if (c.actor, c.method) == (actor, method))
+
+
+async def until(run: Run, condition: Any) -> None:
+    while run.driver is None or not condition():
+        await asyncio.sleep(0.01)
