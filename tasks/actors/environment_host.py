@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from stores.errors import ActorLost
 from stores.trajectory import TrajectoryId
 from tasks.actors.calls import answers_calls, call
-from tasks.actors.server_answers import Bridged, EpisodeState, RewardItem, SaidItem
+from tasks.actors.server_answers import Bridged, EpisodeState, RewardItem, SaidItem, TurnItem
 from tasks.endpoint.turns import SampledTurn
 from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.scoring import ScoredResponse
@@ -204,7 +204,10 @@ class EnvironmentHost:
         self._keys[trajectory] = key
         newest: SampledTurn | None = None
         if self._environments.hears_turns:
-            newest = await ask("newest_turns", (trajectory, state.turns[-1] if state.turns else ""))
+            turn = TurnItem(trajectory, state.tokens, epoch, state.turns[-1] if state.turns else "")
+            newest = await ask("newest_turns", turn)
+            if newest is None:  # it is another host's by now, so the agent is told nothing
+                return (await self._looked(ask, item))[1]
         cut = item.cut or state.full
         answer = await self._environments.act(key, state.record, state.turns, cut=cut, newest=newest)
         took_s = answer.seconds + answer.waited_s

@@ -121,6 +121,15 @@ class EpisodeState:
     """The reward, if the episode has ended already."""
 
 
+class TurnItem(NamedTuple):
+    """The turn, of this text, that ends a response of so many `tokens`, routed under `epoch`."""
+
+    trajectory: TrajectoryId
+    tokens: int
+    epoch: int
+    text: str
+
+
 class Bridged(NamedTuple):
     """What has become of an environment's answer. tokens: of the response with it. problem: why it was not taken.
     why: more of that, for people."""

@@ -59,6 +59,7 @@ from tasks.actors.server_answers import (
     SaidItem,
     ScoringItem,
     TakenUp,
+    TurnItem,
     payload,
 )
 from tasks.actors.server_settings import ServerSettings
@@ -293,9 +294,11 @@ class TrajectoryServer:
             for t, (_, epoch), said in zip(found, asked, texts, strict=True)
         ]
 
-    async def newest_turns(self, asked: list[tuple[TrajectoryId, str]]) -> list[SampledTurn | None]:
-        """The newest turns of trajectories, as they are stored. asked: each with that turn's text."""
-        found = [(self._flight.live.get(trajectory), text) for trajectory, text in asked]
+    async def newest_turns(self, asked: list[TurnItem]) -> list[SampledTurn | None]:
+        """The newest turns of trajectories, as they are stored; None where that is another turn than the one asked for,
+        or one that has been answered."""
+        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.epoch) for item in asked]
+        found = [(self._flight.live[i.trajectory] if a else None, i.text) for i, a in zip(asked, awaited, strict=True)]
         return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in found])
 
     def _episode(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from pipeline.config import actor_settings
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
 from tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
-from tasks.actors.server_answers import RewardItem
+from tasks.actors.server_answers import EpisodeState, RewardItem
 from tasks.actors.trajectory_server import TrajectoryServer
 from tasks.endpoint.turns import SampledTurn
 from tasks.engines.base import Sampled
@@ -29,15 +30,14 @@ ID = TrajectoryId(0)
 class Says:
     """Environments that give one answer, after so many seconds."""
 
-    def __init__(self, answer: Answer, after_s: float = 0.0) -> None:
-        self._answer, self._after_s = answer, after_s
+    def __init__(self, answer: Answer, after_s: float = 0.0, *, hears_turns: bool = False) -> None:
+        self._answer, self._after_s, self.hears_turns = answer, after_s, hears_turns
+        self.told: list[SampledTurn | None] = []
 
     def build(self) -> Says:
         return self
 
     async def check(self) -> None: ...
-
-    hears_turns = False
 
     async def act(
         self,
@@ -48,6 +48,7 @@ class Says:
         cut: bool,
         newest: SampledTurn | None = None,
     ) -> Answer:
+        self.told.append(newest)
         await asyncio.sleep(self._after_s)
         return self._answer
 
@@ -96,10 +97,10 @@ class Scene:
         sampled = Sampled(trajectory=ID, epoch=self.epoch, first=first, segments=(segment,), finish=FinishReason.STOP)
         assert await self.server.deliver([sampled]) == {ID: first + tokens}
 
-    async def act(self, says: Says) -> list[Acted]:
-        """What comes of the present turn's act."""
+    async def act(self, says: Says, server: Any = None) -> list[Acted]:
+        """What comes of the present turn's act. server: as the host sees it, if not as it is."""
         host = EnvironmentHost(says, call_s=5.0)
-        await host.act(self.server, (ActItem(trajectory=ID, epoch=self.epoch, cut=False),))
+        await host.act(server or self.server, (ActItem(trajectory=ID, epoch=self.epoch, cut=False),))
         outcomes = await host.outcomes(10.0)
         await host.close()
         return outcomes
@@ -157,6 +158,49 @@ def test_what_a_late_host_says_changes_nothing(tmp_path: Path, meanwhile: Meanwh
             assert told.tokens == scene.trajectory.num_tokens, "of the answer that was heard"
         elif meanwhile is not rewarded:
             assert told.failed, "of an earlier epoch, which nobody asks about"
+
+    virtual_time.run(scenario())
+
+
+class MeanwhileSomethingElse:
+    """The server of a scene, as a host sees it that sleeps after it has asked for its episodes."""
+
+    def __init__(self, scene: Scene, meanwhile: Meanwhile) -> None:
+        self._scene, self._meanwhile = scene, meanwhile
+
+    async def episodes(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
+        found = await self._scene.server.episodes(asked)
+        meanwhile, self._meanwhile = self._meanwhile, nothing
+        await meanwhile(self._scene)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scene.server, name)
+
+
+async def nothing(scene: Scene) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [nothing, next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded],
+)
+def test_a_late_host_tells_its_agent_no_turn_of_another_host(tmp_path: Path, meanwhile: Meanwhile) -> None:
+    """It wakes between its call for the episode and that for the newest turn."""
+
+    async def scenario() -> None:
+        config = Body(tmp_path).config("rollout.max_new_tokens=100")
+        scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
+        await scene.server.draw(0, 1)
+        await scene.turn(3)
+        says = Says(answer(4), hears_turns=True)
+        (told,) = await scene.act(says, MeanwhileSomethingElse(scene, meanwhile))
+        if meanwhile is nothing:
+            (turn,) = says.told
+            assert turn is not None and turn.tokens == (0, 1, 2)
+            return
+        assert says.told == [], "its agent has been told of the next attempt, or what another has heard already"
+        assert (told.ended, told.reward) == ((True, 0.25) if meanwhile is rewarded else (False, 0.0))
 
     virtual_time.run(scenario())
 
