@@ -56,6 +56,7 @@ METRICS = (
     Metric(name="response_max", unit="tokens", doc="longest response, sampled tokens", label="longest"),
     Metric(name="turns_mean", unit="turns", doc="mean number of turns of a trajectory", label="mean"),
     Metric(name="turns_max", unit="turns", doc="most turns of a trajectory", label="most"),
+    Metric(name="branches", unit="branches", doc="branches of the batch: how often a conversation left its past"),
     Metric(name="given_tokens", unit="tokens", doc="tokens that environments gave between turns, of the batch"),
     Metric(name="tool_s", unit="s", doc="mean time a trajectory waited for its environment, all turns together"),
     Metric(name="prefilled_tokens", unit="tokens", doc="tokens of contexts that instances computed, since the step "

@@ -75,6 +75,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "reward_last": outcomes.steps[-1]["reward"] if outcomes.steps else None,
         "trajectories_consumed": sum(staleness.values()),
         "response_tokens": int(sum(s["response_tokens"] for s in outcomes.steps)),
+        "branches": int(sum(s.get("branches", 0.0) for s in outcomes.steps)),
         "tokens_per_s": tokens_per_s(outcomes.steps),
         "prefilled_tokens": int(sum(s.get("prefilled_tokens", 0.0) for s in outcomes.steps)),
         "cached_tokens": int(sum(s.get("cached_tokens", 0.0) for s in outcomes.steps)),
@@ -129,6 +130,8 @@ def step_line(step: Mapping[str, float], num_steps: int, limit: str = "") -> str
     failed = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
     dropped = f"  updates dropped {count:.0f}" if (count := step.get("updates_dropped", 0.0)) else ""
     turns = f"turns {step['turns_mean']:.1f}  tools {step['tool_s']:.1f} s  " if step.get("given_tokens") else ""
+    if turns and (branches := step.get("branches", 0.0)):
+        turns += f"branches {branches:.0f}  "
     if turns and (cached := step.get("cached_tokens", 0.0)):
         turns += f"cached {cached / (cached + step['prefilled_tokens']):.0%}  "
     if drafted := step.get("drafted_tokens", 0.0):

@@ -75,6 +75,7 @@ CHARTS = (
     Chart(title="throughput", names=("tokens_per_s",), hint="tokens trained on over wall time"),
     Chart(title="seconds of a step", names=("train_s", "wait_s", "publish_s", "fetch_s", "overhead_s")),
     Chart(title="turns", names=("turns_mean", "turns_max"), hint="of the batch", many_turns=True),
+    Chart(title="branches", names=("branches",), hint="of the batch: conversations left their past", many_turns=True),
     Chart(title="tools", names=("tool_s",), hint="mean wait of a trajectory for its environment", many_turns=True),
     Chart(title="sampling time", names=("sampling_s",), hint="first routing to last token"),
     Chart(title="learning rate", names=("learning_rate",)),

@@ -71,6 +71,7 @@ def batch_metrics(consumed: Sequence[Ended], group_size: int) -> dict[str, float
         "response_max": float(lengths.max()),
         "turns_mean": float(turns.mean()),
         "turns_max": float(turns.max()),
+        "branches": float(sum(len(e.trajectory.branches) for e in consumed)),
         "given_tokens": float(sum(e.trajectory.num_given for e in consumed)),
         "tool_s": float(np.mean([e.trajectory.tool_s for e in consumed])),
         "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in consumed])),

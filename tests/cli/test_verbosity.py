@@ -189,3 +189,12 @@ def test_a_step_line_counts_dropped_updates() -> None:
     kept, dropped = printed(Outcomes(steps=[{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "updates_dropped": 2.0}]))[0]
     assert "dropped" not in kept
     assert "grad 0.50  updates dropped 2  train" in dropped
+
+
+def test_a_step_line_counts_branches_of_episodes_of_many_turns() -> None:
+    turns = {"turns_mean": 2.0, "tool_s": 0.5, "given_tokens": 9.0}
+    went_on, branched = printed(
+        Outcomes(steps=[{"step": 0.0, **STEP, **turns}, {"step": 1.0, **STEP, **turns, "branches": 4.0}])
+    )[0]
+    assert "branches" not in went_on
+    assert "tools 0.5 s  branches 4  staleness" in branched

@@ -169,7 +169,7 @@ def test_later_steps_alone_have_the_values_they_have_among_all(first: int) -> No
 
 def test_charts_of_turns_are_drawn_where_there_are_any() -> None:
     of_one, of_many = series.charts(RECORDS), series.charts([*RECORDS, record(3, {}, given_tokens=7.0)])
-    assert {chart.title for chart in of_many} - {chart.title for chart in of_one} == {"turns", "tools"}
+    assert {chart.title for chart in of_many} - {chart.title for chart in of_one} == {"turns", "branches", "tools"}
 
 
 def test_every_chart_has_known_metrics_of_one_unit_and_each_is_drawn_once() -> None:

@@ -23,6 +23,7 @@ from tasks.training.emulated import EmulatedTraining
 from tasks.training.packing import Row
 from tests.stores.store_conformance import ended
 from tests.support.bodies import Body
+from tests.tasks.branching import branching_row
 from tests.tasks.test_numerics import trainer
 
 STEPS = [
@@ -63,11 +64,13 @@ def test_summary_and_simulation_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
     config = loading.load(tmp_path / "job.toml", ("model.path=x", "steps=3", "staleness.eta=0"))
     steps = [{**dict.fromkeys((m.name for m in metrics.STEP.values()), 0.0), **s} for s in metrics.with_rates(STEPS)]
-    steps[0] |= {"prefilled_tokens": 30.0, "cached_tokens": 70.0}
-    del steps[1]["cached_tokens"]  # of an earlier version
+    steps[0] |= {"prefilled_tokens": 30.0, "cached_tokens": 70.0, "branches": 4.0}
+    steps[2]["branches"] = 3.0
+    del steps[1]["cached_tokens"], steps[1]["branches"]  # of an earlier version
     outcomes = Outcomes(steps=steps, phases={"wall_s": 33.0})  # until the last commit was stored
     summary = summarize(config, outcomes, tmp_path / "none")
     assert [summary[name] for name in ("tokens_per_s", "prefilled_tokens", "cached_tokens")] == [50.0, 30, 70]
+    assert summary["branches"] == 7
     measures = measure(config, simulated())
     assert measures.tokens_per_s == 50.0
     assert measures.steady_tokens_per_s == steady_tokens_per_s(STEPS, 0) == 700 / 10
@@ -120,6 +123,14 @@ def test_turns_and_tools_are_of_the_batch_and_lengths_of_what_was_sampled() -> N
     lengths = [sum(len(s.tokens) for s in r.trajectory.segments) for r in rows]
     assert found["response_tokens"] == sum(lengths)
     assert found["given_tokens"] == sum(len(r.trajectory.response_tokens) for r in rows) - sum(lengths) > 0
+
+
+def test_branches_are_counted_over_the_batch() -> None:
+    linear = [ended(np.random.default_rng(0), i, 1) for i in range(2)]
+    assert batch_metrics(linear, 2)["branches"] == 0
+    branching = branching_row()
+    assert len(branching.trajectory.branches) == 3
+    assert batch_metrics([branching, linear[0], branching, linear[1]], 2)["branches"] == 6
 
 
 def test_the_parts_of_a_reward_are_metrics_by_name() -> None:
