@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from tasks.episodes.answers import Answer, EpisodeKey
 from tasks.episodes.host import Episodes, EpisodeSettings
 from tasks.episodes.limits import EnvironmentConfig
 from tasks.episodes.openenv_agents import BadAction, action_of
+from tasks.episodes.playing import PlayedTask
 from tasks.task_source import Task
 from tests.tasks.chat_models import chat_tokenizer
+from tests.tasks.test_agent_clients import free_port, serving
 
 
 def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeSettings:
@@ -109,6 +112,76 @@ def test_an_environment_of_openenv_is_played_through_its_own_server(
         assert [(a.ended, a.error) for a in answers] == [(False, ""), (False, ""), (True, "")]
         assert answers[-1].reward == pytest.approx(0.4 + 0.6 + 1.0)
         await episodes.close()
+
+    running(work())
+
+
+@pytest.fixture
+def room_url(room: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The environment's own server, in a process of its own, as its package is deployed."""
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "echo_room.server.app:app", "--host", "127.0.0.1", "--port", str(port)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(room), *sys.path])}
+    with subprocess.Popen(command, cwd=room, env=environment, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            assert any("Uvicorn running" in line for line in server.stderr), "it ended before it listened"
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+@pytest.mark.slow
+def test_a_server_of_openenv_that_runs_is_played_by_its_url(room_url: str) -> None:
+    pytest.importorskip("openai")
+    made = settings(f"openenv:{room_url}", {"field": "echoed_message", "system": "Say much."}, max_turns=2)
+    task = made.source.build().task(0)
+    assert [m.content for m in split(task.prompt)[1]] == ["Say much.", "Echo Room environment ready!"]
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        turns = [
+            SampledTurn(before=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
+            for n, text in enumerate(["four", "sixsix"])
+        ]
+        answers = await played(episodes, task, turns)
+        assert [[m.content for m in a.messages] for a in answers] == [["four"], []]
+        assert [(a.ended, a.error) for a in answers] == [(False, ""), (True, "")]
+        assert answers[-1].reward == pytest.approx(0.4 + 0.6)
+        await episodes.close()
+
+    running(work())
+
+
+@pytest.mark.slow
+def test_openenv_finds_nothing_fatal_in_an_episode_of_its_own_environment(room_url: str) -> None:
+    """Its capture server stands between the agent and the endpoint, and validates what it records."""
+    pytest.importorskip("openai")
+    from openenv.core.harness.capture.export import export_session
+    from openenv.core.harness.capture.runner import CaptureServer
+
+    agent = load_agent(f"openenv:{room_url}", {"field": "echoed_message"}, "task.source")
+    task = PlayedTask(index=0, held_out=False, seed=4, options={}, rng=random.Random(4))
+
+    async def work() -> None:
+        async with serving("four", "sixsix", '{"this": "is no action"}') as (server, session, told):
+            port = free_port()
+            capture = CaptureServer(llm_url=server.base_url, model="policy", port=port, api_key=session.key)
+            await asyncio.to_thread(capture.start)
+            recorded = capture.registry.create("rollout", purpose="train")
+            try:
+                reward = await agent.run((f"http://127.0.0.1:{port}/v1", recorded.session_id, task))
+            finally:
+                await asyncio.to_thread(capture.stop)
+            assert reward == pytest.approx(0.4 + 0.6)
+            document = export_session(recorded)
+            (row,) = document["sequences"]
+            findings = [*document["validation"], *row["validation"]]
+            assert not [finding for finding in findings if "[FATAL" in finding], findings
+            assert document["trainable"] and row["role"] == "agent"
+            assert row["input_ids"] == [*told[-1].before, *told[-1].tokens]
+            assert row["n_trainable"] == sum(len(turn.tokens) for turn in told)
+            assert [turn["sampled_logprobs"] for turn in document["turns"]] == [list(turn.logprobs) for turn in told]
 
     running(work())
 
