@@ -1,11 +1,13 @@
 """The endpoint: whether what agents are told is what the store holds, and what it adds to a turn's seconds.
 
-    python -m benchmarks.endpoint identity MODEL   a run whose agent writes down what it is told, against the store
+    python -m benchmarks.endpoint identity [MODEL]   a run whose agent writes down what it is told, against the store
     python -m benchmarks.endpoint load             sessions side by side, in another process, and a policy that waits
     python -m benchmarks.endpoint load MODEL --vllm PYTHON    and the same of vLLM's own server, in turn
 
-`identity` needs a model's folder, such as `make demo-agent` makes. Ids and logprobs are compared bit for bit. A turn
-would have differed had messages been rendered again, if its text is made of other tokens than those that were sampled.
+`identity` needs a model's folder, such as `make demo-agent` makes; without one it pretrains a small one, with a BPE
+tokenizer, on lines of this repository's pages. Ids and logprobs are compared bit for bit. Of each turn but an episode's
+first it counts, too, whether its context would have been other token ids, had the messages been rendered again, and
+whether it is other than what was sampled and given before.
 
 `load` has the same clients ask both servers for the same: chats of so many turns, with ids and logprobs. The policy
 behind either is a wait of --policy-s and an answer of TOKENS tokens: behind vLLM's it takes the place of
@@ -24,6 +26,7 @@ import json
 import multiprocessing
 import os
 import queue
+import random
 import shutil
 import signal
 import socket
@@ -40,7 +43,7 @@ import httpx
 import numpy as np
 import psutil
 
-from pipeline.config import loading
+from pipeline.config import actor_settings, loading
 from pipeline.jobs.execution import execute
 from stores.audit import audit
 from stores.trajectory import Segment, Trajectory
@@ -48,7 +51,8 @@ from stores.versioned import VersionedStore
 from tasks.endpoint.server import EndpointServer
 from tasks.endpoint.settings import EndpointSettings
 from tasks.endpoint.turns import SampledTurn
-from tasks.texts import tokenizer_texts
+from tasks.task_source import Message
+from tasks.training.tiny_model import Recipe, pretrain
 
 DEMO = "examples/agent_openai.toml"
 TOKENS = 100
@@ -90,6 +94,7 @@ if __name__ == "__main__":
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
+BPE_RECIPE = Recipe(steps=100, hidden_size=64, num_layers=2, learning_rate=3e-3, warmup_steps=20)
 HELLO = [{"role": "user", "content": "Guess my digit."}]
 
 AGENT = """
@@ -112,16 +117,14 @@ async def play(base_url, key, task):
                 json={"model": "policy", "messages": messages, "return_token_ids": True, "logprobs": True},
             )
             answer.raise_for_status()
-            log.write(answer.text + "\\n")
+            log.write(json.dumps([messages, answer.json()]) + "\\n")
             log.flush()
             said = answer.json()["choices"][0]["message"]["content"]
             guess = said.strip()
-            if guess not in tuple("0123456789") or int(guess) == digit:
-                return float(guess == str(digit))
-            messages += [
-                {"role": "assistant", "content": said},
-                {"role": "user", "content": "higher" if int(guess) < digit else "lower"},
-            ]
+            if guess == str(digit):
+                return 1.0
+            found = "higher" if guess in tuple("0123456789") and int(guess) < digit else "lower"
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": found}]
     return 0.0
 """
 
@@ -145,30 +148,75 @@ def stored_turns(t: Trajectory) -> Iterator[Told]:
             before = [*before, *span.tokens.tolist()]
 
 
+def bpe_model(folder: Path, recipe: Recipe) -> None:
+    """A small model that answers with lines of this repository's pages, in tokens of a byte-level BPE. Many texts are
+    made of other tokens when they are tokenised again than those that it samples."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    lines = [line for page in sorted(Path("docs").glob("*.md")) for line in page.read_text().splitlines()]
+    lines = [line[:60].strip() for line in lines if len(line) > 40 and line[0] not in "|#<`"]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special, alphabet = ["<|pad|>", "<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(lines, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[2])
+    asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    rng = random.Random(0)
+
+    def chats() -> Iterator[tuple[str, ...]]:
+        while True:
+            found = "Guess my digit.", *(rng.choice(("higher", "lower")) for _ in range(2))
+            questions = (("\n" if n else "") + asked.format(one) for n, one in enumerate(found))
+            yield tuple(text for question in questions for text in (question, rng.choice(lines)))
+
+    pretrain(folder, chats(), recipe, lambda _: None, lambda *_: None, tokenizer=tokenizer)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+
+
 def identity(model: str, quick: bool) -> None:
     folder = Path(tempfile.mkdtemp())
     try:
+        more: tuple[str, ...] = ()
+        if not model:
+            model = str(folder / "model")
+            bpe_model(folder / "model", replace(BPE_RECIPE, steps=20 if quick else BPE_RECIPE.steps))
+            more = ("task.chat=true", "rollout.max_new_tokens=160", "rollout.turn_tokens=24")
         (folder / "agent.py").write_text(AGENT)
         (folder / "told").mkdir()
         config = loading.load(DEMO, (
             f"model.path={model}", f"runs_dir={folder}", f"task.source=agent:{folder}/agent.py:play",
             f"task.options.folder={folder}/told", "task.eval_prompts=0", "cluster.dashboard=false",
-            f"steps={2 if quick else 6}", f"batch.groups_per_step={4 if quick else 8}", "name=identity",
+            f"steps={2 if quick else 6}", f"batch.groups_per_step={4 if quick else 8}", "name=identity", *more,
         ))  # fmt: skip
         asyncio.run(execute(config, lambda *_: None, print))
         store = VersionedStore.open(config.run_dir / "store")
         held = {turn for row in store.ended() for turn in stored_turns(row.trajectory)}
-        answers = [json.loads(line) for file in (folder / "told").iterdir() for line in file.read_text().splitlines()]
-        told = [_told(answer) for answer in answers]
-        texts = tokenizer_texts(model)
-        skewed = sum(
-            texts.ids(answer["choices"][0]["message"]["content"])
-            != tuple(t for t in turn[1] if not texts.is_special(t))
-            for answer, turn in zip(answers, told, strict=True)
-        )
+        heard = [json.loads(line) for file in (folder / "told").iterdir() for line in file.read_text().splitlines()]
+        told = [_told(answer) for _, answer in heard]
+        prompts = actor_settings.prompt_settings(config, held_out=None, longest=None).build()
+        ends: dict[str, tuple[int, ...]] = {}
+        later = again = other = 0
+        for (messages, answer), (before, tokens, _) in zip(heard, told, strict=True):
+            session = answer["id"].rpartition("-")[0]
+            if (so_far := ends.get(session)) is not None:
+                later += 1
+                other += before[: len(so_far)] != so_far
+                rendered = prompts.conversation([Message(m["role"], m["content"]) for m in messages])
+                again += tuple(rendered) != before
+            ends[session] = before + tokens
         print(f"turns told: {len(told)}; with the very ids and logprobs in the store: {sum(t in held for t in told)}")
         print(f"stored and never told: {len(held - set(told))} of {len(held)}")
-        print(f"turns that would have differed had messages been rendered again: {skewed}")
+        print(f"turns after an episode's first: {later}; of these contexts")
+        print(f"  had differed, had messages been rendered again: {again}")
+        print(f"  do differ from what was sampled and given before: {other}")
         print(f"findings of the audit: {len(audit(store).findings)}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -364,7 +412,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("identity", "load"))
     parser.add_argument(
-        "model", nargs="?", default="runs/base/careless-player", help="folder; of identity, and of vLLM"
+        "model", nargs="?", default="", help="folder; of identity, and of vLLM; by default made, and the demo's"
     )
     parser.add_argument("--vllm", default="", metavar="PYTHON", help="interpreter with vLLM; without it: not measured")
     parser.add_argument("--rounds", type=int, default=3, help="of load")
@@ -379,7 +427,7 @@ def main() -> None:
         if args.quick:
             args.sessions, args.turns, args.rounds = 16, 2, 1
         of_each = Load(sessions=args.sessions, turns=args.turns, policy_s=args.policy_s)
-        load(of_each, args.rounds, args.model, args.vllm)
+        load(of_each, args.rounds, args.model or "runs/base/careless-player", args.vllm)
 
 
 if __name__ == "__main__":

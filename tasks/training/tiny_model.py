@@ -89,17 +89,19 @@ def pretrain(
     begun: Callable[[int], None],
     progress: Callable[[int, float], None],
     symbols: Sequence[str] = SYMBOLS,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> None:
     """Train a Llama and write it to `out`. examples: each (question, answer), or of more turns (question, answer,
     question, answer, ...); answers are learned. begun: called with its number of parameters. progress: called with
-    (steps done, loss) after each step. symbols: the tokens, of which the first are SPECIAL."""
+    (steps done, loss) after each step. symbols: the tokens, of which the first are SPECIAL. tokenizer: in place of one
+    that is made of them."""
     logging.disable_progress_bar()  # of writing one small file
     torch.manual_seed(recipe.seed)
     torch.set_num_threads(recipe.threads)
-    tokenizer = make_tokenizer(symbols)
+    tokenizer = tokenizer or make_tokenizer(symbols)
     # head_dim 32: the smallest that every engine's attention kernels take.
     config = LlamaConfig(
-        vocab_size=len(symbols),
+        vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
         intermediate_size=3 * recipe.hidden_size,
         num_hidden_layers=recipe.num_layers,
@@ -144,7 +146,7 @@ def _batches(
             labels: list[int] = []
             for turn, text in enumerate(next(examples)):
                 answers = turn % 2 == 1
-                found = tokenizer(f"{text}<eos>" if answers else text)["input_ids"]
+                found = tokenizer(text + tokenizer.eos_token if answers else text)["input_ids"]
                 row += found
                 labels += found if answers else [-100] * len(found)
             rows.append((row, labels))
