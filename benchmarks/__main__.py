@@ -35,14 +35,15 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "learning": (("--set", "runs_dir={folder}"),),
     "time_to_quality": (("--set", "runs_dir={folder}", "--out", "{folder}"),),
     "soak": ((),),
-    "endpoint": (("load",),),
+    "endpoint": (("load",), ("identity",)),
     "agent_seeds": ((),),
+    "taskset": ((),),
     "drafts": ((),),
     "speculation": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""
-NEEDS = {"engines": "vllm", "speculation": "vllm", "agent_seeds": "openai"}
+NEEDS = {"engines": "vllm", "speculation": "vllm", "agent_seeds": "openai", "taskset": "verifiers"}
 """Packages that are not everywhere."""
 
 
