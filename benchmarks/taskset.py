@@ -122,10 +122,10 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--quick", action="store_true", help="one step of one group: whether it works")
     args = parser.parse_args()
-    recipe, overrides = RECIPE, ["batch.groups_per_step=2", "batch.group_size=8"]
+    recipe, overrides = RECIPE, ["batch.groups_per_step=2", "batch.group_size=4"]
     if args.quick:
         args.steps, recipe = 1, Recipe(steps=60, hidden_size=64, num_layers=1, warmup_steps=10)
-        overrides = ["batch.groups_per_step=1", "batch.group_size=4"]
+        overrides[0] = "batch.groups_per_step=1"
     folder = args.out or Path(tempfile.mkdtemp())
     try:
         measure(folder.resolve(), recipe, (f"steps={args.steps}", f"seed={args.seed}", *overrides, *args.set))
