@@ -84,7 +84,11 @@ def test_what_if_it_had_been_another_is_answered_as_before(earlier: tuple[str, P
         json.loads(asking.answer("simulate", "--from", run, "--json")),
         expected(name)["simulate --from"],
     )
-    assert_says(present["bound"], before["bound"], name)
+    # What was prefilled again is the simulated run's. Where two of its events fall in one moment, rounding orders them,
+    # and processors round differently.
+    work_s = before["bound"]["work_s"]
+    assert present["bound"]["work_s"] == pytest.approx(work_s, rel=0.01)
+    assert_says({**present["bound"], "work_s": work_s}, before["bound"], name)
     for key in ("steps_measured", "bound_kept", "losses"):
         assert present[key] == before[key]
     # What that version called tokens_per_s was that of the steady part; see tests/earlier/README.md.
