@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "taskset": ((),),
     "drafts": ((),),
     "speculation": ((MODEL,),),
+    "between": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""

@@ -63,6 +63,18 @@ class KeepingScheduler(FIFOScheduler):
         kept = self._kept.get(str(trajectory))
         return kept.key if kept else None
 
+    def sampled(self, key: str, first: int) -> tuple[list[int], list[float]]:
+        """Tokens that a request has sampled, from the first-th on, and their logprobs: all under the manager's pause,
+        else all but what the present step adds. Nothing of one that has ended."""
+        state = self.active_requests.get(key) or self.waiting_requests.get(key)
+        if state is None:
+            return [], []
+        tokens, logprobs, before = state.generated_tokens, state.logprobs, state._true_initial_tokens
+        if before:  # it was preempted: its earlier ones have become part of its prompt
+            tokens = [*state.initial_tokens[before:], *tokens]
+        last = len(logprobs)  # which are added after their tokens
+        return tokens[first:last], logprobs[first:last]
+
     def forget_all(self) -> None:
         """Free all that is kept."""
         for trajectory in list(self._kept):

@@ -1,9 +1,9 @@
 """The embedded engine: transformers' continuous batching, on CPU or GPU, driven through its public manager.
 
-The manager decodes in a thread of its own. Every request streams, so each output carries all tokens and logprobs it
-has so far; under the manager's pause nothing is in flight, and the last output seen is exactly what was sampled.
-That is how interrupting keeps tokens and how weights change under running requests without losing any.
-The manager's scheduler is our own (keeping_scheduler.py): it keeps the pages of trajectories that may return.
+The manager decodes in a thread of its own, and hands over a request's output once it has ended; what a request that
+runs has sampled is read from the manager's scheduler when somebody asks. Under the manager's pause nothing is in
+flight, and that is exactly what was sampled: so interrupting keeps tokens, and weights change under running requests
+without losing any. The scheduler is our own (keeping_scheduler.py): it keeps the pages of trajectories that may return.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _loading = threading.Lock()
 """Held while a model is loaded. `from_pretrained` replaces functions of torch and transformers, and torch's default
 dtype, for the whole process meanwhile: one thread could restore what another had replaced, and leave it so for good."""
 
-POLL_S = 0.003
-"""How often outputs are collected: well under a decode step of any model worth training."""
+START_POLL_S = 0.003
+"""Seconds between two looks whether a manager has started."""
+LIVES_S = 0.1
+"""Seconds between two looks whether the managers live, while their outputs are waited for."""
 LOAD_WAIT_S = 0.1
 """Seconds that a report waits for the engine's lock, before it repeats the last one."""
 
@@ -70,6 +72,8 @@ class TransformersEngine:
         # Guards the requests and the order of pause, drain and cancel; never held while waiting for output.
         self._lock = threading.RLock()
         self._ended: list[Sampled | Failed] = []
+        self._arrived = threading.Event()
+        """Set when an output may be there that events() has not seen."""
         self._seen = self._requests.load()
         """The load when it was last looked at."""
         self._manager(settings.temperature)
@@ -89,6 +93,7 @@ class TransformersEngine:
                 if max(request.tokens) >= self._model.config.vocab_size:  # a pass with it would end the whole engine
                     unknown = f"token {max(request.tokens)} is none of the {self._model.config.vocab_size} of the model"
                     self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=unknown))
+                    self._arrived.set()
                     continue
                 self._start(RunningRequest(request))
 
@@ -142,14 +147,16 @@ class TransformersEngine:
         deadline = time.monotonic() + timeout_s
         while True:
             ended: list[Sampled | Failed] = []
+            self._arrived.clear()
+            # Outputs are only ever taken under the lock: one popped outside it could be overtaken by a weight update.
             with self._held_soon(max(0.0, deadline - time.monotonic())) as held:
                 if held:
-                    self._drain()
+                    self._take_ended()
                     ended, self._ended = self._ended, []
-            if ended or time.monotonic() >= deadline:
+            left_s = deadline - time.monotonic()
+            if ended or left_s <= 0:
                 return ended
-            # Outputs are only ever taken under the lock: one popped outside it could be overtaken by a weight update.
-            time.sleep(POLL_S)
+            self._arrived.wait(min(left_s, LIVES_S))
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         with self._lock, self._paused():
@@ -246,7 +253,8 @@ class TransformersEngine:
             self._managers[temperature] = manager
             while manager.batch_processor is None:  # made in the manager's thread
                 self._check()
-                time.sleep(POLL_S)
+                time.sleep(START_POLL_S)
+            self._announce(manager.batch_processor.output_router)
             scheduler = manager.batch_processor.scheduler
             if self._adapters is not None:
                 scheduler.scheduled = self._adapters.select
@@ -300,7 +308,6 @@ class TransformersEngine:
             tokens,
             request_id=key,
             max_new_tokens=request.max_new_tokens - len(sampled),
-            streaming=True,
             eos_token_id=list(self._settings.eos) or -1,
         )
         if accepted is None:
@@ -335,7 +342,26 @@ class TransformersEngine:
         if not all(manager.is_running() for manager in list(self._managers.values())):
             raise ActorLost(f"{self._instance}: the decoding loop has died")
 
+    def _announce(self, router: Any) -> None:
+        """Have whoever waits for outputs be told of them."""
+
+        def announced(deliver: Callable[[Any], None]) -> Callable[[Any], None]:
+            def delivered(outputs: Any) -> None:
+                deliver(outputs)
+                self._arrived.set()
+
+            return delivered
+
+        router.deliver, router.deliver_batch = announced(router.deliver), announced(router.deliver_batch)
+
     def _drain(self) -> None:
+        """Record all that was sampled until now, at least; under the manager's pause, just that."""
+        self._take_ended()
+        for running in self._requests:
+            scheduler = self._schedulers[self._temperature(running.request)]
+            self._requests.extend(running, *scheduler.sampled(running.key, len(running.tokens)))
+
+    def _take_ended(self) -> None:
         self._check()
         for manager in self._managers.values():
             while (output := manager.get_result(timeout=0.0)) is not None:
@@ -345,12 +371,11 @@ class TransformersEngine:
         running = self._requests.get(output.request_id)
         if running is None:
             return  # its request was stopped meanwhile
-        # Every output carries all that was sampled since the request was started.
+        # It carries all that was sampled since the request was started.
         seen = len(running.tokens)
         self._requests.extend(running, output.generated_tokens[seen:], output.logprobs[seen:])
-        if not output.is_finished():
-            return
         self._leave(running)
+        self._arrived.set()
         request = running.request
         if output.error is not None:
             self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=output.error))
