@@ -30,6 +30,7 @@ from tasks.engines.drafted_steps import DraftCounts, DraftedSteps
 from tasks.engines.drafting import Drafter
 from tasks.engines.keeping_scheduler import NAME as KEEPING
 from tasks.engines.keeping_scheduler import KeepingScheduler
+from tasks.engines.request_attention import RequestAttention
 from tasks.engines.requests import RunningRequest, RunningRequests
 from tasks.engines.served_adapters import ServedAdapters
 from tasks.engines.settings import TransformersSettings
@@ -259,6 +260,8 @@ class TransformersEngine:
             if self._adapters is not None:
                 scheduler.scheduled = self._adapters.select
             self._schedulers[temperature] = scheduler
+            if RequestAttention.fits(manager.batch_processor):
+                RequestAttention(manager.batch_processor)
             self._speculate(manager.batch_processor, temperature)
         return self._managers[temperature]
 
