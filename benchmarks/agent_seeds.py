@@ -57,17 +57,12 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"digit": {"type": "integer"}}, "required": ["digit"]},
     },
 }
-CLIENTS = []
-
-
-def client():
-    if not CLIENTS:
-        CLIENTS.append(AsyncOpenAI(base_url="http://localhost", api_key="none"))
-    return CLIENTS[0]
+# Prompts are drawn by processes that are forked from one that has this: making a client takes tens of milliseconds.
+CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="none")
 
 
 async def play(base_url, key, task):
-    asking = client().with_options(base_url=base_url, api_key=key)
+    asking = CLIENT.with_options(base_url=base_url, api_key=key)
     digit = random.Random(task.seed).randrange(10)
     messages = [{"role": "user", "content": QUESTION}]
     with open(f"{task.options['told']}/{os.getpid()}.jsonl", "a") as log:
