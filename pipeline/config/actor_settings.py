@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import fields
-from pipeline.config.deciding import instance_cost, make_episodes
+from pipeline.config.deciding import drafting, instance_cost, make_episodes
 from pipeline.config.evaluation import HELD_OUT
 from pipeline.config.model_files import vocabulary_of
 from pipeline.config.schema import RunConfig
@@ -225,7 +225,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
 def drafts_from_responses(config: RunConfig) -> bool:
     """Whether engines draft from other responses to the same prompts."""
     asked = config.rollout.engine.speculation
-    return asked.length > 0 and asked.source == "responses"
+    return asked.length > 0 and asked.source == "responses" and not config.emulated
 
 
 def overlong(config: RunConfig) -> Overlong:
@@ -276,6 +276,7 @@ def engine_settings(
         "lora": config.training.lora,
         "adapters": config.served_versions,
         "cost": instance_cost(config, index),
+        "drafting": drafting(config),
         "members": config.members_started,
         "pull_s": config.simulation.pull_s,
     }
@@ -288,7 +289,8 @@ def make_workload(config: RunConfig) -> Workload:
     """Responses of this job's simulated or emulated instances. A recorded workload is read from its store."""
     if config.workload.kind == "recorded":
         return _recorded_workload(Path(config.workload.run))
-    fields = {name: value for name, value in values(config.workload).items() if name not in ("run", "prompts")}
+    others = ("run", "prompts", "acceptance")
+    fields = {name: value for name, value in values(config.workload).items() if name not in others}
     return DrawnWorkload(
         WorkloadSettings(
             **fields, members=config.members_started, max_tokens=config.rollout.max_new_tokens, seed=config.seed

@@ -18,6 +18,7 @@ from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.staleness import StalenessLedger
 from tasks.engines.cost_model import CostModel
+from tasks.engines.decoding import Drafting
 from tasks.episodes.emulated import EmulatedEpisodes, StepFaults
 from tasks.knobs import values
 from tasks.seeds import Stream, generator
@@ -42,6 +43,18 @@ def instance_cost(config: RunConfig, index: int) -> CostModel:
     simulation = config.simulation
     slow = index < simulation.straggler_share * num_instances(config)
     return cost_model(config).times(simulation.straggler_factor if slow else 1.0)
+
+
+def drafting(config: RunConfig) -> Drafting:
+    """How simulated and emulated instances draft when they begin."""
+    asked = config.rollout.engine.speculation
+    return Drafting(length=asked.length, most_running=asked.most_running, acceptance=config.workload.acceptance)
+
+
+def drafted_cost(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
+    """The cost model of an instance that drafts as many tokens as is best for what it runs, as far as it may."""
+    cost, asked, acceptance = cost_model(config), config.rollout.engine.speculation, config.workload.acceptance
+    return cost.drafting(cost.best_length(running, kv_tokens, asked.length, acceptance), acceptance)
 
 
 def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:

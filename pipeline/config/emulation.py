@@ -35,6 +35,12 @@ class WorkloadConfig:
     group_correlation: float = knob(
         0.0, "correlation of log lengths within a group; 1: the prompt alone determines them", low=0, high=1
     )
+    acceptance: float = knob(
+        0.7,
+        "probability that a drafted token is sampled if those before it were (rollout.engine.speculation)",
+        low=0,
+        high=1,
+    )
     signal_share: float = knob(1.0, "share of groups whose rewards are not all equal", low=0, high=1)
     run: str = knob("", "recorded: folder of a stored run whose lengths, prompts and rewards are used")
     prompts: str = knob(

@@ -100,6 +100,7 @@ class SimulatedRun:
         self._simulation = config.simulation
         self._workload = workload
         self._cost = deciding.cost_model(config)
+        self._alone = deciding.drafted_cost(config, 1, 0.0)
         self._observe = observe
         self._members = config.members_started
         self.coordinator: Coordinator = deciding.make_coordinator(config, validate_each=validate_each)
@@ -249,17 +250,21 @@ class SimulatedRun:
             case Abort():
                 stopped = one.engine.remove(self._now, command.trajectory)
                 if stopped is not None:
-                    self.trace.wasted_tokens += stopped[1] - self._tokens.pop(command.trajectory, 0)
+                    self.trace.wasted_tokens += stopped.tokens - self._tokens.pop(command.trajectory, 0)
             case Forget():
                 one.engine.forget(command.trajectory)
             case Interrupt():
                 stopped = one.engine.remove(self._now, command.trajectory)
                 if stopped is not None:
-                    epoch, tokens = stopped
-                    self._tokens[command.trajectory] = tokens
+                    self._tokens[command.trajectory] = stopped.tokens
                     self._after(
                         max(0.0, one.engine.clock - self._now) + self._simulation.command_s,
-                        TrajectoryInterrupted(trajectory=command.trajectory, epoch=epoch, tokens=tokens),
+                        TrajectoryInterrupted(
+                            trajectory=command.trajectory,
+                            epoch=stopped.epoch,
+                            tokens=stopped.tokens,
+                            **stopped.drafts.counts(),
+                        ),
                     )
             case Pull():
                 slow = self._faults.random() < self._simulation.slow_pull_share
@@ -344,7 +349,7 @@ class SimulatedRun:
             count = min(turn.tokens, left)
             given = min(turn.tool_tokens, left - count)
             context_tokens += context * count + count * (count - 1) / 2
-            alone_s += self._cost.decode_s(1, context, count) + turn.tool_s
+            alone_s += self._alone.decode_s(1, context, count) + turn.tool_s
             sampled += count
             tools += given
             context += count + given
@@ -360,7 +365,12 @@ class SimulatedRun:
         one = Simulated(
             id=name,
             index=index,
-            engine=DecodingInstance(cost, kv_capacity=engine.kv_tokens, max_running=engine.max_running),
+            engine=DecodingInstance(
+                cost,
+                kv_capacity=engine.kv_tokens,
+                max_running=engine.max_running,
+                drafting=deciding.drafting(self._config),
+            ),
             trace=InstanceTrace(name=name, joined_s=self._now),
             version=version,
         )
@@ -397,7 +407,12 @@ class SimulatedRun:
             self._tokens[TrajectoryId(ended.trajectory)] = ended.tokens
             self._after(
                 self._simulation.command_s,
-                TrajectorySampled(trajectory=TrajectoryId(ended.trajectory), epoch=ended.epoch, tokens=ended.tokens),
+                TrajectorySampled(
+                    trajectory=TrajectoryId(ended.trajectory),
+                    epoch=ended.epoch,
+                    tokens=ended.tokens,
+                    **ended.drafts.counts(),
+                ),
             )
 
     def _wake(self, one: Simulated, ticket: int) -> None:

@@ -146,6 +146,7 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
     context = sum(s.context_tokens for s in steps)
     in_flight = (config.bound + 1) * config.groups_started * config.members_started / instances
     running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
+    cost = deciding.drafted_cost(config, running, running * context / tokens)
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
     work_s += cost.prefill * sum(s.prefilled for s in steps)
     cuts = config.batch.stragglers in ("truncate", "truncate@1")

@@ -5,6 +5,9 @@ step_seconds(n, kv) = k1 * kv + max(k2, b + k3 * n) + k4 with n running trajecto
 b + k3 * n the compute-bound part, k4 the constant part. prefill: seconds per token of a prompt, or of a context that
 is computed again after an interrupt. A token costs the same compute in a prompt as in a large decode batch, so k3 is
 the natural estimate where prefill was not measured.
+
+A step that verifies drafted tokens computes each of them as it computes a further trajectory's token, without reading
+the cache once more: b + k3 * n * (1 + length). What it brings is `tokens_a_step`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
+
+
+def tokens_a_step(length: int, acceptance: float) -> float:
+    """Mean tokens that a step keeps of `length` drafted ones and the one it samples itself, if each drafted token is
+    accepted with probability `acceptance` once those before it are: 1 + a + a^2 + ... + a^length."""
+    return float(sum(acceptance**k for k in range(length + 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +76,26 @@ class CostModel:
         after = (running + 1) / self.steps_s(running + 1, kv_tokens + added_kv_tokens)
         gains: Numbers = after - running / self.steps_s(running, kv_tokens)
         return gains
+
+    # -- speculation ---------------------------------------------------------------------------------------------
+
+    def drafting(self, length: int, acceptance: float) -> CostModel:
+        """The model of an instance that verifies `length` drafted tokens of each trajectory in every step. Its steps
+        are parts of those, in which each running trajectory gains one token in the mean. With length 0, this model."""
+        if not length:
+            return self
+        gained = tokens_a_step(length, acceptance)
+        return CostModel(
+            k1=self.k1 / gained, k2=self.k2 / gained, k3=self.k3 * (1 + length) / gained, k4=self.k4 / gained,
+            b=self.b / gained, prefill=self.prefill,
+        )  # fmt: skip
+
+    def best_length(self, running: int, kv_tokens: float, most: int, acceptance: float) -> int:
+        """How many tokens to draft, 0 to `most`, for the least seconds a token of each running trajectory; that is at
+        the same time the most tokens per second of all. The shorter draft if two are as good."""
+        if not running:
+            return 0
+        return min(range(most + 1), key=lambda n: self.drafting(n, acceptance).step_s(running, kv_tokens))
 
     # -- decoding in closed form: between two changes n is fixed and the cache grows by n a step ------------------
 

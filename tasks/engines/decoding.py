@@ -7,6 +7,10 @@ cost. When the cache would overflow, the newest request is preempted and prefill
 
 What a finished request has computed may stay in the cache for its trajectory's next turn, until running requests need
 the memory (least recently used first) or new weights are loaded: a turn that goes on here prefills only what is new.
+
+Under speculation every request gains the same number of tokens a step, the mean at the given acceptance, and a step
+boundary is where each has gained a whole token (`CostModel.drafting`). So nothing is drawn, and without drafts the
+numbers are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -15,10 +19,39 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from tasks.engines.cost_model import CostModel
+from tasks.engines.cost_model import CostModel, tokens_a_step
 from tasks.workload import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedTokens:
+    """Mean numbers of drafted tokens of one request that were verified, and of those that were sampled too."""
+
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+    def __add__(self, other: DraftedTokens) -> DraftedTokens:
+        return DraftedTokens(self.drafted + other.drafted, self.accepted + other.accepted)
+
+    def __sub__(self, other: DraftedTokens) -> DraftedTokens:
+        return DraftedTokens(self.drafted - other.drafted, self.accepted - other.accepted)
+
+    def counts(self) -> dict[str, int]:
+        """Whole tokens, by the names that events and samples have for them."""
+        return {"drafted_tokens": round(self.drafted), "accepted_tokens": round(self.accepted)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """How an instance drafts. length: tokens a step and request. most_running: requests beyond which it does not.
+    acceptance: see `tokens_a_step`."""
+
+    length: int = 0
+    most_running: int = 0
+    acceptance: float = 0.0
 
 
 @dataclass(slots=True)
@@ -38,6 +71,9 @@ class Decoding:
     """Number of its last admission or tool call: events scheduled under an older one are void."""
     since: int = 0
     """The instance's step count when this request was last updated."""
+    drafts: DraftedTokens = field(default_factory=DraftedTokens)
+    drafts_since: DraftedTokens = field(default_factory=DraftedTokens)
+    """The instance's drafts of one request when this one was last updated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +82,16 @@ class Finished:
     epoch: int
     tokens: int
     at_s: float
+    drafts: DraftedTokens = DraftedTokens()
+    """Since it was submitted."""
+
+
+class Stopped(NamedTuple):
+    """A request that was stopped. tokens: of its response. drafts: since it was submitted."""
+
+    epoch: int
+    tokens: int
+    drafts: DraftedTokens
 
 
 @dataclass(slots=True)
@@ -65,13 +111,21 @@ class Work:
     """Tokens of later turns' contexts that were in the cache, and not prefilled."""
     computed: int = 0
     """Tokens that were prefilled by now, for the first time or again."""
+    drafted: float = 0.0
+    """Drafted tokens that were verified, and those of them that were sampled too: means."""
+    accepted: float = 0.0
 
 
 class DecodingInstance:
     """One instance. `clock` is the step boundary it has reached; commands at `now` act at the next boundary."""
 
-    def __init__(self, cost: CostModel, *, kv_capacity: int, max_running: int) -> None:
-        self._cost = cost
+    def __init__(
+        self, cost: CostModel, *, kv_capacity: int, max_running: int, drafting: Drafting | None = None
+    ) -> None:
+        self._plain = cost
+        self._drafting = drafting or Drafting()
+        self._draft(self._drafting.length)
+        self._drafts = DraftedTokens()  # of a request that was there all the time
         self._kv_capacity = kv_capacity
         self._max_running = max_running
         self.clock = 0.0
@@ -90,6 +144,15 @@ class DecodingInstance:
         self._finished: list[Finished] = []
 
     # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def _cost(self) -> CostModel:
+        """The model of the steps of what decodes now."""
+        return self._drafted if self._drafts_now else self._plain
+
+    @property
+    def _drafts_now(self) -> bool:
+        return bool(self._drafting.length) and len(self._decoding) <= self._drafting.most_running
 
     @property
     def num_requests(self) -> int:
@@ -191,23 +254,29 @@ class DecodingInstance:
         """Keep nothing of a trajectory that will not return here. What runs is not touched."""
         self._forget(trajectory)
 
-    def remove(self, now: float, trajectory: int) -> tuple[int, int] | None:
-        """Stop a request; returns (epoch, response tokens), or None if it is unknown."""
+    def speculate(self, now: float, length: int) -> None:
+        """Draft `length` tokens a step and request from the next step boundary on."""
+        self._to_boundary(now)
+        self._settle()
+        self._draft(length)
+
+    def remove(self, now: float, trajectory: int) -> Stopped | None:
+        """Stop a request; returns what it has, or None if it is unknown."""
         self._to_boundary(now)
         self._settle()
         decoding = self._decoding.get(trajectory)
         if decoding is not None:
             self._leave(decoding)
             self._settle()
-            return decoding.epoch, decoding.tokens
+            return _stopped(decoding)
         request = self._in_tool.pop(trajectory, None)
         if request is not None:
             self._kv_in_tool -= request.kv_tokens
-            return request.epoch, request.tokens
+            return _stopped(request)
         for waiting in self._waiting:
             if waiting.trajectory == trajectory:
                 self._waiting.remove(waiting)
-                return waiting.epoch, waiting.tokens
+                return _stopped(waiting)
         return None
 
     def load(self, now: float, seconds: float, *, keep: bool = False) -> float:
@@ -225,6 +294,10 @@ class DecodingInstance:
         self._prefill(self._kv + self._kv_in_tool)
         self.work.reprefilled += self._kv + self._kv_in_tool
         return loaded_s
+
+    def _draft(self, length: int) -> None:
+        self._drafting = replace(self._drafting, length=length)
+        self._drafted = self._plain.drafting(length, self._drafting.acceptance)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -261,6 +334,11 @@ class DecodingInstance:
         self._make_room()
         self.work.decode_s += seconds
         self.work.tokens += steps * running
+        if self._drafts_now:
+            real = steps / tokens_a_step(self._drafting.length, self._drafting.acceptance)
+            self._drafts += DraftedTokens(real * self._drafting.length, steps - real)
+            self.work.drafted += running * real * self._drafting.length
+            self.work.accepted += running * (steps - real)
 
     def _settle(self) -> None:
         """Process a step boundary: end turns, preempt on overflow, take tool output, admit waiting requests."""
@@ -300,6 +378,7 @@ class DecodingInstance:
         self.work.reprefilled -= kept
         self._prefill(request.to_prefill - kept)
         request.since = self._steps
+        request.drafts_since = self._drafts
         self._kv += request.kv_tokens
         self._make_room()
         self._decoding[request.trajectory] = request
@@ -320,6 +399,8 @@ class DecodingInstance:
         decoding.left -= gained
         decoding.kv_tokens += gained
         decoding.since = self._steps
+        decoding.drafts += self._drafts - decoding.drafts_since
+        decoding.drafts_since = self._drafts
         self._kv -= decoding.kv_tokens
         del self._decoding[decoding.trajectory]
 
@@ -328,7 +409,13 @@ class DecodingInstance:
         decoding.turn += 1
         if decoding.turn == len(decoding.turns):
             self._finished.append(
-                Finished(trajectory=decoding.trajectory, epoch=decoding.epoch, tokens=decoding.tokens, at_s=self.clock)
+                Finished(
+                    trajectory=decoding.trajectory,
+                    epoch=decoding.epoch,
+                    tokens=decoding.tokens,
+                    at_s=self.clock,
+                    drafts=decoding.drafts,
+                )
             )
             self._kept[decoding.trajectory] = decoding.kv_tokens
             self._kv_kept += decoding.kv_tokens
@@ -350,6 +437,10 @@ class DecodingInstance:
         tokens = self._kept.pop(trajectory, 0)
         self._kv_kept -= tokens
         return tokens
+
+
+def _stopped(request: Decoding) -> Stopped:
+    return Stopped(epoch=request.epoch, tokens=request.tokens, drafts=request.drafts)
 
 
 def _still_valid(held: dict[int, Decoding], scheduled: tuple[float, int, Decoding]) -> bool:

@@ -23,7 +23,7 @@ from stores.errors import ActorLost
 from stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, PolicyVersion, Segment, TrajectoryId
 from tasks import adapters
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
-from tasks.engines.decoding import DecodingInstance, Finished
+from tasks.engines.decoding import DecodingInstance, DraftedTokens, Finished
 from tasks.engines.settings import EmulatedSettings
 from tasks.episodes.emulated import left_to_sample
 from tasks.names import REWARD_TOKEN
@@ -35,6 +35,7 @@ FIRST_WORD, NUM_WORDS = 4, 90
 WEIGHTS = "emulated"
 """Name of the only tensor in published weights; it holds the version as a number."""
 
+NO_DRAFTS = DraftedTokens()
 LONGEST_WAIT_S = 86_400.0
 """Longest wait in one call: platforms limit timeouts."""
 
@@ -95,7 +96,7 @@ class EmulatedEngine:
         self._version = PolicyVersion(0)
         self._served = [self._version]
         """The versions that requests may be sampled under."""
-        self._batch = DecodingInstance(settings.cost, kv_capacity=settings.kv_tokens, max_running=settings.max_running)
+        self._batch = self._new_batch()
         self._running: dict[TrajectoryId, _Running] = {}
         self._ended: list[Sampled | Failed] = []
         self._contexts: dict[TrajectoryId, tuple[PolicyVersion, tuple[int, ...]]] = {}
@@ -141,7 +142,8 @@ class EmulatedEngine:
                 removed = self._batch.remove(now, trajectory)
                 if removed is not None:
                     running = self._running.pop(trajectory)
-                    stopped.append(self._sampled(running, removed[1], FinishReason.UNFINISHED))
+                    unfinished = FinishReason.UNFINISHED
+                    stopped.append(self._sampled(running, removed.tokens, unfinished, removed.drafts))
             self._collect()  # the boundary that stopped them may have ended others
             self._changed.notify_all()
             return stopped
@@ -209,6 +211,8 @@ class EmulatedEngine:
                 kept_tokens=self._batch.kept_tokens,
                 prefilled_tokens=work.computed,
                 cached_tokens=work.cached,
+                drafted_tokens=round(work.drafted),
+                accepted_tokens=round(work.accepted),
             )
 
     def drafts_for(self) -> tuple[TrajectoryId, ...]:
@@ -218,14 +222,11 @@ class EmulatedEngine:
         """It drafts nothing."""
 
     def begin_again(self, instance: InstanceId) -> None:
-        settings = self._settings
         with self._changed:
             self._check()
             self._instance, self._version = instance, PolicyVersion(0)
             self._served = [self._version]
-            self._batch = DecodingInstance(
-                settings.cost, kv_capacity=settings.kv_tokens, max_running=settings.max_running
-            )
+            self._batch = self._new_batch()
             self._running, self._ended, self._contexts = {}, [], {}
             self._begin = self._clock.now()
             self._changed.notify_all()
@@ -237,6 +238,12 @@ class EmulatedEngine:
         self._thread.join(timeout=5)
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _new_batch(self) -> DecodingInstance:
+        asked = self._settings
+        return DecodingInstance(
+            asked.cost, kv_capacity=asked.kv_tokens, max_running=asked.max_running, drafting=asked.drafting
+        )
 
     def _serve(self, version: PolicyVersion) -> None:
         """Serve a version beside the others once it is loaded; decoding goes on meanwhile."""
@@ -284,7 +291,7 @@ class EmulatedEngine:
         for one in finished:
             running = self._running.pop(TrajectoryId(one.trajectory))
             reason = FinishReason.STOP if running.stops else FinishReason.LENGTH
-            sampled = self._sampled(running, one.tokens, reason)
+            sampled = self._sampled(running, one.tokens, reason, one.drafts)
             self._ended.append(sampled)
             if running.request.may_return:
                 ids = (int(token) for segment in sampled.segments for token in segment.tokens)
@@ -318,7 +325,9 @@ class EmulatedEngine:
             reward=workload.reward(group, member),
         )
 
-    def _sampled(self, running: _Running, tokens: int, finish: FinishReason) -> Sampled:
+    def _sampled(
+        self, running: _Running, tokens: int, finish: FinishReason, drafts: DraftedTokens = NO_DRAFTS
+    ) -> Sampled:
         segments = []
         ends = [*(begin for _, begin in running.marks[1:]), tokens]
         for (version, begin), end in zip(running.marks, ends, strict=True):
@@ -338,6 +347,7 @@ class EmulatedEngine:
             first=request.num_prior,
             segments=tuple(segments),
             finish=finish,
+            **drafts.counts(),
         )
 
 

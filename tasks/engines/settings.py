@@ -15,6 +15,7 @@ from stores.trajectory import InstanceId
 from tasks.adapters import LoraConfig
 from tasks.engines.base import Engine
 from tasks.engines.cost_model import CostModel
+from tasks.engines.decoding import Drafting
 from tasks.knobs import knob
 from tasks.registry import Registry
 from tasks.workload import Workload
@@ -68,7 +69,7 @@ class EngineSettings(Protocol):
 
 ENGINES: Registry[EngineSettings] = Registry("engine", "rollout.engine.name", contract=EngineSettings)
 """Values for fields: model, dtype, device, temperature, eos, seed, lora, adapters and keep, see ModelSettings and
-VllmSettings; cost, workload, members and pull_s, see EmulatedSettings."""
+VllmSettings; cost, drafting, workload, members and pull_s, see EmulatedSettings."""
 
 
 class _Built:
@@ -168,7 +169,9 @@ class EmulatedSettings(_Built):
     pull_s: float
     keep: bool
     time_scale: float
+    drafting: Drafting = Drafting()
     adapters: int = 0
 
     module: ClassVar[str] = "tasks.engines.emulated"
+    drafts: ClassVar[tuple[str, ...]] = ("responses", "ngram", "suffix")
     keeps: ClassVar[bool] = True

@@ -124,7 +124,6 @@ def test_derived_numbers(tmp_path: Path) -> None:
             'rollout.engine={name="vllm",tensor_parallel=2,speculation={length=4}}',
             "source = 'responses' needs tensor_parallel = 1",
         ),
-        ('rollout.engine={name="emulated",speculation={length=4}}', "the emulated engine verifies no drafts"),
         ('rollout.engine={name="vllm",options={speculative_config=1}}', "set rollout.engine.speculation instead"),
         (
             "rollout.engine={name='vllm', options={logprobs_mode='raw_logprobs'}}",
