@@ -19,7 +19,7 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tasks.engines.cost_model import CostModel, tokens_a_step
@@ -124,7 +124,7 @@ class DecodingInstance:
     ) -> None:
         self._plain = cost
         self._drafting = drafting or Drafting()
-        self._draft(self._drafting.length)
+        self._drafted = cost.drafting(self._drafting.length, self._drafting.acceptance)
         self._drafts = DraftedTokens()  # of a request that was there all the time
         self._kv_capacity = kv_capacity
         self._max_running = max_running
@@ -254,12 +254,6 @@ class DecodingInstance:
         """Keep nothing of a trajectory that will not return here. What runs is not touched."""
         self._forget(trajectory)
 
-    def speculate(self, now: float, length: int) -> None:
-        """Draft `length` tokens a step and request from the next step boundary on."""
-        self._to_boundary(now)
-        self._settle()
-        self._draft(length)
-
     def remove(self, now: float, trajectory: int) -> Stopped | None:
         """Stop a request; returns what it has, or None if it is unknown."""
         self._to_boundary(now)
@@ -294,10 +288,6 @@ class DecodingInstance:
         self._prefill(self._kv + self._kv_in_tool)
         self.work.reprefilled += self._kv + self._kv_in_tool
         return loaded_s
-
-    def _draft(self, length: int) -> None:
-        self._drafting = replace(self._drafting, length=length)
-        self._drafted = self._plain.drafting(length, self._drafting.acceptance)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,8 @@ def test_an_interrupt_while_the_server_is_started_is_heard_afterwards(others: in
             time.sleep(0.2)  # until another thread has been interrupted
             reached.append("the end")
 
+    # What a shell starts in the background ignores interrupts, and so may this.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for thread in threads:
         thread.start()
     try:
@@ -75,6 +77,7 @@ def test_an_interrupt_while_the_server_is_started_is_heard_afterwards(others: in
             interrupted()
     finally:
         ended.set()
+        signal.signal(signal.SIGINT, before)
     assert reached
 
 
