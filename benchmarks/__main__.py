@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "agent_seeds": ((),),
     "taskset": ((),),
     "drafts": ((),),
+    "drafted": ((),),
     "speculation": ((MODEL,),),
     "between": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
