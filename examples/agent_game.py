@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
 from typing import Any
 
@@ -39,3 +41,20 @@ class HigherOrLower:
         found = int(guess) == self._digit
         observation = "" if found else "higher" if int(guess) < self._digit else "lower"
         return observation, float(found), found, self._guesses == self._most, {"parts": {"guesses": self._guesses}}
+
+
+class SlowHigherOrLower(HigherOrLower):
+    """The same game where answers take time, as those of tools and services do: lognormal, a few very long."""
+
+    def __init__(self, guesses: int = 4, median_s: float = 0.2, sigma: float = 1.0) -> None:
+        """median_s, sigma: seconds of an answer, and the standard deviation of their logarithm."""
+        super().__init__(guesses)
+        self._median_s, self._sigma = median_s, sigma
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self._waits = random.Random()  # members of a group wait for different times
+        return super().reset(seed)
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:  # type: ignore[override]
+        await asyncio.sleep(self._median_s * math.exp(self._waits.gauss(0.0, self._sigma)))
+        return super().step(action)

@@ -8,6 +8,7 @@ import dataclasses
 from pipeline.config.schema import RunConfig
 from pipeline.coordination.consulted import Strategies
 from pipeline.coordination.coordinator import Coordinator
+from pipeline.coordination.draft_lengths import DraftLengths
 from pipeline.coordination.forecast import LengthForecast
 from pipeline.coordination.pacing import Pacing
 from pipeline.strategies.admission import ADMISSION, Late
@@ -17,7 +18,7 @@ from pipeline.strategies.migration import MIGRATION
 from pipeline.strategies.routing import ROUTING
 from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.staleness import StalenessLedger
-from tasks.engines.cost_model import CostModel
+from tasks.engines.cost_model import CostModel, StepCosts
 from tasks.engines.decoding import Drafting
 from tasks.episodes.emulated import EmulatedEpisodes, StepFaults
 from tasks.knobs import values
@@ -48,7 +49,7 @@ def instance_cost(config: RunConfig, index: int) -> CostModel:
 def drafting(config: RunConfig) -> Drafting:
     """How simulated and emulated instances draft when they begin."""
     asked = config.rollout.engine.speculation
-    return Drafting(length=asked.length, most_running=asked.most_running, acceptance=config.workload.acceptance)
+    return Drafting(length=asked.first_length, most_running=asked.cap, acceptance=config.workload.acceptance)
 
 
 def drafted_cost(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
@@ -64,10 +65,12 @@ def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
     return EmulatedEpisodes(workload, faults)
 
 
-def make_strategies(config: RunConfig) -> Strategies:
-    """The strategies this job names, with their knobs. Raises ConfigError."""
+def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strategies:
+    """The strategies this job names, with their knobs. costs: of decode steps, if not of the job's cost model alone.
+    Raises ConfigError."""
     cost, rollout = cost_model(config), config.rollout
-    given = {"cost": cost, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
+    costs = costs or cost
+    given = {"cost": costs, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
     # A pull that interrupts nothing recomputes no context.
     pulling = cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0)
     return Strategies(
@@ -81,7 +84,7 @@ def make_strategies(config: RunConfig) -> Strategies:
         environments=config.acts,
         evaluation_share=config.evaluation.share,
         evaluation_fill=config.evaluation.fill,
-        affinity=Affinity(cost) if config.acts and rollout.affinity else None,
+        affinity=Affinity(costs) if config.acts and rollout.affinity else None,
         adapters=config.served_versions > 0,
     )
 
@@ -89,7 +92,10 @@ def make_strategies(config: RunConfig) -> Strategies:
 def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coordinator:
     """A new coordinator for this job. validate_each: check all invariants after every event."""
     batch, cost = config.batch, cost_model(config)
-    strategies = make_strategies(config)
+    speculation = config.rollout.engine.speculation
+    drafts = DraftLengths(cost, speculation.length) if speculation.decided else None
+    costs: StepCosts = drafts.costs if drafts is not None else cost
+    strategies = make_strategies(config, costs)
     ledger = StalenessLedger(
         eta=config.bound,
         groups_per_step=batch.groups_per_step,
@@ -103,7 +109,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
     forecast = LengthForecast(config.rollout.max_new_tokens, rare=1 / config.trajectories_per_step)
     rollout = config.rollout
     pacing = Pacing(
-        cost,
+        costs,
         forecast,
         eta=config.bound,
         groups=batch.groups_per_step,
@@ -111,7 +117,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
         slack=_pace_slack(config, strategies),
         recomputes=rollout.on_pull == "interrupt",
     )
-    return Coordinator(ledger, strategies, forecast, pacing, validate_each=validate_each)
+    return Coordinator(ledger, strategies, forecast, pacing, drafts, validate_each=validate_each)
 
 
 def _pace_slack(config: RunConfig, strategies: Strategies) -> float:

@@ -69,6 +69,15 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speculate:
+    """Draft up to so many tokens for each decode step of a request; 0: none."""
+
+    instance: InstanceId
+    length: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """Ask a reward worker for the reward of a trajectory."""
 
@@ -129,4 +138,6 @@ class Conclude:
     cause: str
 
 
-Command = Draw | Route | Interrupt | Abort | Forget | Pull | Score | Act | Dismiss | Train | Retire | Conclude
+Command = (
+    Draw | Route | Interrupt | Abort | Forget | Pull | Speculate | Score | Act | Dismiss | Train | Retire | Conclude
+)

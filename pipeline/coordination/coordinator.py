@@ -28,9 +28,11 @@ from pipeline.coordination.commands import (
     Retire,
     Route,
     Score,
+    Speculate,
     Train,
 )
 from pipeline.coordination.consulted import Strategies
+from pipeline.coordination.draft_lengths import DraftLengths
 from pipeline.coordination.ended import EndedTrajectory
 from pipeline.coordination.evaluation_hosts import EvaluationHosts
 from pipeline.coordination.events import (
@@ -70,7 +72,8 @@ from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, Trajectory
 
 
 class Coordinator(CoordinatorView):
-    """One run's decisions. `validate_each` re-checks all invariants of the state after every event (O(live))."""
+    """One run's decisions. drafts: None where instances draft as they were set up, or not at all. validate_each: check
+    all invariants of the state after every event (O(live))."""
 
     def __init__(
         self,
@@ -78,11 +81,13 @@ class Coordinator(CoordinatorView):
         strategies: Strategies,
         forecast: LengthForecast,
         pacing: Pacing,
+        drafts: DraftLengths | None = None,
         *,
         validate_each: bool = False,
     ) -> None:
         super().__init__(CoordinatorState(ledger, side_by_side=strategies.adapters), forecast, History())
         self._pacing = pacing
+        self._drafts = drafts
         self._strategies = strategies
         self._validate_each = validate_each
         self._stopped = False
@@ -200,6 +205,8 @@ class Coordinator(CoordinatorView):
         if instance is None:
             return
         running = self._state.hear_progress(instance, event.progress, event.safe)
+        if self._drafts is not None and event.steps is not None:
+            self._drafts.hear(event.instance, instance.draft_length, event.steps)
         if self._strategies.routing.knows_urgency:
             self._state.set_pace(instance, self._placement.most_urgent_s(running, self._state.now))
 
@@ -285,6 +292,8 @@ class Coordinator(CoordinatorView):
     def _on_version_published(self, event: VersionPublished) -> None:
         self._state.publish(event.version)
         self._pacing.step_finished(self._state.now)
+        if self._drafts is not None:
+            self._drafts.step_finished()
         self._replan()
 
     def _on_stop_requested(self) -> None:
@@ -295,6 +304,8 @@ class Coordinator(CoordinatorView):
 
     def _on_tick(self) -> None:
         self._state.pass_time()
+        if self._drafts is not None:
+            self._drafts.replan(self._state.fleet)
         if not self._stopped:
             for move in self._moves.rescues():
                 self._move(move)
@@ -315,6 +326,8 @@ class Coordinator(CoordinatorView):
         if self._state.take_routing_change():
             self._host_evaluation()
             self._route()
+        if self._drafts is not None:
+            self._speculate(self._drafts)
 
     def _train(self) -> None:
         if self._state.training or not self.ledger.ready():
@@ -371,6 +384,12 @@ class Coordinator(CoordinatorView):
             else:
                 self._send(live, place)
 
+    def _speculate(self, drafts: DraftLengths) -> None:
+        for row, length in drafts.due(self._state.fleet):
+            instance = self._state.fleet[row]
+            self._state.set_draft_length(instance, length)
+            self._commands.append(Speculate(instance=instance.instance, length=length, cause=self._history.cause))
+
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
         pace_s = self._placement.pace_s(live, self._state.now)
         fresh = live.v_traj < 0 and not live.evaluated
@@ -416,6 +435,8 @@ class Coordinator(CoordinatorView):
                 if live is not None:  # a sibling's last attempt may have ended it
                     self._retry(live, Transition.INSTANCE_LOST, f"{name} was lost: {why}")
             self._state.lose(instance)
+            if self._drafts is not None:
+                self._drafts.lost(name)
         self._replan()
 
     def _retry(self, live: LiveTrajectory, transition: Transition, what: str) -> None:

@@ -72,6 +72,20 @@ class InstanceLeaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepsTaken:
+    """What an instance has decoded since its report before. running, kv_tokens: of its batch now. seconds: that it had
+    work, in those of the cost model. drafts: how often a request's step verified drafted tokens."""
+
+    running: int
+    kv_tokens: int
+    seconds: float
+    tokens: int
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceReported:
     """Progress of one instance. May be older than the commands already sent to it."""
 
@@ -80,6 +94,8 @@ class InstanceReported:
     """(trajectory, tokens sampled so far, all segments counted) of what it was running."""
     safe: tuple[tuple[TrajectoryId, int], ...] = ()
     """(trajectory, tokens) that have come to the trajectory server since the report before; none is taken back."""
+    steps: StepsTaken | None = None
+    """Of a job whose coordinator decides how many tokens are drafted; else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,8 @@ class Instance:
     """Of these, the ones that belong to an evaluation."""
     pace_s: float = math.inf
     """Seconds a token may take for its most urgent trajectory to be in time; infinite if none is urgent."""
+    draft_length: int = 0
+    """Tokens that it was told to draft at most for a decode step of a request."""
 
     @property
     def num_running(self) -> int:
@@ -55,7 +57,7 @@ class Fleet:
         self.side_by_side = side_by_side
         self._by_id: dict[InstanceId, Instance] = {}
         self._rows: list[Instance] = []
-        self._numbers = np.zeros((6, 8))
+        self._numbers = np.zeros((7, 8))
         self._versions: list[PolicyVersion] | None = None
 
     def __len__(self) -> int:
@@ -91,6 +93,10 @@ class Fleet:
     def version(self) -> npt.NDArray[np.float64]:
         return self._numbers[3, : len(self._rows)]
 
+    @property
+    def draft_lengths(self) -> npt.NDArray[np.float64]:
+        return self._numbers[6, : len(self._rows)]
+
     def versions(self) -> list[PolicyVersion]:
         """The versions in service, oldest first."""
         if self._versions is None:
@@ -101,7 +107,7 @@ class Fleet:
         """Which instances serve at least this version and have room for a trajectory of this size, also once those they
         run have grown to what is typical (else some would be preempted). An empty instance has room for anything."""
         count = len(self._rows)
-        running, held, _, version, capacity, cap = self._numbers[:, :count]
+        running, held, _, version, capacity, cap, _ = self._numbers[:, :count]
         needed = np.maximum(held + kv_tokens, (running + 1) * typical_kv_tokens)
         fits: BoolArray = (version >= least_version) & (running < cap) & ((needed <= capacity) | (running == 0))
         return fits
@@ -111,7 +117,7 @@ class Fleet:
         count = len(self._rows)
         if not count:
             return "no instance"
-        running, _, _, version, _, cap = self._numbers[:, :count]
+        running, _, _, version, _, cap, _ = self._numbers[:, :count]
         recent = version >= least_version
         if not recent.any():
             return "version too old"
@@ -126,7 +132,10 @@ class Fleet:
         for row, one in enumerate(self._rows):
             if one.row != row:
                 raise ProtocolViolation(f"{one.instance} is in row {row}, not {one.row}")
-            own = (one.num_running, one.kv_tokens, one.pace_s, one.version, one.kv_capacity, one.max_running)
+            own = (
+                one.num_running, one.kv_tokens, one.pace_s, one.version, one.kv_capacity, one.max_running,
+                one.draft_length,
+            )  # fmt: skip
             if own != tuple(self._numbers[:, row]):
                 raise ProtocolViolation(f"{one.instance} has {own}, the arrays say {tuple(self._numbers[:, row])}")
         if self._versions is not None and self._versions != sorted({one.version for one in self._rows}):
@@ -155,7 +164,7 @@ class MutableFleet(Fleet):
         self._rows.append(one)
         self._by_id[instance] = one
         self._versions = None
-        self._numbers[4:, one.row] = kv_capacity, max_running
+        self._numbers[4:, one.row] = kv_capacity, max_running, 0
         self._update(one)
         return one
 
@@ -202,6 +211,10 @@ class MutableFleet(Fleet):
         """Set what its most urgent trajectory needs."""
         instance.pace_s = pace_s
         self._update(instance)
+
+    def set_draft_length(self, instance: Instance, length: int) -> None:
+        """Set how many tokens it drafts at most."""
+        instance.draft_length = self._numbers[6, instance.row] = length
 
     def start_pull(self, instance: Instance, version: PolicyVersion) -> None:
         """Count an instance as serving `version`, which it is about to load."""

@@ -21,14 +21,16 @@ from typing import Any, BinaryIO, cast, get_args
 
 from pipeline.coordination.commands import Command
 from pipeline.coordination.coordinator import Coordinator
-from pipeline.coordination.events import Event, NewGroup, RunResumed
+from pipeline.coordination.events import Event, NewGroup, RunResumed, StepsTaken
 from stores.codec import Codec
 from stores.errors import ConfigError, ProtocolViolation, StoreError
 from stores.in_flight import GroupInFlight, MemberInFlight
 from stores.ledger_entries import Ending
 from stores.trajectory import AbortReason, Fate
 
-CODEC = Codec(tagged=(*get_args(Event), *get_args(Command), NewGroup, Ending, GroupInFlight, MemberInFlight))
+CODEC = Codec(
+    tagged=(*get_args(Event), *get_args(Command), NewGroup, StepsTaken, Ending, GroupInFlight, MemberInFlight)
+)
 ENDED = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """A fate and its reason, as `RunResumed` has them."""
 PART_BYTES = 64 * 2**20

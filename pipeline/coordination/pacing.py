@@ -21,7 +21,7 @@ from pipeline.coordination.forecast import WINDOW, LengthForecast
 from pipeline.coordination.measured import Measured, RunningMean
 from pipeline.coordination.steady_state import CYCLES, AverageInstance, DrawnResponse, interval_s
 from stores.trajectory import GroupId
-from tasks.engines.cost_model import CostModel, Numbers
+from tasks.engines.cost_model import Numbers, StepCosts
 
 LIMITS = (1.0, 1.1, 1.2, 1.35, 1.6)
 """Limits of a decode step that are tried, as factors of the planned one: below it an instance cannot do its share."""
@@ -50,7 +50,7 @@ class PacePlan:
 
 
 def best_plan(
-    cost: CostModel,
+    cost: StepCosts,
     *,
     eta: int,
     trajectories: int,
@@ -85,7 +85,7 @@ class Pacing:
 
     def __init__(
         self,
-        cost: CostModel,
+        cost: StepCosts,
         forecast: LengthForecast,
         *,
         eta: int,

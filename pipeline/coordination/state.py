@@ -414,6 +414,9 @@ class CoordinatorState(PendingChanges):
         self._fleet.set_pace(instance, pace_s)
         self._routing_changed = True
 
+    def set_draft_length(self, instance: Instance, length: int) -> None:
+        self._fleet.set_draft_length(instance, length)
+
     def start_pull(self, instance: Instance) -> None:
         """Count an instance as serving the published version, which it is about to load."""
         self._fleet.start_pull(instance, self.ledger.version)

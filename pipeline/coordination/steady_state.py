@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tasks.engines.cost_model import CostModel
+from tasks.engines.cost_model import StepCosts
 
 CYCLES = 5
 """Versions that are played, in multiples of eta + 1: two of them fill the pipeline, the others are measured."""
@@ -35,7 +35,7 @@ class DrawnResponse:
 class AverageInstance:
     """An instance's share of a run. groups: it gets per step. recomputes: new weights have it prefill all contexts."""
 
-    cost: CostModel
+    cost: StepCosts
     eta: int
     groups: int
     group_size: int

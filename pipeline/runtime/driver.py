@@ -39,6 +39,7 @@ from pipeline.coordination.commands import (
     Retire,
     Route,
     Score,
+    Speculate,
     Train,
 )
 from pipeline.coordination.coordinator import Coordinator
@@ -347,7 +348,7 @@ class Driver:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Route() | Abort() | Forget() | Interrupt() | Pull():
+            case Route() | Abort() | Forget() | Interrupt() | Pull() | Speculate():
                 instance = self._actors.instances.get(command.instance)
                 if instance is not None:  # else its loss is already on the way
                     instance.outbox.put_nowait(command)

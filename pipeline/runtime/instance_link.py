@@ -16,11 +16,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pipeline.config.schema import DeadlineConfig
-from pipeline.coordination.commands import Abort, Command, Forget, Interrupt, Pull, Route
+from pipeline.coordination.commands import Abort, Command, Forget, Interrupt, Pull, Route, Speculate
 from pipeline.coordination.events import (
     Event,
     InstanceReported,
     PullFinished,
+    StepsTaken,
     TrajectoryFailed,
     TrajectoryInterrupted,
     TrajectorySampled,
@@ -51,7 +52,10 @@ class InstanceLink:
         time_scale: float,
         costs: CostWatch,
         tell: Callable[[Event], None],
+        *,
+        decided: bool = False,
     ) -> None:
+        """decided: whether the coordinator decides how many tokens are drafted, and is told what steps take."""
         self._instance = instance
         self._name = instance.placed.name
         self._actors = actors
@@ -59,6 +63,7 @@ class InstanceLink:
         self._time_scale = time_scale
         self._costs = costs
         self._tell = tell
+        self._decided = decided
         self._stillness = Stillness(deadlines.sample_s)
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
@@ -94,6 +99,10 @@ class InstanceLink:
             case Abort() | Forget():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Abort | Forget))
                 await self._actors.ask(self._name, "abort", ids)
+            case Speculate():
+                await self._actors.ask(
+                    self._name, "speculate", [c.length for c in batch if isinstance(c, Speculate)][-1]
+                )
             case Interrupt():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
                 for o in await self._actors.ask(self._name, "interrupt", SERVER, ids):
@@ -120,7 +129,8 @@ class InstanceLink:
     async def _watch(self) -> None:
         """Report progress, measure how busy the engine is, and notice when it stands still."""
         instance = self._instance
-        instance.before = await self._actors.ask(self._name, "report")
+        began: EngineLoad = await self._actors.ask(self._name, "report")
+        instance.before, before = began, began
         while True:
             await asyncio.sleep(REPORT_S)
             load: EngineLoad = await self._actors.ask(self._name, "report")
@@ -131,25 +141,32 @@ class InstanceLink:
                     f"{still_s:.0f} s; deadlines.sample_s allows {self._deadlines.sample_s:g}",
                     self._name,
                 )
-            self._compare_cost(load)
-            instance.busy_s = load.busy_s - _before_s(instance)
+            taken, before = self._steps_taken(before, load), load
+            instance.busy_s = load.busy_s - began.busy_s
             instance.tokens_sampled = load.tokens_sampled
             instance.load = load
-            self._tell(InstanceReported(instance=instance.id, progress=load.progress, safe=load.safe))
+            self._compare_cost(load, taken)
+            told = taken if self._decided else None
+            self._tell(InstanceReported(instance=instance.id, progress=load.progress, safe=load.safe, steps=told))
 
-    def _compare_cost(self, load: EngineLoad) -> None:
-        """Compare the decode steps since the last report with the cost model."""
-        instance = self._instance
-        busy_s = load.busy_s - _before_s(instance) - instance.busy_s
-        tokens = load.tokens_sampled - instance.tokens_sampled
-        if load.running and busy_s > REPORT_S / 2 and tokens > 0:
-            step_s = busy_s * self._time_scale * load.running / tokens
+    def _steps_taken(self, before: EngineLoad, load: EngineLoad) -> StepsTaken:
+        """What the engine has decoded between two loads."""
+        return StepsTaken(
+            running=max(0, load.running - load.waiting),
+            kv_tokens=load.kv_tokens,
+            seconds=(load.busy_s - before.busy_s) * self._time_scale,
+            tokens=load.tokens_sampled - before.tokens_sampled,
+            drafts=load.drafts - before.drafts,
+            drafted_tokens=load.drafted_tokens - before.drafted_tokens,
+            accepted_tokens=load.accepted_tokens - before.accepted_tokens,
+        )
+
+    def _compare_cost(self, load: EngineLoad, taken: StepsTaken) -> None:
+        """Compare the decode steps since the last report with the cost model, which knows none with drafts."""
+        busy = taken.seconds > REPORT_S / 2 * self._time_scale
+        if load.running and busy and taken.tokens > 0 and not taken.drafts:
+            step_s = taken.seconds * load.running / taken.tokens
             self._costs.observe(StepPoint(running=load.running, kv_tokens=load.kv_tokens, step_s=step_s))
-
-
-def _before_s(instance: InstanceHandle) -> float:
-    """Seconds that an instance's engine was busy before the run."""
-    return instance.before.busy_s if instance.before else 0.0
 
 
 class Stillness:

@@ -173,10 +173,13 @@ class Membership:
         if self._resting:
             return
         config = self._config
-        link = InstanceLink(instance, self._actors, config.deadlines, config.time_scale, self._costs, self._tell)
+        engine = config.rollout.engine
+        link = InstanceLink(
+            instance, self._actors, config.deadlines, config.time_scale, self._costs, self._tell,
+            decided=engine.speculation.decided,
+        )  # fmt: skip
         for work in link.work():
             instance.tasks.append(asyncio.ensure_future(self._guard(instance, work)))
-        engine = config.rollout.engine
         self._tell(
             InstanceJoined(
                 instance=instance.id,

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from pipeline.config import deciding
@@ -28,6 +28,7 @@ from pipeline.coordination.commands import (
     Retire,
     Route,
     Score,
+    Speculate,
     Train,
 )
 from pipeline.coordination.coordinator import Coordinator
@@ -41,6 +42,7 @@ from pipeline.coordination.events import (
     InstanceReported,
     NewGroup,
     PullFinished,
+    StepsTaken,
     StopRequested,
     Tick,
     TrajectoryInterrupted,
@@ -54,7 +56,7 @@ from pipeline.simulator.evaluations import SimulatedEvaluations
 from pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
 from stores.errors import RunStuck
 from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, ended_as, is_evaluated
-from tasks.engines.decoding import DecodingInstance
+from tasks.engines.decoding import DecodingInstance, Work
 from tasks.seeds import Stream, generator
 from tasks.workload import Turn, Workload
 
@@ -73,6 +75,8 @@ class Simulated:
     version: PolicyVersion
     wake: int = 0
     alive: bool = True
+    reported: Work = field(default_factory=Work)
+    """Its totals when it last reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +189,9 @@ class SimulatedRun:
         for one in list(self._instances.values()):
             if one.engine.num_requests:
                 progress = tuple((TrajectoryId(t), n) for t, n in one.engine.progress(self._now))
-                self._tell(InstanceReported(instance=one.id, progress=progress, safe=progress if delivers else ()))
+                steps = self._steps_taken(one) if self._config.rollout.engine.speculation.decided else None
+                safe = progress if delivers else ()
+                self._tell(InstanceReported(instance=one.id, progress=progress, safe=safe, steps=steps))
                 if delivers:
                     self._delivered[one.id] = dict(progress)
             one.trace.loads.append((self._now, one.engine.num_decoding))
@@ -201,11 +207,24 @@ class SimulatedRun:
         )
         self._at(self._now + self._simulation.report_s, self._tick, by_itself=True)
 
+    def _steps_taken(self, one: Simulated) -> StepsTaken:
+        """What an instance has decoded since it was last asked."""
+        before, one.reported = one.reported, one.engine.work_by(self._now)
+        return StepsTaken(
+            running=one.engine.num_decoding,
+            kv_tokens=one.engine.kv_tokens,
+            seconds=one.reported.decode_s - before.decode_s,
+            tokens=one.reported.tokens - before.tokens,
+            drafts=round(one.reported.drafts - before.drafts),
+            drafted_tokens=round(one.reported.drafted - before.drafted),
+            accepted_tokens=round(one.reported.accepted - before.accepted),
+        )
+
     # -- commands --------------------------------------------------------------------------------------------
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Route() | Abort() | Forget() | Interrupt() | Pull():
+            case Route() | Abort() | Forget() | Interrupt() | Pull() | Speculate():
                 if isinstance(command, Route):  # at once: its end may be told before its way to the instance is over
                     self._environments.begun(command.trajectory)
                 if self._simulation.command_s:
@@ -238,7 +257,7 @@ class SimulatedRun:
                     self._given.pop(ending.trajectory, None)
                     self._environments.ended(ending.trajectory)
 
-    def _on_instance(self, command: Route | Abort | Forget | Interrupt | Pull) -> None:
+    def _on_instance(self, command: Route | Abort | Forget | Interrupt | Pull | Speculate) -> None:
         one = self._instances.get(command.instance)
         if one is None:  # lost, and the coordinator knows it already
             return
@@ -253,6 +272,8 @@ class SimulatedRun:
                     self.trace.wasted_tokens += stopped.tokens - self._tokens.pop(command.trajectory, 0)
             case Forget():
                 one.engine.forget(command.trajectory)
+            case Speculate():
+                one.engine.speculate(self._now, command.length)
             case Interrupt():
                 stopped = one.engine.remove(self._now, command.trajectory)
                 if stopped is not None:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.strategies.migration import Load
-from tasks.engines.cost_model import CostModel
+from tasks.engines.cost_model import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
     """Weighs the seconds of a prefill, for which all that runs on an instance waits, against slower decoding."""
 
-    cost: CostModel
+    cost: StepCosts
 
     def stays(self, home: Load, other: Load, kv_tokens: int, remaining: float) -> bool:
         """Whether a trajectory with a context of `kv_tokens` goes on at its `home`. other: the load of the instance

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tasks.engines.cost_model import CostModel
+from tasks.engines.cost_model import StepCosts
 from tasks.knobs import knob
 from tasks.registry import Registry
 
@@ -68,7 +68,7 @@ class LargestGain:
     """The moves that gain most, as long as they gain: seconds saved on the tokens a trajectory still has to sample,
     minus the seconds its prefill costs all trajectories on the target."""
 
-    cost: CostModel
+    cost: StepCosts
     migration_gain: float = knob(
         0.2, "largest_gain: share by which a decode step must be faster on the target", low=0, high=1
     )

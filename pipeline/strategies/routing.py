@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stores.errors import ConfigError
-from tasks.engines.cost_model import CostModel, Numbers
+from tasks.engines.cost_model import Numbers, StepCosts
 from tasks.knobs import knob
 from tasks.registry import Registry
 from tasks.user_code import said
@@ -175,7 +175,7 @@ class ThroughputOptimal:
     """The instance whose throughput gains most; declines if the gain is below mu times that of an empty instance
     (StaleFlow, arXiv 2601.12784)."""
 
-    cost: CostModel
+    cost: StepCosts
     mu: float = knob(
         0.1, "throughput_optimal: least throughput gain, as a share of an empty instance's gain", low=0, high=1
     )
@@ -206,7 +206,7 @@ class Deadline:
     (pipeline/coordination/pacing.py). Work that has begun never waits.
     """
 
-    cost: CostModel
+    cost: StepCosts
 
     knows_urgency = True
 
@@ -232,7 +232,7 @@ class DeadlineByGain:
     New work waits if there is none. Work that has begun never waits: it goes to the fastest then.
     """
 
-    cost: CostModel
+    cost: StepCosts
     pace_slack: float = knob(
         0.0,
         "of runs of before, and for rules of your own: factor on the planned seconds of a decode step; 0: found by "

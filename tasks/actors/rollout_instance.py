@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +173,11 @@ class RolloutInstance:
     async def abort(self, trajectories: tuple[TrajectoryId, ...]) -> None:
         """Stop sampling trajectories and discard their tokens."""
         await self._command(self._engine.abort, trajectories)
+
+    async def speculate(self, length: int) -> None:
+        """Draft up to so many tokens for a decode step of a request."""
+        await self._command(self._engine.speculate, length)
+        self._asked_s = -math.inf  # what there is to draft from is asked for at once
 
     async def pull(self, version: PolicyVersion, path: str, probe: tuple[int, ...]) -> Loaded:
         """Load published weights and compute the probe tokens' logprobs under them. Idempotent."""

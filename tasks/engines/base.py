@@ -96,6 +96,8 @@ class EngineLoad:
     """Tokens of contexts that were computed."""
     cached_tokens: int = 0
     """Tokens of contexts that were found cached, and not computed."""
+    drafts: int = 0
+    """Times since start that a request's step verified drafted tokens."""
     drafted_tokens: int = 0
     """Drafted tokens that were verified since start."""
     accepted_tokens: int = 0
@@ -161,6 +163,11 @@ class Engine(Protocol):
         ...
 
     def load_statistics(self) -> EngineLoad: ...
+
+    def speculate(self, length: int) -> None:
+        """From the next step on, draft up to so many tokens for a request; 0: none, and never more than the job's
+        rollout.engine.speculation.length."""
+        ...
 
     def drafts_for(self) -> tuple[TrajectoryId, ...]:
         """The trajectories whose requests it now drafts for from responses to their prompts; most engines for none."""

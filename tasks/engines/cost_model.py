@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,25 @@ def tokens_a_step(length: int, acceptance: float) -> float:
     """Mean tokens that a step keeps of `length` drafted ones and the one it samples itself, if each drafted token is
     accepted with probability `acceptance` once those before it are: 1 + a + a^2 + ... + a^length."""
     return float(sum(acceptance**k for k in range(length + 1)))
+
+
+class StepCosts(Protocol):
+    """What decode steps cost; see CostModel. A step is one in which each running trajectory gains one token."""
+
+    @property
+    def prefill(self) -> float: ...
+
+    def step_s(self, running: int, kv_tokens: float) -> float: ...
+
+    def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers: ...
+
+    def marginal_gain(self, running: int, kv_tokens: float, added_kv_tokens: float) -> float: ...
+
+    def marginal_gains(self, running: Numbers, kv_tokens: Numbers, added_kv_tokens: float) -> Numbers: ...
+
+    def decode_s(self, running: int, kv_tokens: float, num_steps: float) -> float: ...
+
+    def steps_within(self, running: int, kv_tokens: float, seconds: float) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +102,12 @@ class CostModel:
     def drafting(self, length: int, acceptance: float) -> CostModel:
         """The model of an instance that verifies `length` drafted tokens of each trajectory in every step. Its steps
         are parts of those, in which each running trajectory gains one token in the mean. With length 0, this model."""
-        if not length:
-            return self
-        gained = tokens_a_step(length, acceptance)
+        return self.verifying(1.0 + length, tokens_a_step(length, acceptance)) if length else self
+
+    def verifying(self, computed: float, gained: float) -> CostModel:
+        """The same for steps that compute so many tokens of each trajectory, of which it gains so many."""
         return CostModel(
-            k1=self.k1 / gained, k2=self.k2 / gained, k3=self.k3 * (1 + length) / gained, k4=self.k4 / gained,
+            k1=self.k1 / gained, k2=self.k2 / gained, k3=self.k3 * computed / gained, k4=self.k4 / gained,
             b=self.b / gained, prefill=self.prefill,
         )  # fmt: skip
 
@@ -115,3 +136,56 @@ class CostModel:
         if quadratic * seconds < 1e-12 * linear * linear:  # the cache is negligible: linear in time
             return seconds / linear
         return (math.sqrt(linear * linear + 4 * quadratic * seconds) - linear) / (2 * quadratic)
+
+
+class DraftedCosts:
+    """What decode steps cost where an instance drafts as is best for the number of trajectories that it runs. Without
+    drafts until it is told of some."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._computed = self._gained = np.ones(2)
+        self._models: dict[int, CostModel] = {}
+
+    def tell(self, computed: Numbers, gained: Numbers) -> None:
+        """Tokens that a step computes of each trajectory, and that this gains, by the trajectories that run: 0, 1, 2,
+        ...; where more run, as where most do."""
+        self._computed, self._gained = computed, gained
+        self._models.clear()
+
+    @property
+    def prefill(self) -> float:
+        return self._cost.prefill
+
+    def step_s(self, running: int, kv_tokens: float) -> float:
+        return self._of(running).step_s(running, kv_tokens)
+
+    def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
+        cost, row = self._cost, np.minimum(running, len(self._gained) - 1).astype(np.int64)
+        compute_s = np.maximum(cost.k2, cost.b + cost.k3 * running * self._computed[row]) + cost.k4
+        seconds: Numbers = (cost.k1 * kv_tokens + compute_s) / self._gained[row]
+        return seconds
+
+    def marginal_gain(self, running: int, kv_tokens: float, added_kv_tokens: float) -> float:
+        after = (running + 1) / self.step_s(running + 1, kv_tokens + added_kv_tokens)
+        return after - (running / self.step_s(running, kv_tokens) if running else 0.0)
+
+    def marginal_gains(self, running: Numbers, kv_tokens: Numbers, added_kv_tokens: float) -> Numbers:
+        after = (running + 1) / self.steps_s(running + 1, kv_tokens + added_kv_tokens)
+        gains: Numbers = after - running / self.steps_s(running, kv_tokens)
+        return gains
+
+    def decode_s(self, running: int, kv_tokens: float, num_steps: float) -> float:
+        return self._of(running).decode_s(running, kv_tokens, num_steps)
+
+    def steps_within(self, running: int, kv_tokens: float, seconds: float) -> float:
+        return self._of(running).steps_within(running, kv_tokens, seconds)
+
+    def _of(self, running: int) -> CostModel:
+        """The model of an instance that runs so many."""
+        row = min(running, len(self._gained) - 1)
+        found = self._models.get(row)
+        if found is None:
+            computed, gained = float(self._computed[row]), float(self._gained[row])
+            found = self._models[row] = self._cost.verifying(computed, gained)
+        return found

@@ -19,7 +19,7 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tasks.engines.cost_model import CostModel, tokens_a_step
@@ -111,6 +111,8 @@ class Work:
     """Tokens of later turns' contexts that were in the cache, and not prefilled."""
     computed: int = 0
     """Tokens that were prefilled by now, for the first time or again."""
+    drafts: float = 0.0
+    """Times that a request's step verified drafted tokens."""
     drafted: float = 0.0
     """Drafted tokens that were verified, and those of them that were sampled too: means."""
     accepted: float = 0.0
@@ -123,8 +125,7 @@ class DecodingInstance:
         self, cost: CostModel, *, kv_capacity: int, max_running: int, drafting: Drafting | None = None
     ) -> None:
         self._plain = cost
-        self._drafting = drafting or Drafting()
-        self._drafted = cost.drafting(self._drafting.length, self._drafting.acceptance)
+        self._set_drafting(drafting or Drafting())
         self._drafts = DraftedTokens()  # of a request that was there all the time
         self._kv_capacity = kv_capacity
         self._max_running = max_running
@@ -192,6 +193,15 @@ class DecodingInstance:
         rows += [(d.trajectory, d.tokens) for d in (*self._waiting, *self._in_tool.values())]
         return tuple(rows)
 
+    def work_by(self, now: float) -> Work:
+        """The totals with the steps that have ended by `now`."""
+        work, steps = replace(self.work), self._steps_to_stop()
+        if steps is not None and now > self.clock:
+            running = len(self._decoding)
+            steps = min(steps, int(self._cost.steps_within(running, self._kv, now - self.clock)))
+            self._count(work, steps, self._cost.decode_s(running, self._kv, steps))
+        return work
+
     # -- time ----------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> list[Finished]:
@@ -250,6 +260,12 @@ class DecodingInstance:
         self._waiting.append(request)
         self._settle()
 
+    def speculate(self, now: float, length: int) -> None:
+        """Draft up to so many tokens for a request and step from now on."""
+        self._to_boundary(now)
+        self._settle()
+        self._set_drafting(replace(self._drafting, length=length))
+
     def forget(self, trajectory: int) -> None:
         """Keep nothing of a trajectory that will not return here. What runs is not touched."""
         self._forget(trajectory)
@@ -291,6 +307,10 @@ class DecodingInstance:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _set_drafting(self, drafting: Drafting) -> None:
+        self._drafting = drafting
+        self._drafted = self._plain.drafting(drafting.length, drafting.acceptance)
+
     def _steps_to_stop(self) -> int | None:
         """Decode steps until a turn ends or the cache is full; None if nothing decodes."""
         if not self._decoding:
@@ -322,13 +342,21 @@ class DecodingInstance:
         self._steps += steps
         self._kv += steps * running
         self._make_room()
-        self.work.decode_s += seconds
-        self.work.tokens += steps * running
+        self._count(self.work, steps, seconds)
         if self._drafts_now:
             real = steps / tokens_a_step(self._drafting.length, self._drafting.acceptance)
             self._drafts += DraftedTokens(real * self._drafting.length, steps - real)
-            self.work.drafted += running * real * self._drafting.length
-            self.work.accepted += running * (steps - real)
+
+    def _count(self, work: Work, steps: int, seconds: float) -> None:
+        """Add so many steps of what decodes, which take so long."""
+        running = len(self._decoding)
+        work.decode_s += seconds
+        work.tokens += steps * running
+        if self._drafts_now:
+            real = steps / tokens_a_step(self._drafting.length, self._drafting.acceptance)
+            work.drafts += running * real
+            work.drafted += running * real * self._drafting.length
+            work.accepted += running * (steps - real)
 
     def _settle(self) -> None:
         """Process a step boundary: end turns, preempt on overflow, take tool output, admit waiting requests."""

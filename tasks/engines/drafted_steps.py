@@ -39,6 +39,7 @@ class DraftedSteps:
                 f"rollout.engine.speculation.length: the model has {', '.join(sliding)} layers, whose caches cannot "
                 "take back rejected tokens; use 0"
             )
+        self.drafts = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.counts: dict[str, DraftCounts] = {}
@@ -54,6 +55,11 @@ class DraftedSteps:
         inputs.prepare_batch_tensors = self._prepare_batch_tensors
         inputs.get_model_kwargs = self._get_model_kwargs
         inputs.prepare_batch_update = self._prepare_batch_update
+
+    def forget_all(self) -> None:
+        """Forget all counts. No request is left."""
+        self.drafts = self.drafted_tokens = self.accepted_tokens = 0
+        self.counts.clear()
 
     def _prepare_batch_tensors(self, requests_in_batch: list[Any], *args: Any, **kwargs: Any) -> None:
         self._queries, first = [], 0
@@ -95,6 +101,7 @@ class DraftedSteps:
             last_tokens.append(sampled[kept])
             last_logprobs.append(logprobs[first + kept])
             self._drafter.extend(state.request_id, sampled[: kept + 1])
+            self.drafts += len(query) > 1
             self.drafted_tokens += len(query) - 1
             self.accepted_tokens += kept
             if (counts := self.counts.get(state.request_id)) is not None:

@@ -174,13 +174,13 @@ class _DraftedRequest:
 
 
 class Drafter:
-    """Drafts for the running requests of an engine. length: most tokens of a draft. most_running: no drafts while more
-    requests run. ends: tokens that end a response."""
+    """Drafts for the running requests of an engine. length: most tokens of a draft; it may be changed at any time, and
+    with 0 there are none. most_running: no drafts while more requests run. ends: tokens that end a response."""
 
     def __init__(
         self, length: int, most_running: int, ends: Collection[int] = (), most_tokens: int = MOST_TOKENS
     ) -> None:
-        self._most = length
+        self.most = length
         self._most_running = most_running
         self._ends = frozenset(ends)
         self._most_tokens = most_tokens
@@ -215,7 +215,7 @@ class Drafter:
     def running(self) -> tuple[TrajectoryId, ...]:
         """The trajectories that drafts are made for; none while too many run. May be called by any thread."""
         running = tuple(one.trajectory for one in tuple(self._running.values()))
-        return running if len(running) <= self._most_running else ()
+        return running if self.most and len(running) <= self._most_running else ()
 
     def length(self, key: str) -> int | None:
         """Tokens known of a request, its prompt's included; None if it is unknown."""
@@ -240,14 +240,14 @@ class Drafter:
     def draft(self, key: str, most: int) -> list[int]:
         """At most so many tokens that a request is likely to sample next; often none."""
         running = self._running.get(key)
-        if running is None or len(self._running) > self._most_running:
+        if running is None or not self.most or len(self._running) > self._most_running:
             return []
         if self._told:
             self._take_in()
         match, places = self._texts(running).matches(running.text)
         expected: list[_Expected] = []
         count, likelihood = 0, 1.0
-        while places and len(expected) < self._most:
+        while places and len(expected) < self.most:
             votes = Counter(text.tokens[position] for text, position in places)
             token, agreeing = votes.most_common(1)[0]
             kind = (min(match + len(expected), LONGEST_MATCH).bit_length(), _agreement(agreeing, len(places)))

@@ -198,7 +198,7 @@ class EmulatedEngine:
     def load_statistics(self) -> EngineLoad:
         with self._changed:
             now = self._begin_call()
-            work = self._batch.work
+            work = self._batch.work_by(now)
             progress = tuple((TrajectoryId(t), n) for t, n in self._batch.progress(now))
             return EngineLoad(
                 version=self._version,
@@ -211,9 +211,16 @@ class EmulatedEngine:
                 kept_tokens=self._batch.kept_tokens,
                 prefilled_tokens=work.computed,
                 cached_tokens=work.cached,
+                drafts=round(work.drafts),
                 drafted_tokens=round(work.drafted),
                 accepted_tokens=round(work.accepted),
             )
+
+    def speculate(self, length: int) -> None:
+        with self._changed:
+            self._batch.speculate(self._begin_call(), length)
+            self._collect()
+            self._changed.notify_all()
 
     def drafts_for(self) -> tuple[TrajectoryId, ...]:
         return ()

@@ -36,6 +36,8 @@ SAMPLING_REFUSED = dict.fromkeys(
     "would be wrong; rollout.temperature is applied by both",
 )
 """Sampling options of other systems, and why a job may not set them."""
+UNLIMITED = 2**31
+"""A number of requests that no instance reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,27 @@ class Speculation:
         "ngram, suffix: vLLM's own",
         choices=("responses", "ngram", "suffix"),
     )
-    most_running: int = knob(4, "most requests that an instance runs at once while it drafts", low=1)
+    most_running: int = knob(
+        0,
+        "most requests that an instance runs at once while it drafts up to `length` tokens; 0: the coordinator decides "
+        "for each instance whether it drafts, and how many",
+        low=0,
+    )
+
+    @property
+    def decided(self) -> bool:
+        """Whether the coordinator decides how many tokens an instance drafts."""
+        return self.length > 0 and self.most_running == 0
+
+    @property
+    def first_length(self) -> int:
+        """Tokens that an instance drafts at most, as long as it was told nothing else."""
+        return 0 if self.decided else self.length
+
+    @property
+    def cap(self) -> int:
+        """Requests beyond which an instance drafts nothing, whatever it was told."""
+        return self.most_running or UNLIMITED
 
 
 class EngineSettings(Protocol):

@@ -68,6 +68,7 @@ class TransformersEngine:
         """By temperature; 0 is greedy."""
         self._schedulers: dict[float, KeepingScheduler] = {}
         self._drafters: dict[float, Drafter] = {}  # of those managers that speculate
+        self._draft_length = settings.speculation.first_length
         self._steps: dict[float, DraftedSteps] = {}
         self._requests = RunningRequests(instance)
         # Guards the requests and the order of pause, drain and cancel; never held while waiting for output.
@@ -180,6 +181,11 @@ class TransformersEngine:
                 self._seen = self._load()
             return self._seen
 
+    def speculate(self, length: int) -> None:
+        with self._lock:
+            self._check()
+            self._set_draft_length(min(length, self._settings.speculation.length))
+
     def drafts_for(self) -> tuple[TrajectoryId, ...]:
         drafter = self._drafters.get(self._settings.temperature)
         return () if drafter is None else drafter.running
@@ -200,9 +206,9 @@ class TransformersEngine:
                 scheduler.prefilled_tokens = scheduler.cached_tokens = 0
             for drafter in self._drafters.values():
                 drafter.forget_all()
+            self._set_draft_length(self._settings.speculation.first_length)
             for steps in self._steps.values():
-                steps.drafted_tokens = steps.accepted_tokens = 0
-                steps.counts.clear()
+                steps.forget_all()
             self._instance, self._ended = instance, []
             self._requests.begin_again(instance)
             if self._adapters is not None:
@@ -265,11 +271,16 @@ class TransformersEngine:
             self._speculate(manager.batch_processor, temperature)
         return self._managers[temperature]
 
+    def _set_draft_length(self, length: int) -> None:
+        self._draft_length = length
+        for drafter in self._drafters.values():
+            drafter.most = length
+
     def _speculate(self, processor: Any, temperature: float) -> None:
         """Have a manager verify drafts, if the job says so. Each has a drafter of its own, as each has a thread."""
         asked = self._settings.speculation
         if asked.length:
-            drafter = Drafter(asked.length, asked.most_running, self._settings.eos)
+            drafter = Drafter(self._draft_length, asked.cap, self._settings.eos)
             self._steps[temperature] = DraftedSteps(processor, drafter)
             self._drafters[temperature] = processor.scheduler.drafter = drafter
 
@@ -337,6 +348,7 @@ class TransformersEngine:
             kept_tokens=sum(one.kept_tokens for one in schedulers),
             prefilled_tokens=sum(one.prefilled_tokens for one in schedulers),
             cached_tokens=sum(one.cached_tokens for one in schedulers),
+            drafts=sum(one.drafts for one in self._steps.values()),
             drafted_tokens=sum(one.drafted_tokens for one in self._steps.values()),
             accepted_tokens=sum(one.accepted_tokens for one in self._steps.values()),
         )

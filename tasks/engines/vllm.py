@@ -129,6 +129,9 @@ class VllmEngine:
                 raise self._lost()
             return dataclasses.replace(self._requests.load(), **self._figures._asdict())
 
+    def speculate(self, length: int) -> None:
+        self._call(lambda: self._speculation.set_length(length))
+
     def drafts_for(self) -> tuple[TrajectoryId, ...]:
         drafter = self._speculation.drafter
         return () if drafter is None else drafter.running

@@ -128,17 +128,19 @@ class VllmSpeculation:
     """The speculation of an LLMEngine in this process. drafter: of our own drafts, else None."""
 
     def __init__(self, engine: Any, asked: Speculation, ends: tuple[int, ...]) -> None:
+        self.drafts = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.drafted: dict[str, int] = {}
         """Drafted tokens that the last step verified, by request."""
-        self._most_running = asked.most_running
+        self._asked = asked
+        self._length = asked.first_length
         self.drafter: Drafter | None = None
         if not asked.length:
             return
         engine.collective_rpc(_verify)
         if asked.source == "responses":
-            self.drafter = Drafter(asked.length, asked.most_running, ends)
+            self.drafter = Drafter(asked.first_length, asked.cap, ends)
             engine.collective_rpc(_connect, args=(self.drafter,))
         self._scheduler = scheduler = engine.engine_core.engine_core.scheduler
         self._take_drafts = scheduler.update_draft_token_ids
@@ -148,13 +150,21 @@ class VllmSpeculation:
 
     def begin_again(self) -> None:
         """Forget all drafts and counts. No request is left."""
-        self.drafted_tokens = self.accepted_tokens = 0
+        self.drafts = self.drafted_tokens = self.accepted_tokens = 0
+        self.set_length(self._asked.first_length)
         if self.drafter is not None:
             self.drafter.forget_all()
 
+    def set_length(self, length: int) -> None:
+        """Set how many tokens are drafted at most, up to what vLLM was set up for."""
+        self._length = min(length, self._asked.length)
+        if self.drafter is not None:
+            self.drafter.most = self._length
+
     def _take(self, drafts: Any) -> None:
-        """Have drafts verified by the next step, unless too many requests run."""
-        if len(self._scheduler.running) <= self._most_running:
+        """Have drafts verified by the next step, as long as they may be, unless too many requests run."""
+        if self._length and len(self._scheduler.running) <= self._asked.cap:
+            drafts.draft_token_ids = [draft[: self._length] for draft in drafts.draft_token_ids]
             self._take_drafts(drafts)
 
     def _scheduled(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,6 +173,7 @@ class VllmSpeculation:
         self.drafted = {
             key: sum(token >= 0 for token in draft) for key, draft in step.scheduled_spec_decode_tokens.items()
         }
+        self.drafts += sum(count > 0 for count in self.drafted.values())
         self.drafted_tokens += sum(self.drafted.values())
         return step
 

@@ -22,6 +22,7 @@ class Figures(NamedTuple):
     kept_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
+    drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -56,6 +57,7 @@ class VllmScheduler:
             kept_tokens=self._page_tokens * max(0, len(pool.cached_block_hash_to_block) - used_and_cached),
             prefilled_tokens=self._prefilled_tokens,
             cached_tokens=self._cached_tokens,
+            drafts=self._speculation.drafts,
             drafted_tokens=self._speculation.drafted_tokens,
             accepted_tokens=self._speculation.accepted_tokens,
         )

@@ -241,6 +241,9 @@ ADDED = (
     '{"type":"MemberInFlight","trajectory":10,"version":0,"tokens":7,"sampled":true,"scored":true,"reward":0.5},'
     '{"type":"MemberInFlight","trajectory":9}]}]},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"safe":[[5,2]]},"commands":[]}',
+    '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"steps":{"type":"StepsTaken",'
+    '"running":1,"kv_tokens":9,"seconds":0.5,"tokens":3,"drafts":1,"drafted_tokens":2,"accepted_tokens":1}},'
+    '"commands":[{"type":"Speculate","instance":"b","length":4,"cause":"InstanceReported#7"}]}',
     '{"now":1.5,"event":{"type":"InstanceLeaving","instance":"b"},"commands":[]}',
     '{"now":1.5,"event":{"type":"EnvironmentAnswered","trajectory":7,"epoch":1,"tokens":9},'
     '"commands":[{"type":"Act","trajectory":7,"epoch":1,"cause":"TrajectorySampled#7"},'

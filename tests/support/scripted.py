@@ -261,6 +261,9 @@ class VirtualEngine:
             except TimeoutError:
                 continue
 
+    def speculate(self, length: int) -> None:
+        """It drafts nothing."""
+
     def drafts_for(self) -> tuple[TrajectoryId, ...]:
         return ()
 

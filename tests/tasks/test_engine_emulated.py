@@ -19,11 +19,13 @@ from stores.parameters import ParameterFolder
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from tasks.engines.base import Engine
 from tasks.engines.cost_model import CostModel
+from tasks.engines.decoding import Drafting
 from tasks.engines.emulated import Clock, EmulatedEngine, weights, word_logprobs
 from tasks.engines.settings import EmulatedSettings
 from tasks.names import REWARD_TOKEN
 from tasks.workload import DrawnWorkload, WorkloadSettings
 from tests.tasks.engine_conformance import ReusingEngineTests, asked_beside, collect, request, tokens_of
+from tests.tasks.speculation_checks import check_that_lengths_are_obeyed
 
 COST = CostModel(k1=0.0, k2=0.004, k3=0.00005, k4=0.001, b=0.002, prefill=0.00001)
 
@@ -242,3 +244,22 @@ def test_what_is_kept_for_a_turn_to_come_is_let_go_when_there_is_none() -> None:
         assert engine.load_statistics().kept_tokens == held[2]
     finally:
         engine.close()
+
+
+def test_as_many_tokens_are_drafted_as_the_engine_is_told() -> None:
+    drafting = Drafting(length=0, most_running=1000, acceptance=0.5)
+    long = workload(median=3000.0, sigma=0.0, max_tokens=3000)
+    engine = EmulatedEngine(settings(drafting=drafting, workload=long, time_scale=1.0), InstanceId("rollout-0"))
+    check_that_lengths_are_obeyed(engine, more=3)
+    engine.close()
+
+
+class TestDraftingEmulatedEngine(TestEmulatedEngine):
+    """The conformance suite while every request is drafted for at every step."""
+
+    @pytest.fixture
+    def engine(self, clock: FaultyClock) -> Iterator[EmulatedEngine]:
+        drafting = Drafting(length=4, most_running=1000, acceptance=0.6)
+        one = EmulatedEngine(settings(drafting=drafting), InstanceId("rollout-0"), clock)
+        yield one
+        one.close()

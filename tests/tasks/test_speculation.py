@@ -23,6 +23,7 @@ from tests.tasks.speculation_checks import (
     Exact,
     check_distribution,
     check_that_it_would_show,
+    check_that_lengths_are_obeyed,
     drafter_of,
     greedy_responses,
     sharpened,
@@ -37,9 +38,9 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def speculating(model: Path, length: int = 3, **changes: Any) -> Iterator[TransformersEngine]:
+def speculating(model: Path, length: int = 3, most_running: int = 1000, **changes: Any) -> Iterator[TransformersEngine]:
     torch.set_num_threads(1)
-    speculation = Speculation(length=length, most_running=1000)
+    speculation = Speculation(length=length, most_running=most_running)
     given = model_settings(model) | {"eos": (), "max_running": 256, "kv_tokens": 16384, "speculation": speculation}
     one = TransformersEngine(TransformersSettings(**(given | changes)), InstanceId("rollout-0"))
     yield one
@@ -131,6 +132,12 @@ def test_what_was_drafted_for_a_request_is_told_where_it_is_stopped(model: Path)
         assert engine._steps[0.001].counts == {}
     assert stopped.drafted_tokens == load.drafted_tokens > 0
     assert stopped.accepted_tokens == load.accepted_tokens
+
+
+def test_as_many_tokens_are_drafted_as_the_engine_is_told(model: Path) -> None:
+    """Close to greedy, so that a response repeats itself and there is something to draft."""
+    with speculating(model, most_running=0, temperature=0.001) as engine:
+        check_that_lengths_are_obeyed(engine)
 
 
 def test_a_response_keeps_no_drafted_token_behind_its_end_or_its_limit() -> None:

@@ -17,7 +17,14 @@ from tasks.engines import drafting
 from tasks.engines.settings import Speculation, VllmSettings
 from tests.tasks import test_engine_vllm
 from tests.tasks.engine_conformance import model_settings
-from tests.tasks.speculation_checks import Exact, check_distribution, drafter_of, greedy_responses, sharpened
+from tests.tasks.speculation_checks import (
+    Exact,
+    check_distribution,
+    check_that_lengths_are_obeyed,
+    drafter_of,
+    greedy_responses,
+    sharpened,
+)
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -34,8 +41,10 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def speculating(model: Path, length: int = 3, source: str = "responses", **changes: Any) -> Iterator[VllmEngine]:
-    speculation = Speculation(length=length, source=source, most_running=1000)
+def speculating(
+    model: Path, length: int = 3, source: str = "responses", most_running: int = 1000, **changes: Any
+) -> Iterator[VllmEngine]:
+    speculation = Speculation(length=length, source=source, most_running=most_running)
     given = model_settings(model) | {"eos": (), "max_running": 128, "kv_tokens": 16384, "speculation": speculation}
     one = VllmEngine(VllmSettings(**(given | changes)), InstanceId("rollout-0"))
     yield one
@@ -80,6 +89,12 @@ def test_greedy_responses_are_the_same_token_by_token(model: Path, monkeypatch: 
         assert greedy_responses(engine) == expected
         load = engine.load_statistics()
     assert load.drafted_tokens > load.accepted_tokens > 0
+
+
+def test_as_many_tokens_are_drafted_as_the_engine_is_told(model: Path) -> None:
+    """Close to greedy, so that a response repeats itself and there is something to draft."""
+    with speculating(model, most_running=0, temperature=0.001) as engine:
+        check_that_lengths_are_obeyed(engine)
 
 
 class TestSpeculatingVllmEngine(test_engine_vllm.TestVllmEngine):
