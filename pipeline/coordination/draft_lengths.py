@@ -168,6 +168,8 @@ class DraftLengths:
         self._seconds = np.zeros((0, most + 1))
         """Seconds that a token of a request takes, by the requests that run less one, and by length."""
         self._best = np.zeros(0, np.int64)
+        self.rates = DraftRates()
+        """As last learned."""
 
     def hear(self, instance: InstanceId, length: int, steps: StepsTaken) -> None:
         """Learn from what an instance that drafts up to `length` tokens has decoded since its report before. Only if it
@@ -199,7 +201,7 @@ class DraftLengths:
         each_kv = float(fleet.kv_tokens.sum()) / total if total else 0.0
         running = np.arange(1.0, most_running + 1)
         lengths = np.arange(self._most + 1, dtype=np.float64)
-        found = rates(self._seen, self._most)
+        self.rates = found = rates(self._seen, self._most)
         tokens = running[:, None] * (1.0 + found.drafted(lengths))
         kv_tokens = np.broadcast_to((running * each_kv)[:, None], tokens.shape)
         self._seconds = self._seconds_of.drafted(tokens, kv_tokens) / found.gained(lengths)

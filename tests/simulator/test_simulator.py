@@ -32,7 +32,7 @@ from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.errors import ActorLost, ConfigError, RunStuck
 from stores.trajectory import Fate
 from tasks.engines.cost_model import CostModel
-from tasks.engines.decoding import DecodingInstance, DraftedTokens, Drafting
+from tasks.engines.decoding import DecodingInstance
 from tasks.workload import Turn
 
 BASE = {
@@ -106,58 +106,6 @@ def test_an_interrupted_response_goes_on_elsewhere_with_one_more_prefill() -> No
     assert (ended.tokens, ended.epoch) == (100, 2)
     assert first.work.tokens + second.work.tokens == 100
     assert second.work.reprefilled == 10 + tokens
-
-
-def test_accepted_drafts_make_whole_steps_fewer() -> None:
-    cost = CostModel(k1=0.0, k2=0.004, k3=0.0002, k4=0.001, b=0.002, prefill=0.0)
-    drafting = Drafting(length=4, most_running=2, acceptance=1.0)
-    instance = DecodingInstance(cost, kv_capacity=10**6, max_running=8, drafting=drafting)
-    for i in range(3):
-        instance.submit(0.0, i, 1, 10, 0, (Turn(100 if i else 50),))
-    first, *others = instance.advance(1e9)
-    # While three run, beyond most_running, each token takes a step of three; then five tokens take one that verifies
-    # ten tokens of two requests.
-    assert first.at_s == pytest.approx(50 * cost.step_s(3, 0))
-    assert first.drafts == DraftedTokens()
-    assert [one.at_s for one in others] == pytest.approx([first.at_s + 50 / 5 * cost.step_s(10, 0)] * 2)
-    assert [one.drafts.counts() for one in others] == [{"drafted_tokens": 40, "accepted_tokens": 40}] * 2
-    assert (instance.work.drafted, instance.work.accepted) == pytest.approx((80, 80))
-    assert instance.work.tokens == 250
-
-
-def test_rejected_drafts_cost_their_compute_and_bring_nothing() -> None:
-    ends = {}
-    for acceptance in (0.0, 0.5):
-        drafting = Drafting(length=2, most_running=8, acceptance=acceptance)
-        instance = DecodingInstance(COST, kv_capacity=10**6, max_running=8, drafting=drafting)
-        for i in range(8):
-            instance.submit(0.0, i, 1, 10, 0, (Turn(70),))
-        ended = instance.advance(1e9)
-        ends[acceptance] = ended[-1].at_s
-        assert {one.drafts.counts()["accepted_tokens"] for one in ended[1:]} <= ({0} if not acceptance else {29, 30})
-    plain = DecodingInstance(COST, kv_capacity=10**6, max_running=8)
-    for i in range(8):
-        plain.submit(0.0, i, 1, 10, 0, (Turn(70),))
-    undrafted_s = plain.advance(1e9)[-1].at_s
-    assert ends[0.5] < undrafted_s < ends[0.0]
-
-
-def test_the_best_draft_is_long_where_few_run_and_none_where_many_do() -> None:
-    lengths = [COST.best_length(running, 0.0, 4, 0.6) for running in (0, 1, 2, 8, 64, 1024)]
-    assert lengths == [0, 4, *sorted(lengths[2:], reverse=True)]
-    assert lengths[-1] == 0
-    for running, best in zip((1, 2, 8, 64), lengths[1:], strict=False):
-        took = [COST.drafting(n, 0.6).step_s(running, 0.0) for n in range(5)]
-        assert took[best] == min(took)
-    assert COST.best_length(1, 0.0, 4, 0.0) == 0
-
-
-def test_a_job_that_drafts_nothing_runs_as_one_that_says_nothing_of_drafts() -> None:
-    plain, drafting = run(job()), run(job(workload__acceptance=0.1))
-    assert plain.steps == drafting.steps
-    faster = run(job(rollout__engine__speculation__length=4, workload__acceptance=0.9))
-    assert faster.finished_s < plain.finished_s
-    assert sum(i.work.accepted for i in faster.instances) > 0
 
 
 def test_a_full_cache_preempts_the_newest_and_loses_nothing() -> None:

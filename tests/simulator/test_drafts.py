@@ -1,0 +1,162 @@
+"""Speculation in virtual time: what drafts cost and bring, and that the coordinator finds out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import actor_settings, deciding
+from pipeline.config.schema import RunConfig
+from pipeline.coordination import journal
+from pipeline.coordination.commands import Command, Speculate
+from pipeline.coordination.events import Event
+from pipeline.simulator.body import SimulatedRun
+from tasks.engines.cost_model import CostModel
+from tasks.engines.decoding import DecodingInstance, DraftedTokens, Drafting
+from tasks.workload import Turn
+from tests.simulator.test_simulator import COST, job, run
+
+
+def test_accepted_drafts_make_whole_steps_fewer() -> None:
+    cost = CostModel(k1=0.0, k2=0.004, k3=0.0002, k4=0.001, b=0.002, prefill=0.0)
+    drafting = Drafting(length=4, most_running=2, acceptance=1.0)
+    instance = DecodingInstance(cost, kv_capacity=10**6, max_running=8, drafting=drafting)
+    for i in range(3):
+        instance.submit(0.0, i, 1, 10, 0, (Turn(100 if i else 50),))
+    first, *others = instance.advance(1e9)
+    # While three run, beyond most_running, each token takes a step of three; then five tokens take one that verifies
+    # ten tokens of two requests.
+    assert first.at_s == pytest.approx(50 * cost.step_s(3, 0))
+    assert first.drafts == DraftedTokens()
+    assert [one.at_s for one in others] == pytest.approx([first.at_s + 50 / 5 * cost.step_s(10, 0)] * 2)
+    assert [one.drafts.counts() for one in others] == [{"drafted_tokens": 40, "accepted_tokens": 40}] * 2
+    assert (instance.work.drafted, instance.work.accepted) == pytest.approx((80, 80))
+    assert instance.work.tokens == 250
+
+
+def test_rejected_drafts_cost_their_compute_and_bring_nothing() -> None:
+    ends = {}
+    for acceptance in (0.0, 0.5):
+        drafting = Drafting(length=2, most_running=8, acceptance=acceptance)
+        instance = DecodingInstance(COST, kv_capacity=10**6, max_running=8, drafting=drafting)
+        for i in range(8):
+            instance.submit(0.0, i, 1, 10, 0, (Turn(70),))
+        ended = instance.advance(1e9)
+        ends[acceptance] = ended[-1].at_s
+        assert {one.drafts.counts()["accepted_tokens"] for one in ended[1:]} <= ({0} if not acceptance else {29, 30})
+    plain = DecodingInstance(COST, kv_capacity=10**6, max_running=8)
+    for i in range(8):
+        plain.submit(0.0, i, 1, 10, 0, (Turn(70),))
+    undrafted_s = plain.advance(1e9)[-1].at_s
+    assert ends[0.5] < undrafted_s < ends[0.0]
+
+
+def test_the_best_draft_is_long_where_few_run_and_none_where_many_do() -> None:
+    lengths = [COST.best_length(running, 0.0, 4, 0.6) for running in (0, 1, 2, 8, 64, 1024)]
+    assert lengths == [0, 4, *sorted(lengths[2:], reverse=True)]
+    assert lengths[-1] == 0
+    for running, best in zip((1, 2, 8, 64), lengths[1:], strict=False):
+        took = [COST.drafting(n, 0.6).step_s(running, 0.0) for n in range(5)]
+        assert took[best] == min(took)
+    assert COST.best_length(1, 0.0, 4, 0.0) == 0
+
+
+def test_a_job_that_drafts_nothing_runs_as_one_that_says_nothing_of_drafts() -> None:
+    plain, drafting = run(job()), run(job(workload__acceptance=0.1))
+    assert plain.steps == drafting.steps
+    faster = run(job(rollout__engine__speculation__length=4, workload__acceptance=0.9))
+    assert faster.finished_s < plain.finished_s
+    assert sum(i.work.accepted for i in faster.instances) > 0
+
+
+def test_what_is_under_way_counts_as_done_by_now() -> None:
+    drafting = Drafting(length=3, most_running=8, acceptance=0.5)
+    watched, other = (DecodingInstance(COST, kv_capacity=10**6, max_running=8, drafting=drafting) for _ in range(2))
+    for instance in (watched, other):
+        for i in range(4):
+            instance.submit(0.0, i, 1, 10, 0, (Turn(100 + i),))
+    seen = [watched.work_by(now / 100) for now in range(0, 100)]
+    assert [one.tokens for one in seen] == sorted(one.tokens for one in seen)
+    assert watched.work == other.work  # asking changes nothing
+    middle = seen[20]
+    assert middle.tokens == sum(n for _, n in watched.progress(0.2)) > 0
+    assert middle.decode_s <= 0.2
+    assert middle.drafted == pytest.approx(3 * middle.drafts)
+    assert middle.accepted == pytest.approx(middle.tokens - middle.drafts)
+    watched.advance(1e9)
+    assert watched.work_by(1e9) == watched.work
+
+
+def test_an_instance_drafts_as_it_is_told_from_the_next_step_on() -> None:
+    cost = CostModel(k1=0.0, k2=0.004, k3=0.0, k4=0.0, b=0.0)
+    instance = DecodingInstance(
+        cost, kv_capacity=10**6, max_running=8, drafting=Drafting(most_running=8, acceptance=1.0)
+    )
+    instance.submit(0.0, 0, 1, 10, 0, (Turn(100),))
+    instance.advance(0.2)
+    instance.speculate(0.2, 4)
+    instance.advance(0.24)
+    instance.speculate(0.24, 0)
+    (ended,) = instance.advance(1e9)
+    assert ended.at_s == pytest.approx(0.2 + 50 / 5 * 0.004)
+    assert ended.drafts.counts() == {"drafted_tokens": 40, "accepted_tokens": 40}
+
+
+COST_OF_JOB = deciding.cost_model(job())
+DECIDED = {"rollout__engine__speculation__length": 6, "workload__median": 200.0, "rollout__max_new_tokens": 2000}
+
+
+def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
+    """A whole run of a job, and of each Speculate: the requests that its instance ran, and the length."""
+    found: list[tuple[int, int]] = []
+
+    def observe(_: float, event: Event, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Speculate):
+                found.append((one.coordinator.loads()[command.instance], command.length))
+
+    one = SimulatedRun(config, actor_settings.make_workload(config), validate_each=True, observe=observe)
+    one.run()
+    return one, found
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.9])
+def test_the_coordinator_finds_out_how_much_is_accepted(acceptance: float) -> None:
+    """From reports alone; and drafts more where more is accepted, and where less runs."""
+    one, commands = told(job(workload__acceptance=acceptance, **DECIDED))
+    drafts = one.coordinator._drafts
+    assert drafts is not None
+    assert drafts.rates.accepted == pytest.approx(acceptance, abs=0.1)
+    assert commands
+    alone = drafts.costs.step_s(1, 0)
+    assert alone == pytest.approx(min(COST_OF_JOB.drafting(n, acceptance).step_s(1, 0) for n in range(7)), rel=0.1)
+
+
+def test_where_drafts_do_not_pay_they_cost_next_to_nothing() -> None:
+    """None is ever accepted, and verifying costs as much as decoding: a few trials are all that is lost."""
+    costly = {"rollout__cost__k2": 0.0, "rollout__cost__k3": 0.005, "rollout__cost__k4": 0.0, "rollout__cost__b": 0.0}
+    plain = run(job(**(DECIDED | costly | {"rollout__engine__speculation__length": 0})))
+    drafting = run(job(workload__acceptance=0.0, **DECIDED, **costly))
+    assert drafting.finished_s < 1.02 * plain.finished_s
+    drafted = sum(i.work.drafted for i in drafting.instances)
+    assert drafted < 0.02 * sum(i.work.tokens for i in drafting.instances)
+
+
+def test_its_own_decisions_are_no_worse_than_any_fixed_rule() -> None:
+    config = {"workload__acceptance": 0.6, **DECIDED, "rollout__routing": "least_requests", "staleness__eta": 0}
+    fixed = [
+        run(job(**config, rollout__engine__speculation__most_running=most)).finished_s for most in (1, 2, 4, 8, 16)
+    ]
+    assert run(job(**config)).finished_s < 1.03 * min(fixed)
+
+
+def test_a_run_that_decides_drafts_is_replayed_to_the_same_commands(tmp_path: Path) -> None:
+    config, path = job(workload__acceptance=0.6, **DECIDED), tmp_path / "events.jsonl"
+    written = journal.Journal(path)
+    one = SimulatedRun(config, actor_settings.make_workload(config), observe=written.append)
+    one.run()
+    written.close()
+    assert one.trace.commands["Speculate"] > 0
+    replayed = journal.replay(deciding.make_coordinator(config), journal.read(path))
+    assert replayed.difference == ""
