@@ -15,7 +15,7 @@ import pytest
 
 from stores.errors import ActorLost, StoreError
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, Failed, Request, Sampled
+from tasks.engines.base import Engine, EngineLoad, Failed, Request, Sampled
 
 PATIENCE_S = 60.0
 
@@ -423,3 +423,42 @@ class ReusingEngineTests(EngineTests):
         self.turn(engine, context, 2)
         assert self.counts(engine) == (len(PROMPT) + len(context), 0)
         self.check_logprobs(reference, context)
+
+
+def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
+    """An engine that the coordinator decides for drafts nothing until it is told to, then as many tokens as it is told,
+    up to 3, and nothing again, also for requests that run; whoever takes it over begins anew. more: told than 1."""
+    engine.submit([request(0, max_new_tokens=3000)])
+    wait_until_sampling(engine, 40)
+    assert engine.load_statistics().drafts == 0
+    assert engine.drafts_for() == ()
+    engine.speculate(1)
+    before = _drafted(engine, 40)
+    assert engine.drafts_for() in ((TrajectoryId(0),), ())  # of the emulated engine, none
+    assert before.drafts > 0
+    assert before.drafted_tokens == before.drafts
+    engine.speculate(more)
+    load = _drafted(engine, before.drafts + 40)
+    longer = load.drafted_tokens - before.drafted_tokens
+    assert load.drafts - before.drafts < longer <= 3 * (load.drafts - before.drafts) + 2
+    engine.speculate(0)
+    engine.interrupt([TrajectoryId(0)])
+    off = engine.load_statistics()
+    engine.submit([request(1, max_new_tokens=3000)])
+    wait_until_sampling(engine, 40)
+    assert engine.load_statistics().drafts == off.drafts
+    engine.speculate(3)
+    _drafted(engine, off.drafts + 1)
+    engine.begin_again(InstanceId("rollout-1"))
+    engine.submit([request(2, max_new_tokens=3000)])
+    wait_until_sampling(engine, 40)
+    assert engine.load_statistics().drafts == 0
+
+
+def _drafted(engine: Engine, least: int) -> EngineLoad:
+    """Its load once so many drafts have been verified."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (load := engine.load_statistics()).drafts < least:
+        assert time.monotonic() < deadline, load
+        time.sleep(0.001)
+    return load

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from stores.trajectory import InstanceId, TrajectoryId
 from tasks.engines import drafting
 from tasks.engines.base import Engine, EngineLoad, Sampled
 from tasks.engines.drafting import Drafter
-from tests.tasks.engine_conformance import PATIENCE_S, collect, logprobs_of, request, tokens_of, wait_until_sampling
+from tests.tasks.engine_conformance import collect, logprobs_of, request, tokens_of
 
 PROMPT = (3, 10, 14, 7)
 LENGTH = 4
@@ -163,42 +161,3 @@ def greedy_responses(engine: Engine) -> list[list[int]]:
     engine.submit([request(10**6 + i, prompt=prompts[i % 4], max_new_tokens=60, greedy=True) for i in range(8)])
     done = collect(engine, 8)
     return [tokens_of(done[10**6 + i]) for i in range(8)]
-
-
-def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
-    """An engine that the coordinator decides for drafts nothing until it is told to, then as many tokens as it is told,
-    up to 3, and nothing again, also for requests that run; whoever takes it over begins anew. more: told than 1."""
-    engine.submit([request(0, max_new_tokens=3000)])
-    wait_until_sampling(engine, 40)
-    assert engine.load_statistics().drafts == 0
-    assert engine.drafts_for() == ()
-    engine.speculate(1)
-    before = _drafted(engine, 40)
-    assert engine.drafts_for() in ((TrajectoryId(0),), ())  # of the emulated engine, none
-    assert before.drafts > 0
-    assert before.drafted_tokens == before.drafts
-    engine.speculate(more)
-    load = _drafted(engine, before.drafts + 40)
-    longer = load.drafted_tokens - before.drafted_tokens
-    assert load.drafts - before.drafts < longer <= 3 * (load.drafts - before.drafts) + 2
-    engine.speculate(0)
-    engine.interrupt([TrajectoryId(0)])
-    off = engine.load_statistics()
-    engine.submit([request(1, max_new_tokens=3000)])
-    wait_until_sampling(engine, 40)
-    assert engine.load_statistics().drafts == off.drafts
-    engine.speculate(3)
-    _drafted(engine, off.drafts + 1)
-    engine.begin_again(InstanceId("rollout-1"))
-    engine.submit([request(2, max_new_tokens=3000)])
-    wait_until_sampling(engine, 40)
-    assert engine.load_statistics().drafts == 0
-
-
-def _drafted(engine: Engine, least: int) -> EngineLoad:
-    """Its load once so many drafts have been verified."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (load := engine.load_statistics()).drafts < least:
-        assert time.monotonic() < deadline, load
-        time.sleep(0.001)
-    return load

@@ -24,8 +24,14 @@ from tasks.engines.emulated import Clock, EmulatedEngine, weights, word_logprobs
 from tasks.engines.settings import EmulatedSettings
 from tasks.names import REWARD_TOKEN
 from tasks.workload import DrawnWorkload, WorkloadSettings
-from tests.tasks.engine_conformance import ReusingEngineTests, asked_beside, collect, request, tokens_of
-from tests.tasks.speculation_checks import check_that_lengths_are_obeyed
+from tests.tasks.engine_conformance import (
+    ReusingEngineTests,
+    asked_beside,
+    check_that_lengths_are_obeyed,
+    collect,
+    request,
+    tokens_of,
+)
 
 COST = CostModel(k1=0.0, k2=0.004, k3=0.00005, k4=0.001, b=0.002, prefill=0.00001)
 

@@ -18,12 +18,18 @@ from tasks.engines.drafted_steps import accepted
 from tasks.engines.settings import Speculation, TransformersSettings
 from tasks.engines.transformers import TransformersEngine
 from tests.tasks import test_engine_transformers
-from tests.tasks.engine_conformance import collect, model_settings, request, tokens_of, wait_until_sampling
+from tests.tasks.engine_conformance import (
+    check_that_lengths_are_obeyed,
+    collect,
+    model_settings,
+    request,
+    tokens_of,
+    wait_until_sampling,
+)
 from tests.tasks.speculation_checks import (
     Exact,
     check_distribution,
     check_that_it_would_show,
-    check_that_lengths_are_obeyed,
     drafter_of,
     greedy_responses,
     sharpened,

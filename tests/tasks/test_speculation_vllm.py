@@ -16,11 +16,10 @@ from stores.trajectory import InstanceId
 from tasks.engines import drafting
 from tasks.engines.settings import Speculation, VllmSettings
 from tests.tasks import test_engine_vllm
-from tests.tasks.engine_conformance import model_settings
+from tests.tasks.engine_conformance import check_that_lengths_are_obeyed, model_settings
 from tests.tasks.speculation_checks import (
     Exact,
     check_distribution,
-    check_that_lengths_are_obeyed,
     drafter_of,
     greedy_responses,
     sharpened,
