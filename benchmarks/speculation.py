@@ -1,34 +1,54 @@
 """Tokens per processor second of vLLM with and without speculation, by requests that run at once and source of drafts.
 
-    python -m benchmarks.speculation --model FOLDER
+    python -m benchmarks.speculation FOLDER
 
 Each kind of engine samples the same groups in turn, in one process per kind that takes its turns with the others: each
 round, each kind samples `--running` requests of one prompt to their end. Rounds after the first see prompts again, as
 epochs do: what `responses` knows then is what ran here before. A processor second is that of the whole process, which
-other work on the machine changes little.
+other work on the machine changes little. `decided` drafts as `responses` does, as many tokens as the coordinator's rule
+says from reports of this engine, of which it knows nothing at first: its cost model is the default one.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import multiprocessing
 import os
 import resource
+import time
 from multiprocessing.connection import Connection
 from typing import Any
+
+from pipeline.config.schema import CostConfig
+from pipeline.coordination.draft_lengths import DraftLengths
+from pipeline.coordination.events import StepsTaken
+from pipeline.coordination.fleet import MutableFleet
+from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from tasks.engines.base import Engine, Request, Sampled
+from tasks.engines.cost_model import CostModel
+from tasks.engines.settings import Speculation, VllmSettings
 
 PROMPTS = (
     "What is 17 + 25 + 8? Show the sum step by step.",
     "List the days of the week, then the months of the year.",
     "Write a short story about a fox and a crow.",
 )
-KINDS = {"off": (0, "responses"), "responses": (4, "responses"), "ngram": (4, "ngram")}
+KINDS = {
+    "off": (0, "responses", 1000),
+    "responses": (4, "responses", 1000),
+    "decided": (4, "responses", 0),
+    "ngram": (4, "ngram", 1000),
+}
+"""By name: tokens drafted, what from, and up to how many requests; 0: it is decided."""
+REPORT_S = 0.2
+"""Seconds between two reports of an engine for which it is decided."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a causal LM with its tokenizer")
-    parser.add_argument("--kinds", nargs="+", default=["off", "responses"], choices=KINDS)
+    parser.add_argument("model", help="folder of a causal LM with its tokenizer")
+    parser.add_argument("--kinds", nargs="+", default=["off", "responses", "decided"], choices=KINDS)
     parser.add_argument("--running", nargs="+", type=int, default=[1, 4, 16], help="requests of a group")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a response")
     parser.add_argument("--rounds", type=int, default=2, help="times that each prompt is sampled")
@@ -68,15 +88,11 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from transformers import AutoTokenizer
 
-    from stores.trajectory import InstanceId, TrajectoryId
-    from tasks.engines.base import Request, Sampled
-    from tasks.engines.settings import Speculation, VllmSettings
-
-    length, source = KINDS[kind]
+    length, source, most_running = KINDS[kind]
     settings = VllmSettings(
         model=args.model, dtype="float32", device="cpu", temperature=args.temperature, max_running=64, kv_tokens=16384,
         page_tokens=32, max_batch_tokens=1024, eos=(), seed=0,
-        speculation=Speculation(length=length, source=source, most_running=1000),
+        speculation=Speculation(length=length, source=source, most_running=most_running),
     )  # fmt: skip
     engine = settings.build(InstanceId(kind), 1)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -88,6 +104,7 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
         else tuple(tokenizer("1+2")["input_ids"])
         for text in PROMPTS[: args.prompts]
     ]
+    decides = Decides(engine, length) if not most_running else None
     asked.send("built")
     number = 0
     while (group := asked.recv()) is not None:
@@ -100,7 +117,9 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
             )
             left = running
             while left:
-                left -= sum(isinstance(event, Sampled) for event in engine.events(1.0))
+                left -= sum(isinstance(event, Sampled) for event in engine.events(REPORT_S if decides else 1.0))
+                if decides is not None:
+                    decides.report()
         after = engine.load_statistics()
         asked.send(
             (
@@ -111,6 +130,41 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
             )
         )
     engine.close()
+
+
+class Decides:
+    """The coordinator's rule for one engine."""
+
+    def __init__(self, engine: Engine, most: int) -> None:
+        self._engine, self._load = engine, engine.load_statistics()
+        self._drafts = DraftLengths(CostModel(**dataclasses.asdict(CostConfig())), most)
+        self._fleet = MutableFleet()
+        self._one = self._fleet.join(InstanceId("decided"), PolicyVersion(0), 16384, 64)
+        self._reported_s = time.monotonic()
+
+    def report(self) -> None:
+        """Tell it what the engine has decoded, if it is time, what runs now, and the engine what was decided."""
+        load, before = self._engine.load_statistics(), self._load
+        if time.monotonic() - self._reported_s >= REPORT_S:
+            self._reported_s, self._load = time.monotonic(), load
+            taken = StepsTaken(
+                running=load.running - load.waiting,
+                kv_tokens=load.kv_tokens,
+                seconds=load.busy_s - before.busy_s,
+                tokens=load.tokens_sampled - before.tokens_sampled,
+                drafts=load.drafts - before.drafts,
+                drafted_tokens=load.drafted_tokens - before.drafted_tokens,
+                accepted_tokens=load.accepted_tokens - before.accepted_tokens,
+            )
+            self._drafts.hear(self._one.instance, self._one.draft_length, taken)
+            self._drafts.replan(self._fleet)
+        for gone in list(self._one.trajectories):
+            self._fleet.remove(self._one, gone, 0)
+        for trajectory, _ in load.progress:
+            self._fleet.add(self._one, trajectory, 0, 1.0)
+        for row, length in self._drafts.due(self._fleet):
+            self._fleet.set_draft_length(self._fleet[row], length)
+            self._engine.speculate(length)
 
 
 def _processor_s() -> float:

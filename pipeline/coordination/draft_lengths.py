@@ -117,41 +117,50 @@ def rates(seen: DraftsSeen, most: int) -> DraftRates:
     )
 
 
-class StepSeconds:
-    """Seconds of a decode step by the tokens that it computes, drafted ones included: those of the cost model, each
-    corrected by what steps of about as many tokens took. Steps with drafts have a factor of their own, too, for what
-    drafting costs."""
+class Factors:
+    """By how much steps take longer than was predicted, by the tokens that they compute: the median of those of a size,
+    and between sizes that were seen what lies between."""
 
-    def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
+    def __init__(self) -> None:
         self._by_size: dict[int, deque[float]] = {}
-        self._of_drafts: deque[float] = deque([1.0], maxlen=STEPS_KEPT)
 
-    def observe(self, tokens: float, kv_tokens: float, step_s: float, *, drafted: bool) -> None:
-        """A step that computed so many tokens took so long. drafted: some of them were drafts."""
-        factor = step_s / float(self._cost.steps_s(np.asarray(tokens), np.asarray(float(kv_tokens))))
-        if drafted:
-            self._of_drafts.append(factor / float(self._factors(np.asarray(tokens))))
-        else:
-            size = round(SIZES * math.log2(tokens))
-            self._by_size.setdefault(size, deque(maxlen=STEPS_KEPT)).append(factor)
+    def add(self, tokens: float, factor: float) -> None:
+        size = round(SIZES * math.log2(tokens))
+        self._by_size.setdefault(size, deque(maxlen=STEPS_KEPT)).append(factor)
 
-    def plain(self, tokens: Numbers, kv_tokens: Numbers) -> Numbers:
-        """Seconds of steps without drafts."""
-        return self._cost.steps_s(tokens, kv_tokens) * self._factors(tokens)
-
-    def drafted(self, tokens: Numbers, kv_tokens: Numbers) -> Numbers:
-        """Seconds of steps with drafts; tokens: with these."""
-        return self.plain(tokens, kv_tokens) * float(np.median(self._of_drafts))
-
-    def _factors(self, tokens: Numbers) -> Numbers:
-        """By how much steps take longer than the cost model says: as those of the sizes seen next to theirs."""
+    def of(self, tokens: Numbers) -> Numbers:
         if not self._by_size:
             return np.ones_like(tokens)
         sizes = sorted(self._by_size)
         known = [float(np.median(self._by_size[size])) for size in sizes]
         factors: Numbers = np.interp(SIZES * np.log2(np.maximum(tokens, 1.0)), sizes, known)
         return factors
+
+
+class StepSeconds:
+    """Seconds of a decode step by the tokens that it computes, drafted ones included: those of the cost model, each
+    corrected by what steps of about as many tokens took; with drafts once more, for what drafting costs."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._factors = Factors()
+        self._of_drafts = Factors()
+
+    def observe(self, tokens: float, kv_tokens: float, step_s: float, *, drafted: bool) -> None:
+        """A step that computed so many tokens took so long. drafted: some of them were drafts."""
+        size, held = np.asarray(tokens), np.asarray(float(kv_tokens))
+        if drafted:
+            self._of_drafts.add(tokens, step_s / float(self.plain(size, held)))
+        else:
+            self._factors.add(tokens, step_s / float(self._cost.steps_s(size, held)))
+
+    def plain(self, tokens: Numbers, kv_tokens: Numbers) -> Numbers:
+        """Seconds of steps without drafts."""
+        return self._cost.steps_s(tokens, kv_tokens) * self._factors.of(tokens)
+
+    def drafted(self, tokens: Numbers, kv_tokens: Numbers) -> Numbers:
+        """Seconds of steps with drafts; tokens: with these."""
+        return self.plain(tokens, kv_tokens) * self._of_drafts.of(tokens)
 
 
 class DraftLengths:
