@@ -288,7 +288,7 @@ def _same(first: ChatRequest, second: ChatRequest) -> bool:
 
     def asks(request: ChatRequest) -> tuple[Any, ...]:
         messages = tuple(message.canonical for message in request.messages)
-        return messages, request.token_ids, request.tools, request.max_tokens, request.auxiliary
+        return messages, request.token_ids, request.tools, request.max_tokens, request.stop, request.auxiliary
 
     return asks(first) == asks(second)
 
