@@ -12,10 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+from pipeline.config import actor_settings, loading
 from stores.errors import ConfigError
+from tasks.endpoint.requests import Refused
 from tasks.endpoint.server import EndpointServer
-from tasks.endpoint.sessions import AgentSession
+from tasks.endpoint.sessions import AgentSession, Sessions
 from tasks.endpoint.settings import EndpointConfig, EndpointSettings
+from tasks.episodes.host import EpisodeSettings
 from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw, running, serving, turn
 
 LIMITED = {"model": "m", "messages": HELLO}
@@ -181,3 +184,54 @@ def test_with_a_certificate_it_speaks_https(tmp_path: Path) -> None:
             await bad.start()
 
     running(work())
+
+
+def test_a_key_of_a_lost_endpoint_is_to_be_tried_again_until_its_episodes_have_begun_anew() -> None:
+    seconds = 100.0
+
+    def status(sessions: Sessions, key: str) -> int:
+        with pytest.raises(Refused) as found:
+            sessions.find(key)
+        assert (found.value.retry_s is not None) == (found.value.status == 503)
+        return found.value.status
+
+    async def work() -> None:
+        nonlocal seconds
+        lost, sessions = Sessions().open(), Sessions(now=lambda: seconds)
+        assert status(sessions, lost.key) == 401, "it is in no other's place"
+        sessions.replace_another(30.0)
+        mine, ended = sessions.open(), sessions.open()
+        assert status(sessions, lost.key) == 503
+        assert sessions.find(mine.key) is mine
+        for wrong in ("", "none", "a.b", f"{lost.key}x", lost.id):
+            assert status(sessions, wrong) == 401, "it is no key of any endpoint"
+        sessions.close(ended)
+        assert status(sessions, ended.key) == 401, "it is known"
+        seconds = 130.0
+        assert status(sessions, lost.key) == 401
+        assert sessions.find(mine.key) is mine
+
+    running(work())
+
+
+def test_an_endpoint_in_the_place_of_a_lost_one_has_its_clients_try_again() -> None:
+    async def work() -> None:
+        lost = Sessions().open()
+        for replaces_s, status, retry in ((0.0, 401, None), (60.0, 503, "1")):
+            server = EndpointServer(EndpointSettings(replaces_s=replaces_s))
+            await server.start()
+            async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
+                found = await chat(client, lost, HELLO)
+                assert (found.status_code, found.headers.get("Retry-After")) == (status, retry)
+            await server.stop()
+
+    running(work())
+
+
+def test_a_host_is_told_whether_it_is_in_the_place_of_a_lost_one(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("async def run(base_url, key, task):\n    return 1.0\n")
+    config = loading.load(job, (f"task.source=agent:{tmp_path}/agent.py:run", "task.options={}", "deadlines.call_s=7"))
+    for replaces, expected in ((False, 0.0), (True, 7.0)):
+        found = actor_settings.environment_settings(config, replaces=replaces)
+        assert isinstance(found, EpisodeSettings)
+        assert found.source.endpoint.replaces_s == expected
