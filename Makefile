@@ -65,7 +65,7 @@ $(AGENTS_STAMP): pyproject.toml constraints.txt
 	$(AGENTS_VENV)/bin/pip install -q --no-deps --target $(AGENTS_VENV)/mcp2 'mcp==2.0.0'
 	touch $@
 
-AGENT_TESTS := tests/tasks/test_endpoint.py tests/tasks/test_agents.py tests/tasks/test_agent_clients.py tests/tasks/test_agent_packages.py
+AGENT_TESTS := tests/tasks/test_endpoint.py tests/tasks/test_endpoint_refusals.py tests/tasks/test_endpoint_stop.py tests/tasks/test_agents.py tests/tasks/test_agent_clients.py tests/tasks/test_agent_packages.py
 
 test-agents: $(AGENTS_STAMP)  ## the endpoint with its clients' own packages: openai, verifiers, openenv
 	$(AGENTS_VENV)/bin/pytest -W default -m 'slow or not slow' $(AGENT_TESTS)

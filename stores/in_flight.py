@@ -41,6 +41,7 @@ from stores.spool_entries import (
     TrajectoriesRetired,
     TrajectoriesRouted,
 )
+from stores.stop_criteria import NO_STOP, StopCriteria
 from stores.trajectory import (
     AUXILIARY,
     Ended,
@@ -104,6 +105,8 @@ class InFlight:
     """How often live ones began again with their prompt."""
     turn_tokens: dict[TrajectoryId, int] = field(default_factory=dict)
     """Most tokens of the turns of live ones whose environments have said so."""
+    stops: dict[TrajectoryId, StopCriteria] = field(default_factory=dict)
+    """What else ends the turns of live ones whose environments have said so."""
     batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
     """By step: what it has taken, in the trainer's order."""
     ended: list[Ended] = field(default_factory=list)
@@ -228,6 +231,7 @@ class InFlight:
             routings=dict(self.routings),
             restarts=dict(self.restarts),
             turn_tokens=dict(self.turn_tokens),
+            stops=dict(self.stops),
             batches=dict(self.batches),
             ended=list(self.ended),
         )
@@ -297,6 +301,7 @@ class InFlight:
         )  # fmt: skip
         self.scored.discard(t.id)
         self.turn_tokens.pop(t.id, None)
+        self.stops.pop(t.id, None)
         self.routings[t.id] = LatestRouting(epoch, 0)
         self.restarts[t.id] = attempt
 
@@ -335,6 +340,9 @@ class InFlight:
         self.turn_tokens.pop(t.id, None)
         if entry.turn_tokens:
             self.turn_tokens[t.id] = entry.turn_tokens
+        self.stops.pop(t.id, None)
+        if entry.stop != NO_STOP:
+            self.stops[t.id] = entry.stop
         return True
 
     def _restart(self, entry: EpisodeRestarted) -> bool:
@@ -381,7 +389,7 @@ class InFlight:
         held = [t for t in (*self.live.values(), *self.set_aside()) if not is_evaluated(t.id)]
         scored = self.scored
         self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
-        self.turn_tokens = {}
+        self.turn_tokens, self.stops = {}, {}
         for t in sorted(held, key=lambda t: t.id):
             whole = all(s.version <= entry.version for s in t.segments)
             fresh = _started(t.id, t.group, t.prompt_tokens, min(t.timings.arrived_s, entry.at_s))
@@ -415,6 +423,7 @@ class InFlight:
         self.routings.pop(trajectory, None)
         self.restarts.pop(trajectory, None)
         self.turn_tokens.pop(trajectory, None)
+        self.stops.pop(trajectory, None)
         return self.live.pop(trajectory)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from stores.ledger_entries import Ending
+from stores.stop_criteria import NO_STOP, StopCriteria
 from stores.trajectory import (
     AbortReason,
     Fate,
@@ -67,7 +68,8 @@ class TokensDelivered:
 class AnswerGiven:
     """An environment has answered a turn. first: the position in the response of the first token of the answer; what
     was sampled before it is the turn. seconds: it took so long. turn_tokens: most of the turn that follows, if it has
-    said so; else 0. after: if a branch begins with it, see Given. auxiliary: whether that turn is not trained on."""
+    said so; else 0. stop: what else ends that turn. after: if a branch begins with it, see Given. auxiliary: whether
+    that turn is not trained on."""
 
     trajectory: TrajectoryId
     first: int
@@ -79,6 +81,7 @@ class AnswerGiven:
     turn_tokens: int = 0
     after: int | None = None
     auxiliary: bool = False
+    stop: StopCriteria = NO_STOP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +177,7 @@ def encode(entry: Entry) -> bytes:
             arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
         case AnswerGiven():
             head = ["given", entry.trajectory, entry.first, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
-            head += [entry.attempt]
-            if entry.after is not None or entry.auxiliary:
-                head += [entry.turn_tokens, entry.after, entry.auxiliary]
-            elif entry.turn_tokens:
-                head += [entry.turn_tokens]
+            head += [entry.attempt, *_next_turn(entry)]
             arrays = (entry.tokens.astype("<i4"),)
         case EpisodeRestarted():
             head = ["restarted", entry.trajectory, entry.tokens, entry.epoch, entry.attempt]
@@ -197,6 +196,15 @@ def encode(entry: Entry) -> bytes:
             head = ["evaluated", entry.at_s]
     text = json.dumps(head, separators=(",", ":")).encode()
     return b"".join([struct.pack("<I", len(text)), text, *(a.tobytes() for a in arrays)])
+
+
+def _next_turn(entry: AnswerGiven) -> list[Any]:
+    """What is said of the turn after an answer: as much as differs from what most entries say."""
+    if entry.stop != NO_STOP:
+        return [entry.turn_tokens, entry.after, entry.auxiliary, entry.stop.strings, entry.stop.token_ids]
+    if entry.after is not None or entry.auxiliary:
+        return [entry.turn_tokens, entry.after, entry.auxiliary]
+    return [entry.turn_tokens] if entry.turn_tokens else []
 
 
 def decode(data: bytes) -> Entry:
@@ -260,6 +268,8 @@ def _given(
     turn_tokens: int = 0,
     after: int | None = None,
     auxiliary: bool = False,
+    strings: Sequence[str] = (),
+    token_ids: Sequence[int] = (),
 ) -> AnswerGiven:
     return AnswerGiven(
         trajectory=TrajectoryId(trajectory),
@@ -272,6 +282,7 @@ def _given(
         turn_tokens=turn_tokens,
         after=after,
         auxiliary=auxiliary,
+        stop=StopCriteria(tuple(strings), tuple(token_ids)),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stores.stop_criteria import NO_STOP, StopCriteria
 from tasks.task_source import Message, Prompt, Record
 
 ROLE = "directions"
@@ -21,7 +22,8 @@ ROLE = "directions"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directions:
     """What a request has beside messages. tools: definitions, as JSON, for the chat template. token_ids: given in
-    place of messages, exactly so; None if there are messages. max_tokens: of the turn; 0 for the job's. after_turn:
+    place of messages, exactly so; None if there are messages. max_tokens: of the turn; 0 for the job's. stop: what
+    else ends it. after_turn:
     of a request that changes the past: the turn, from 1, that it goes on after; 0: what it says is the whole
     conversation. auxiliary: the turn is not to be trained on."""
 
@@ -30,6 +32,7 @@ class Directions:
     max_tokens: int = 0
     after_turn: int | None = None
     auxiliary: bool = False
+    stop: StopCriteria = NO_STOP
 
     def before(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages, with a first one that says this, if there is anything to say.
@@ -39,7 +42,11 @@ class Directions:
         """
         if self == NONE:
             return tuple(messages)
-        said = {name: value for name, value in asdict(self).items() if name in ALWAYS or value != getattr(NONE, name)}
+        said = {
+            name: value
+            for name, value in asdict(self).items()
+            if name in ALWAYS or getattr(self, name) != getattr(NONE, name)
+        }
         return (Message(ROLE, json.dumps(said, sort_keys=True)), *messages)
 
 
@@ -53,8 +60,12 @@ def split(prompt: Prompt) -> tuple[Directions, Prompt]:
     if isinstance(prompt, str) or not prompt or prompt[0].role != ROLE:
         return NONE, prompt
     found: dict[str, Any] = json.loads(prompt[0].content)
-    ids = found.pop("token_ids")
-    return Directions(token_ids=None if ids is None else tuple(ids), **found), prompt[1:]
+    ids, stop = found.pop("token_ids"), found.pop("stop", {})
+    return Directions(
+        token_ids=None if ids is None else tuple(ids),
+        stop=StopCriteria(**{name: tuple(values) for name, values in stop.items()}),
+        **found,
+    ), prompt[1:]
 
 
 def directions_of(record: Record) -> Directions:

@@ -81,9 +81,10 @@ def _with_tokenizer(source: str, options: Mapping[str, Any], folder: str) -> dic
     return {"tokenizer": folder, **options} if source.startswith("verifiers:") else dict(options)
 
 
-def environment_settings(config: RunConfig) -> EpisodeSettings | EmulatedHostSettings:
-    """Settings of the environment hosts of a job that acts: those of an emulated run's unless it has texts. Loads a
-    user's file that the job names as its source. Raises ConfigError."""
+def environment_settings(config: RunConfig, *, replaces: bool = False) -> EpisodeSettings | EmulatedHostSettings:
+    """Settings of the environment hosts of a job that acts: those of an emulated run's unless it has texts. replaces:
+    of one in the place of another that was lost. Loads a user's file that the job names as its source. Raises
+    ConfigError."""
     if not config.has_texts:
         from tasks.episodes.emulated_host import EmulatedHostSettings
 
@@ -92,7 +93,11 @@ def environment_settings(config: RunConfig) -> EpisodeSettings | EmulatedHostSet
             limits=config.environment,
             time_scale=config.time_scale,
         )
-    return episode_settings(config)
+    found = episode_settings(config)
+    if not replaces:
+        return found
+    endpoint = dataclasses.replace(found.source.endpoint, replaces_s=config.deadlines.call_s)
+    return dataclasses.replace(found, source=dataclasses.replace(found.source, endpoint=endpoint))
 
 
 def episode_settings(config: RunConfig) -> EpisodeSettings:

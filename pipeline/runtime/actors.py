@@ -214,8 +214,9 @@ class Actors:
 
     async def place_environment(self, name: str) -> None:
         """Place an environment host and have it try its environment. Raises ConfigError if that cannot be done."""
-        settings, call_s = actor_settings.environment_settings(self._config), self._config.deadlines.call_s
-        await self._workers.place(name, "reward", EnvironmentHost, settings, call_s)
+        replaces = self._resumed or name in self._lost_at
+        settings = actor_settings.environment_settings(self._config, replaces=replaces)
+        await self._workers.place(name, "reward", EnvironmentHost, settings, self._config.deadlines.call_s)
         await self.ask(name, "check", deadline="start_s")
 
     async def place_trainer(self) -> Placed:

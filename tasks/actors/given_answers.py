@@ -96,6 +96,7 @@ def answer_entry(item: SaidItem, given: GivenTokens, attempt: int, at_s: float) 
         turn_tokens=directions.max_tokens,
         after=given.after,
         auxiliary=directions.auxiliary,
+        stop=directions.stop,
     )
 
 

@@ -122,7 +122,7 @@ class RolloutInstance:
             for item in items:
                 if item.trajectory not in payloads:
                     continue
-                prompt, sampled, finish, in_turn, of_turn, evaluated, context = payloads[item.trajectory]
+                prompt, sampled, finish, in_turn, of_turn, evaluated, context, stop = payloads[item.trajectory]
                 serves = self._engine.version
                 if serves < item.version or (evaluated is not None and serves != item.version):
                     raise ProtocolViolation(
@@ -144,6 +144,8 @@ class RolloutInstance:
                             min(self._turn_tokens, of_turn or self._turn_tokens) - in_turn,
                         ),
                         num_prior=len(sampled),
+                        num_in_turn=in_turn,
+                        stop=stop,
                         greedy=evaluated is not None and evaluated.greedy,
                         temperature=None if evaluated is None else evaluated.temperature,
                         may_return=self._acts,

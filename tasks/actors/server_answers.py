@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from stores.base import LedgerState
 from stores.in_flight import GroupInFlight
+from stores.stop_criteria import NO_STOP, StopCriteria
 from stores.trajectory import FinishReason, GroupId, PolicyVersion, Trajectory, TrajectoryId
 from tasks.evaluation_items import EvaluationItem
 from tasks.scoring import ScoredResponse
@@ -58,13 +59,15 @@ class Payload(NamedTuple):
     """How an evaluation wants it sampled; None for one that is to be trained on."""
     context: tuple[int, ...] | None = None
     """What the present turn is sampled after, with what there is of it; None: after all of the above."""
+    stop: StopCriteria = NO_STOP
+    """What ends the present turn, if its environment has said so."""
 
 
-def payload(t: Trajectory, turn_tokens: int, evaluated: EvaluatedAs | None) -> Payload:
+def payload(t: Trajectory, turn_tokens: int, evaluated: EvaluatedAs | None, stop: StopCriteria = NO_STOP) -> Payload:
     """What a trajectory consists of so far."""
     prompt, response = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
     context = tuple(t.context.tolist()) if t.branches else None
-    return Payload(prompt, response, t.finish, t.num_in_turn, turn_tokens, evaluated, context)
+    return Payload(prompt, response, t.finish, t.num_in_turn, turn_tokens, evaluated, context, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

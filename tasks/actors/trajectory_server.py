@@ -41,6 +41,7 @@ from stores.spool_entries import (
     TrajectoriesRetired,
     TrajectoriesRouted,
 )
+from stores.stop_criteria import NO_STOP
 from stores.trajectory import Ended, GroupId, PolicyVersion, Segment, Trajectory, TrajectoryId, is_evaluated
 from stores.versioned import VersionedStore
 from tasks.actors.calls import answers_calls
@@ -247,10 +248,11 @@ class TrajectoryServer:
         found = {}
         for member, _ in alive:
             t = self._flight.live[member]
-            most = self._flight.turn_tokens.get(member, 0)
+            most, stop = self._flight.turn_tokens.get(member, 0), self._flight.stops.get(member, NO_STOP)
             if not t.has_answers and t.group in records:
-                most = directions_of(records[t.group]).max_tokens
-            found[member] = payload(t, most, asked.get(member))
+                first = directions_of(records[t.group])
+                most, stop = first.max_tokens, first.stop
+            found[member] = payload(t, most, asked.get(member), stop)
         await self._writing.append([entry] if changed else [])
         return found
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from stores.stop_criteria import find_stop
 from tasks.endpoint.requests import CalledFunction, ChatMessage, ChatRequest, Refused
 from tasks.endpoint.turns import SampledTurn
 
@@ -28,10 +29,12 @@ class TurnReply:
 
 
 def reply_of(id: str, number: int, created_s: int, turn: SampledTurn, request: ChatRequest) -> TurnReply:
-    """What a turn says: its text, and the calls of tools in it, if the request has any."""
+    """What a turn says: its text up to a stop string, and the calls of tools in it, if the request has any."""
     content, calls = turn.text, tuple[CalledFunction, ...]()
+    if (stop := find_stop(content, request.stop.strings)) is not None:
+        content = content[: stop[1] if request.with_stop else stop[0]]
     if request.calls_tools:
-        content, calls = called(turn.text)
+        content, calls = called(content)
     message = ChatMessage(role="assistant", content=content, calls=calls)
     finish = "length" if turn.cut else "tool_calls" if calls else "stop"
     return TurnReply(id=id, number=number, created_s=created_s, turn=turn, message=message, finish=finish)

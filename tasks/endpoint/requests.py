@@ -11,16 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stores.stop_criteria import NO_STOP, StopCriteria
 from tasks.directions import Directions
 from tasks.task_source import Message
 
 LONGEST_SHOWN = 60
 MOST_MESSAGES = 10_000
+MOST_STOPS = 16
+"""Stop strings of a request. OpenAI's own limit is 4; each is looked for after each token."""
+LONGEST_STOP = 200
+"""Characters of a stop string."""
+MOST_STOP_IDS = 128
+"""Token ids that end a turn, beside the job's."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNUSED = (
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "cache_salt", "priority", "return_tokens_as_token_ids", "skip_special_tokens",
-    "spaces_between_special_tokens", "include_stop_str_in_output",
+    "spaces_between_special_tokens",
 )  # fmt: skip
 """Fields that change nothing here."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -83,14 +90,17 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for a turn, of messages or of token ids. auxiliary: of one that is not trained on. changed: sampling
-    parameters that are overridden, by name."""
+    """A request for a turn, of messages or of token ids. stop: what ends the turn, beside the model's own ends.
+    with_stop: it is told with the stop string that ended it. auxiliary: of one that is not trained on. changed:
+    sampling parameters that are overridden, by name."""
 
     model: str
     messages: tuple[ChatMessage, ...] = ()
     token_ids: tuple[int, ...] | None = None
     tools: str = ""
     max_tokens: int = 0
+    stop: StopCriteria = NO_STOP
+    with_stop: bool = False
     calls_tools: bool = True
     stream: bool = False
     with_usage: bool = False
@@ -108,6 +118,7 @@ class ChatRequest:
             tools=self.tools if first else "",
             token_ids=ids,
             max_tokens=self.max_tokens,
+            stop=self.stop,
             after_turn=after_turn,
             auxiliary=self.auxiliary,
         )
@@ -151,10 +162,11 @@ def read_chat(body: Mapping[str, Any], *, temperature: float, refuses: bool) -> 
     with_logprobs, with_ids = _flag(left, "logprobs"), _flag(left, "return_token_ids")
     auxiliary = _flag(left, AUXILIARY)
     max_tokens = _max_tokens(left, ("max_completion_tokens", "max_tokens"))
+    stop, with_stop = _stop(left), _flag(left, "include_stop_str_in_output")
     changed = _sampling(left, temperature, refuses)
     _check_rest(left)
     return ChatRequest(
-        model=model, messages=messages, tools=tools, max_tokens=max_tokens,
+        model=model, messages=messages, tools=tools, max_tokens=max_tokens, stop=stop, with_stop=with_stop,
         calls_tools=choice != "none" and bool(tools), stream=stream, with_usage=bool(options.get("include_usage")),
         with_logprobs=with_logprobs, with_ids=with_ids, auxiliary=auxiliary, changed=changed,
     )  # fmt: skip
@@ -177,20 +189,15 @@ def read_generate(body: Mapping[str, Any], *, temperature: float, refuses: bool)
     inner = dict(params)
     if inner.pop("logprobs", None) != 1:
         raise Refused(400, "sampling_params.logprobs must be 1: what is told without logprobs cannot be trained on")
-    for name in ("prompt_logprobs", "detokenize", "output_kind", "stop_token_ids", "allowed_token_ids"):
-        value = inner.pop(name, None)
-        if name == "allowed_token_ids" and value is not None:
+    for name in ("prompt_logprobs", "detokenize", "output_kind", "include_stop_str_in_output", "allowed_token_ids"):
+        if inner.pop(name, None) is not None and name == "allowed_token_ids":
             raise Refused(400, "sampling_params.allowed_token_ids: the policy may sample every token")
-        if name == "stop_token_ids" and not (
-            value is None or (isinstance(value, list) and all(_is_whole(i) for i in value))
-        ):
-            raise Refused(400, f"sampling_params.stop_token_ids must be a list of token ids, not {_short(value)}")
-    max_tokens = _max_tokens(inner, ("max_tokens",))
+    max_tokens, stop = _max_tokens(inner, ("max_tokens",)), _stop(inner, "sampling_params.")
     changed = _sampling(inner, temperature, refuses)
     _check_rest(inner, "sampling_params.")
     return ChatRequest(
-        model=model, token_ids=tuple(ids), max_tokens=max_tokens, with_logprobs=True, with_ids=True, changed=changed,
-        calls_tools=False, auxiliary=auxiliary,
+        model=model, token_ids=tuple(ids), max_tokens=max_tokens, stop=stop, with_logprobs=True, with_ids=True,
+        changed=changed, calls_tools=False, auxiliary=auxiliary,
     )  # fmt: skip
 
 
@@ -276,9 +283,24 @@ def _max_tokens(left: dict[str, Any], names: tuple[str, ...]) -> int:
             if not _is_whole(value) or value < 1:
                 raise Refused(400, f"{name} must be a whole number of at least 1, not {_short(value)}")
             most = min(most or value, value)
-    if (stop := left.pop("stop", None)) not in (None, []):
-        raise Refused(400, f"stop = {_short(stop)}: not offered; the policy ends its turns itself, or max_tokens does")
     return most
+
+
+def _stop(left: dict[str, Any], where: str = "") -> StopCriteria:
+    """What ends the turn beside the model's own ends. where: it is said, as a prefix."""
+    strings, ids = left.pop("stop", None), left.pop("stop_token_ids", None)
+    strings = [] if strings is None else [strings] if isinstance(strings, str) else strings
+    if not isinstance(strings, list) or len(strings) > MOST_STOPS:
+        raise Refused(400, f"{where}stop must be a text or a list of at most {MOST_STOPS}, not {_short(strings)}")
+    for one in strings:
+        if not isinstance(one, str) or not 0 < len(one) <= LONGEST_STOP or not _is_unicode(one):
+            raise Refused(400, f"{where}stop: each must be a text of 1 to {LONGEST_STOP} characters, not {_short(one)}")
+    ids = [] if ids is None else ids
+    if not isinstance(ids, list) or len(ids) > MOST_STOP_IDS or not all(_is_whole(i) and 0 <= i < 2**31 for i in ids):
+        raise Refused(
+            400, f"{where}stop_token_ids must be a list of at most {MOST_STOP_IDS} token ids, not {_short(ids)}"
+        )
+    return StopCriteria(tuple(strings), tuple(ids))
 
 
 def _sampling(left: dict[str, Any], temperature: float, refuses: bool) -> dict[str, Any]:
@@ -325,6 +347,11 @@ def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise Refused(400, f"{name} must be a text, not {_short(value)}")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a model could say it: it has no surrogates, and not the sign for what is no text."""
+    return "\ufffd" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def _is_whole(value: Any) -> bool:

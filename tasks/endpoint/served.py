@@ -69,7 +69,7 @@ class ServedPolicy:
             raise Refused(503, "the engine has ended; start the server again", "engine_failed", 60.0)
         number = next(self._numbers)
         answer = self._waiting[number] = self._loop.create_future()
-        one = Request(trajectory=TrajectoryId(number), epoch=0, tokens=before, max_new_tokens=most)
+        one = Request(trajectory=TrajectoryId(number), epoch=0, tokens=before, max_new_tokens=most, stop=request.stop)
         try:
             self._engine.submit([one])
             found = await answer

@@ -29,13 +29,11 @@ from tasks.endpoint.connections import timed_protocol
 from tasks.endpoint.counting import EndpointCounts
 from tasks.endpoint.replies import TurnReply, chunks, completion, generated, refusal
 from tasks.endpoint.requests import AUXILIARY_HEADER, ChatRequest, Refused, read_chat, read_generate, read_json
-from tasks.endpoint.sessions import Sessions
+from tasks.endpoint.sessions import RETRY_S, Sessions
 from tasks.endpoint.settings import EndpointSettings
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 1.0
-"""Seconds after which a client is told to try again."""
 UNCOUNTED = ("/health", "/metrics")
 """Paths whose requests are not those of clients."""
 KEEP_ALIVE_S = 600
@@ -115,6 +113,8 @@ class EndpointServer:
             host, port = listening.getsockname()[:2]
             named = f"[{host}]" if ":" in host else host
             self._address = f"{'https' if tls else 'http'}://{named}:{port}"
+            if self._settings.replaces_s:
+                self.sessions.replace_another(self._settings.replaces_s)
             async with asyncio.timeout(START_S):
                 while not server.started and not self._serving.done():
                     await asyncio.sleep(0.005)

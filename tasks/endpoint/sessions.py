@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
+import re
 import secrets
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +28,10 @@ from tasks.endpoint.requests import ChatMessage, ChatRequest, Refused, shown_mes
 from tasks.endpoint.turns import SampledTurn
 from tasks.task_source import Message
 
+_KEY = re.compile(r"[0-9a-f]{16}\.[\w-]{32}", re.ASCII)
+"""What keys look like, those of other endpoints too."""
+RETRY_S = 1.0
+"""Seconds after which a client is told to try again."""
 KEPT_CLOSED = 10_000
 """Closed sessions of which is remembered why they ended."""
 
@@ -230,10 +237,12 @@ class AgentSession:
 
 
 class Sessions:
-    """All sessions of an endpoint, by their keys. branches: see AgentSession."""
+    """All sessions of an endpoint, by their keys. branches: see AgentSession. now: seconds on any clock."""
 
-    def __init__(self, *, branches: bool = True) -> None:
+    def __init__(self, *, branches: bool = True, now: Callable[[], float] = time.monotonic) -> None:
         self._branches = branches
+        self._now = now
+        self._unsure_until = -math.inf
         self._open: dict[str, AgentSession] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
 
@@ -259,6 +268,12 @@ class Sessions:
         for session in self._open.values():
             session.refuse(refused)
 
+    def replace_another(self, within_s: float) -> None:
+        """Take the place of an endpoint that was lost. For so many seconds, by when its episodes have begun again, its
+        keys are not void but to be tried again: its clients may not be told that they are wrong before anybody knows
+        what has become of their episodes."""
+        self._unsure_until = self._now() + within_s
+
     def find(self, key: str) -> AgentSession:
         """The session of a key. Raises Refused."""
         id, _, secret = key.partition(".")
@@ -267,6 +282,9 @@ class Sessions:
             return session
         if id in self._closed:
             raise Refused(401, f"{self._closed[id]}; its key is void", "session_ended")
+        if self._now() < self._unsure_until and _KEY.fullmatch(key):
+            why = "this endpoint has just taken the place of one that was lost, and does not know this key; try again"
+            raise Refused(503, why, "replaced", RETRY_S)
         raise Refused(401, "no session has this key; use the one that the agent was started with", "invalid_api_key")
 
     def is_another(self, id: str, found: AgentSession) -> bool:
@@ -288,7 +306,7 @@ def _same(first: ChatRequest, second: ChatRequest) -> bool:
 
     def asks(request: ChatRequest) -> tuple[Any, ...]:
         messages = tuple(message.canonical for message in request.messages)
-        return messages, request.token_ids, request.tools, request.max_tokens, request.auxiliary
+        return messages, request.token_ids, request.tools, request.max_tokens, request.stop, request.auxiliary
 
     return asks(first) == asks(second)
 

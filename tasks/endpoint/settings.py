@@ -44,12 +44,14 @@ class EndpointConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
     """Settings of an endpoint. model: its name in answers. temperature: that the job samples at.
-    vocabulary: tokens that the model knows; 0 if that is not known."""
+    vocabulary: tokens that the model knows; 0 if that is not known. replaces_s: seconds from its start in which whoever
+    has a key of the endpoint in whose place this one is may still ask; 0: it is in no other's place."""
 
     config: EndpointConfig = EndpointConfig()
     model: str = "policy"
     temperature: float = 1.0
     vocabulary: int = 0
+    replaces_s: float = 0.0
 
     @property
     def drawing(self) -> EndpointSettings:

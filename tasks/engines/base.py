@@ -1,7 +1,8 @@
 """The contract of a rollout engine. One conformance suite (tests/tasks/engine_conformance.py) tests every engine.
 
 An engine samples continuations of token ids. Every sampled token comes back with its logprob under the sampling policy
-and the version of that policy. Requests are identified by (trajectory, epoch); an engine never sees text.
+and the version of that policy. Requests are identified by (trajectory, epoch). An engine sees text only where a request
+has stop strings.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from stores.stop_criteria import NO_STOP, StopCriteria
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 
 
@@ -24,6 +26,10 @@ class Request:
     max_new_tokens: int
     num_prior: int = 0
     """Number of `tokens` that were sampled before, on this or another instance."""
+    num_in_turn: int = 0
+    """Number of the last `tokens` that belong to the present turn; stop strings are looked for in its text."""
+    stop: StopCriteria = NO_STOP
+    """What ends the turn, beside the ends of a response: the token that completes it is sampled, and the last one."""
     greedy: bool = False
     temperature: float | None = None
     """What it is sampled at, if not at the engine's own temperature."""

@@ -45,6 +45,7 @@ class DraftedSteps:
         self.counts: dict[str, DraftCounts] = {}
         """By request that the engine has begun and not taken out."""
         self._drafter = drafter
+        self._scheduler = processor.scheduler
         self._queries: list[list[int]] = []
         """By request of the batch that samples: the tokens that it samples after."""
         self._indices = torch.zeros(0)
@@ -95,6 +96,8 @@ class DraftedSteps:
             state, query = future.state, next(queries)
             sampled = tokens[first : first + len(query)]
             kept = accepted(query[1:], sampled, state._eos_token_ids, state._new_tokens_limit - state.generated_len())
+            if (stop := self._scheduler.stops.get(state.request_id)) is not None:
+                kept = stop.add(sampled[:kept]) - stop.found
             state.generated_tokens += sampled[:kept]
             state.logprobs += logprobs[first : first + kept]
             state.position_offset -= len(query) - 1 - kept

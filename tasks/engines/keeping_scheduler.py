@@ -27,6 +27,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from stores.trajectory import PolicyVersion, TrajectoryId
 from tasks.engines.drafting import Drafter
 from tasks.engines.requests import version_of
+from tasks.engines.stop_strings import StopCheck
 
 NAME = "staleflow"
 """Of this scheduler, in ContinuousBatchingConfig.scheduler_type."""
@@ -53,6 +54,8 @@ class KeepingScheduler(FIFOScheduler):
         super().reset()
         self.returning: set[str] = set()
         """Keys of requests whose trajectories may return; added to before the request is."""
+        self.stops: dict[str, StopCheck] = {}
+        """Of requests that have stop strings, by key; added to before the request is."""
         self.prefilled_tokens = 0
         self.cached_tokens = 0
         self.kept_tokens = 0
@@ -86,11 +89,14 @@ class KeepingScheduler(FIFOScheduler):
         trajectory = _trajectory(state.request_id)
         if trajectory in self._kept and self._taken_over(state) is None:
             self._forget(trajectory)
+        if (stop := self.stops.get(state.request_id)) is not None:
+            _stop_with(state, stop)
         super().add_waiting_request(state)
 
     def clear_cancelled_requests(self) -> Any:
         for key in self._requests_to_cancel:
             self.returning.discard(key)
+            self.stops.pop(key, None)
             self._end_drafts(key)
             kept = self._kept.get(_trajectory(key))
             if kept is not None and kept.key == key:
@@ -113,6 +119,8 @@ class KeepingScheduler(FIFOScheduler):
     def finish_request(self, request_id: str) -> None:
         state = self.active_requests.get(request_id)
         held = all(request_id in one.block_table for one in self._allocators())
+        if held:
+            self.stops.pop(request_id, None)
         # One that is preempted is finished too; it has no pages then, and returns under the same key.
         if state is not None and state.status == RequestStatus.FINISHED and held and request_id in self.returning:
             self.returning.discard(request_id)
@@ -242,6 +250,21 @@ class KeepingScheduler(FIFOScheduler):
         if begins and self.cache.compute_free_capacity() < self.safety_margin:
             return True
         return not self._fits([self._wanted(s, token_budget) for s in (*self.active_requests.values(), *waiting)])
+
+
+def _stop_with(state: Any, stop: StopCheck) -> None:
+    """Have a request end with the token that completes one of its stop strings."""
+    update = state.update_and_check_completion
+
+    def updated(token: int, logprob: float | None) -> bool:
+        if state.status != RequestStatus.DECODING:
+            return bool(update(token, logprob))
+        stop.add([token])
+        if not update(token, logprob) and stop.found:
+            state.status = RequestStatus.FINISHED
+        return bool(state.status == RequestStatus.FINISHED)
+
+    state.update_and_check_completion = updated
 
 
 def _trajectory(key: str) -> str:

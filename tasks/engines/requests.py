@@ -13,6 +13,7 @@ import numpy as np
 from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from tasks import adapters
 from tasks.engines.base import EngineLoad, Request, Sampled
+from tasks.engines.stop_strings import StopCheck
 
 
 class ClosedSegment(NamedTuple):
@@ -47,6 +48,13 @@ class RunningRequest:
     logprobs: list[float] = field(default_factory=list)
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    stop: StopCheck | None = None
+    """Looks for its stop strings, if it has any."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has sampled one of its stop strings."""
+        return self.stop is not None and self.stop.found
 
     @property
     def num_sampled(self) -> int:

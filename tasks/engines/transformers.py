@@ -34,6 +34,7 @@ from tasks.engines.request_attention import RequestAttention
 from tasks.engines.requests import RunningRequest, RunningRequests
 from tasks.engines.served_adapters import ServedAdapters
 from tasks.engines.settings import TransformersSettings
+from tasks.engines.stop_strings import StopChecks
 
 _loading = threading.Lock()
 """Held while a model is loaded. `from_pretrained` replaces functions of torch and transformers, and torch's default
@@ -71,6 +72,7 @@ class TransformersEngine:
         self._draft_length = settings.speculation.first_length
         self._steps: dict[float, DraftedSteps] = {}
         self._requests = RunningRequests(instance)
+        self._stops = StopChecks(settings.model)
         # Guards the requests and the order of pause, drain and cancel; never held while waiting for output.
         self._lock = threading.RLock()
         self._ended: list[Sampled | Failed] = []
@@ -85,6 +87,7 @@ class TransformersEngine:
         return self._requests.version
 
     def submit(self, requests: Sequence[Request]) -> None:
+        self._stops.prepare(requests)
         with self._lock:
             for request in requests:
                 older = self._requests.of(request.trajectory)
@@ -310,11 +313,19 @@ class TransformersEngine:
     def _start(self, running: RunningRequest) -> None:
         request = running.request
         sampled = [token for part in running.closed for token in part.tokens]
+        running.stop = self._stops.check(request, sampled)
+        if running.stopped:  # its instance was lost before it could tell that the turn had ended
+            self._ended.append(running.sampled(FinishReason.STOP))
+            self._arrived.set()
+            return
         temperature = self._temperature(request)
         manager, key = self._manager(temperature), self._requests.enter(running)
         if request.may_return:
             self._schedulers[temperature].returning.add(key)
         tokens = [*request.tokens, *sampled]
+        ends = [*self._settings.eos, *request.stop.token_ids]
+        if running.stop is not None:
+            self._schedulers[temperature].stops[key] = running.stop
         if (drafter := self._drafters.get(temperature)) is not None:
             drafter.begin(key, request.trajectory, tokens, request.num_prior + len(sampled))
             self._steps[temperature].counts[key] = DraftCounts()
@@ -322,7 +333,7 @@ class TransformersEngine:
             tokens,
             request_id=key,
             max_new_tokens=request.max_new_tokens - len(sampled),
-            eos_token_id=list(self._settings.eos) or -1,
+            eos_token_id=ends or -1,
         )
         if accepted is None:
             raise ActorLost(f"{self._instance}: the decoding loop has stopped and accepts no requests")
@@ -395,7 +406,8 @@ class TransformersEngine:
         if output.error is not None:
             self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=output.error))
             return
-        stopped = bool(output.generated_tokens) and output.generated_tokens[-1] in self._settings.eos
+        ends = (*self._settings.eos, *request.stop.token_ids)
+        stopped = running.stopped or (bool(output.generated_tokens) and output.generated_tokens[-1] in ends)
         self._ended.append(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
 
 

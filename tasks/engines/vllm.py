@@ -24,6 +24,7 @@ from tasks import adapters
 from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
 from tasks.engines.requests import RunningRequest, RunningRequests
 from tasks.engines.settings import VllmSettings
+from tasks.engines.stop_strings import StopChecks
 from tasks.engines.vllm_drafting import VllmSpeculation
 from tasks.engines.vllm_drafting import arguments as speculation_arguments
 from tasks.engines.vllm_scheduler import Figures, VllmScheduler, salt
@@ -59,6 +60,7 @@ class VllmEngine:
         self._settings = settings
         self._instance = instance
         self._requests = RunningRequests(instance)
+        self._stops = StopChecks(settings.model)
         # Guards the requests, the calls and what has ended; the driving thread holds it between steps only.
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -83,6 +85,7 @@ class VllmEngine:
         return self._requests.version
 
     def submit(self, requests: Sequence[Request]) -> None:
+        self._stops.prepare(requests)
         self._call(lambda: self._submit(requests))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
@@ -203,7 +206,10 @@ class VllmEngine:
                 if older.request.epoch == request.epoch:
                     continue  # a repeated request
                 self._stop([request.trajectory])
-            running = RunningRequest(request)
+            running = RunningRequest(request, stop=self._stops.check(request))
+            if running.stopped:  # its instance was lost before it could tell that the turn had ended
+                self._end(running.sampled(FinishReason.STOP))
+                continue
             with self._changed:
                 key = self._requests.enter(running)
             if (drafter := self._speculation.drafter) is not None:
@@ -211,11 +217,15 @@ class VllmEngine:
             try:
                 self._add(key, request.tokens, self._sampling(request), running.version, salt(running.version))
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
-                failed = Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error))
                 with self._changed:
                     self._leave(running)
-                    self._ended.append(failed)
-                    self._changed.notify_all()
+                self._end(Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error)))
+
+    def _end(self, ended: Sampled | Failed) -> None:
+        """Tell of a request that ends without a step."""
+        with self._changed:
+            self._ended.append(ended)
+            self._changed.notify_all()
 
     def _add(
         self,
@@ -250,7 +260,7 @@ class VllmEngine:
             temperature=0.0 if request.greedy else request.temperature or self._settings.temperature,
             max_tokens=request.max_new_tokens,
             logprobs=0,
-            stop_token_ids=list(self._settings.eos),
+            stop_token_ids=[*self._settings.eos, *request.stop.token_ids],
             ignore_eos=True,
             detokenize=False,
         )
@@ -278,16 +288,20 @@ class VllmEngine:
     def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[RunningRequest]:
         """Stop and remove requests; unknown ones are ignored."""
         stopped = [r for t in trajectories if (r := self._requests.of(t)) is not None]
-        try:
-            self._engine.engine_core.abort_requests([r.key for r in stopped])
-        except Exception as error:
-            # A submit may get here, and nobody waits for its result: the failure must not go unnoticed.
-            raise ActorLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
+        self._forget([r.key for r in stopped])
         with self._changed:
             for running in stopped:
                 self._leave(running)
             self._figures = self._scheduler.figures()
         return stopped
+
+    def _forget(self, keys: list[str]) -> None:
+        """Have vLLM forget requests."""
+        try:
+            self._engine.engine_core.abort_requests(keys)
+        except Exception as error:
+            # A submit may get here, and nobody waits for its result: the failure must not go unnoticed.
+            raise ActorLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
 
     def _abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self._stop(trajectories)
@@ -360,23 +374,31 @@ class VllmEngine:
                 if running is None:
                     continue
                 if output.new_token_ids:
-                    # The sampled token's logprob comes first in each row.
-                    self._requests.extend(running, output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
-                    if drafted := self._speculation.drafted.get(output.request_id, 0):
-                        running.drafted_tokens += drafted
-                        running.accepted_tokens += len(output.new_token_ids) - 1
-                if output.finish_reason is None:
+                    self._extend(running, output)
+                if running.stopped and output.finish_reason is None:
+                    self._forget([running.key])  # vLLM does not know of stop strings
+                elif output.finish_reason is None:
                     continue
                 self._leave(running)
-                if output.finish_reason in (Reason.STOP, Reason.LENGTH):
-                    stopped = output.finish_reason == Reason.STOP
-                    self._ended.append(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
+                if running.stopped or output.finish_reason in (Reason.STOP, Reason.LENGTH):
+                    by_itself = running.stopped or output.finish_reason == Reason.STOP
+                    self._ended.append(running.sampled(FinishReason.STOP if by_itself else FinishReason.LENGTH))
                 else:
                     request, why = running.request, f"vLLM ended it: {output.finish_reason}"
                     self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=why))
             self._figures = self._scheduler.figures()
             if self._ended:
                 self._changed.notify_all()
+
+    def _extend(self, running: RunningRequest, output: Any) -> None:
+        """Record what a step has sampled of a request."""
+        tokens = output.new_token_ids
+        count = len(tokens) if running.stop is None else running.stop.add(tokens)
+        # The sampled token's logprob comes first in each row.
+        self._requests.extend(running, tokens[:count], output.new_logprobs.logprobs[:count, 0].tolist())
+        if drafted := self._speculation.drafted.get(output.request_id, 0):
+            running.drafted_tokens += drafted
+            running.accepted_tokens += count - 1
 
     # -- the other threads ---------------------------------------------------------------------------------------
 
@@ -475,11 +497,6 @@ def updating(settings: VllmSettings) -> dict[str, Any]:
         from tasks.engines import vllm_adapters
 
         return vllm_adapters.arguments(settings.lora, settings.adapters, adapted_layers(settings))
-    from vllm.config import WeightTransferConfig
-
     from tasks.engines import vllm_weights
 
-    return {
-        "weight_transfer_config": WeightTransferConfig(backend=vllm_weights.BACKEND),
-        "worker_extension_cls": f"{vllm_weights.__name__}.{vllm_weights.WorkerExtension.__name__}",
-    }
+    return vllm_weights.arguments()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -33,6 +33,14 @@ from tasks.engines.unfusing import unfused
 
 BACKEND = "staleflow"
 """Name of the file backend in vLLM's registry of weight transfers."""
+
+
+def arguments() -> dict[str, Any]:
+    """vLLM's arguments for weights that are loaded in place of the model's."""
+    return {
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
+    }
 
 
 @dataclass

@@ -107,6 +107,38 @@ def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
     running(work)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_is_told_a_turn_up_to_its_stop_string(stream: bool) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def work() -> None:
+        async with (
+            serving("It is 3; or so", "yes") as (server, session, told),
+            openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client,
+        ):
+            messages: list[Any] = [{"role": "user", "content": "1 + 2"}]
+            more = {"extra_body": {"return_token_ids": True}}
+            if stream:
+                said = ""
+                async for part in await client.chat.completions.create(
+                    model="m", messages=messages, stop=[";", "!"], stream=True
+                ):
+                    said += part.choices[0].delta.content or ""
+            else:
+                answer = await client.chat.completions.create(model="m", messages=messages, stop=[";", "!"], **more)
+                said = answer.choices[0].message.content
+                assert tuple(answer.choices[0].token_ids) == told[0].tokens
+                assert answer.choices[0].finish_reason == "stop"
+            assert said == "It is 3"
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "sure?"}]
+            answer = await client.chat.completions.create(model="m", messages=messages, stop=";", **more)
+            assert answer.choices[0].message.content == "yes"
+            with pytest.raises(openai.BadRequestError, match="stop must be a text or a list of at most 16"):
+                await client.chat.completions.create(model="m", messages=messages, stop=["x"] * 17)
+
+    running(work)
+
+
 def test_openai_raises_its_own_errors_for_what_is_refused() -> None:
     openai = pytest.importorskip("openai")
 
@@ -162,32 +194,43 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+@asynccontextmanager
+async def capturing(server: EndpointServer, session: AgentSession, **options: Any) -> AsyncIterator[tuple[Any, str]]:
+    """OpenEnv's capture server in front of a session, and its base URL."""
+    from openenv.core.harness.capture.runner import CaptureServer
+
+    port = free_port()
+    capture = CaptureServer(llm_url=server.base_url, model="policy", port=port, api_key=session.key, **options)
+
+    @asynccontextmanager
+    async def closing(app: object) -> AsyncIterator[None]:
+        yield
+        await capture.inference.aclose()  # the package itself leaves its connections to the endpoint open
+
+    capture.app.router.lifespan_context = closing
+    await asyncio.to_thread(capture.start)
+    try:
+        yield capture, f"http://127.0.0.1:{port}/v1"
+    finally:
+        await asyncio.to_thread(capture.stop)
+
+
 def test_openenv_captures_an_agent_without_a_fatal_finding() -> None:
     """Its capture server stands between an agent and the endpoint, and validates what it records."""
     pytest.importorskip("openenv.core.harness.capture")
     openai = pytest.importorskip("openai")
     from openenv.core.harness.capture.export import export_session
-    from openenv.core.harness.capture.runner import CaptureServer
 
     async def work() -> None:
         async with serving("first", "second", "third") as (server, session, told):
-            port = free_port()
-            capture = CaptureServer(
-                llm_url=server.base_url, model="policy", port=port, api_key=session.key, capture_level="tokens"
-            )
-            await asyncio.to_thread(capture.start)
-            recorded = capture.registry.create("rollout", purpose="train")
-            try:
+            async with capturing(server, session, capture_level="tokens") as (capture, base_url):
+                recorded = capture.registry.create("rollout", purpose="train")
                 messages: list[Any] = [{"role": "user", "content": "go"}]
-                async with openai.AsyncOpenAI(
-                    base_url=f"http://127.0.0.1:{port}/v1", api_key=recorded.session_id, max_retries=0
-                ) as client:
+                async with openai.AsyncOpenAI(base_url=base_url, api_key=recorded.session_id, max_retries=0) as client:
                     for _ in range(3):
                         answer = await client.chat.completions.create(model="policy", messages=messages)
                         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
                         messages.append({"role": "user", "content": "go on"})
-            finally:
-                await asyncio.to_thread(capture.stop)
             document = export_session(recorded)
             assert not [finding for finding in document["validation"] if "[FATAL" in str(finding)]
             nodes = recorded.graph.nodes()

@@ -25,7 +25,7 @@ from tasks.episodes.openenv_agents import BadAction, action_of
 from tasks.episodes.playing import PlayedTask
 from tasks.task_source import Task
 from tests.tasks.chat_models import chat_tokenizer
-from tests.tasks.test_agent_clients import free_port, serving
+from tests.tasks.test_agent_clients import capturing, free_port, serving
 
 
 def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeSettings:
@@ -158,21 +158,15 @@ def test_openenv_finds_nothing_fatal_in_an_episode_of_its_own_environment(room_u
     """Its capture server stands between the agent and the endpoint, and validates what it records."""
     pytest.importorskip("openai")
     from openenv.core.harness.capture.export import export_session
-    from openenv.core.harness.capture.runner import CaptureServer
 
     agent = load_agent(f"openenv:{room_url}", {"field": "echoed_message"}, "task.source")
     task = PlayedTask(index=0, held_out=False, seed=4, options={}, rng=random.Random(4))
 
     async def work() -> None:
         async with serving("four", "sixsix", '{"this": "is no action"}') as (server, session, told):
-            port = free_port()
-            capture = CaptureServer(llm_url=server.base_url, model="policy", port=port, api_key=session.key)
-            await asyncio.to_thread(capture.start)
-            recorded = capture.registry.create("rollout", purpose="train")
-            try:
-                reward = await agent.run((f"http://127.0.0.1:{port}/v1", recorded.session_id, task))
-            finally:
-                await asyncio.to_thread(capture.stop)
+            async with capturing(server, session) as (capture, base_url):
+                recorded = capture.registry.create("rollout", purpose="train")
+                reward = await agent.run((base_url, recorded.session_id, task))
             assert reward == pytest.approx(0.4 + 0.6)
             document = export_session(recorded)
             (row,) = document["sequences"]

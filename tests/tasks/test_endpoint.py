@@ -1,72 +1,19 @@
-"""The endpoint over HTTP: what is answered, what is refused, and that no session disturbs another."""
+"""The endpoint over HTTP: how sessions go on, branch and end, and that none disturbs another."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import ssl
-import subprocess
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from stores.errors import ConfigError
 from tasks.directions import split
 from tasks.endpoint.replies import called
-from tasks.endpoint.server import EndpointServer
-from tasks.endpoint.sessions import AgentSession
-from tasks.endpoint.settings import EndpointConfig, EndpointSettings
-from tasks.endpoint.turns import SampledTurn
 from tasks.task_source import Message
-
-CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
-HELLO = [{"role": "user", "content": "hello"}]
-LOGPROBS = tuple(np.asarray([-0.1, -1.7e-3], np.float32).tolist())
-
-
-def turn(text: str, before: tuple[int, ...] = (1, 2, 3), **more: Any) -> SampledTurn:
-    return SampledTurn(before=before, tokens=(7, 8), logprobs=LOGPROBS, text=text, **more)
-
-
-def running(work: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(30):
-            await work
-
-    asyncio.run(limited())
-
-
-@asynccontextmanager
-async def serving(**knobs: Any) -> AsyncIterator[tuple[EndpointServer, httpx.AsyncClient]]:
-    server = EndpointServer(EndpointSettings(config=EndpointConfig(**knobs), model="mine", temperature=0.7))
-    await server.start()
-    async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1"), timeout=10) as client:
-        try:
-            yield server, client
-        finally:
-            await server.stop()
-
-
-def keyed(session: AgentSession) -> dict[str, str]:
-    return {"Authorization": f"Bearer {session.key}"}
-
-
-async def answered(session: AgentSession, *turns: SampledTurn) -> list[tuple[Message, ...]]:
-    """Answer what a session asks, one turn after the other; returns what it said."""
-    said = []
-    for one in turns:
-        said.append(await session.asked)
-        session.answer(one)
-    return said
-
-
-async def chat(client: httpx.AsyncClient, session: AgentSession, messages: list[Any], **more: Any) -> httpx.Response:
-    return await client.post(CHAT, headers=keyed(session), json={"model": "m", "messages": messages, **more})
+from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, LOGPROBS, answered, chat, keyed, running, serving, turn
 
 
 def test_a_conversation_is_answered_with_the_very_ids_and_logprobs() -> None:
@@ -399,176 +346,5 @@ def test_a_key_is_its_session_alone_and_void_when_that_ends() -> None:
                 401, "the episode has ended; its key is void",
             )  # fmt: skip
             assert (await chat(client, mine, HELLO)).status_code == 200
-
-    running(work())
-
-
-LIMITED = {"model": "m", "messages": HELLO}
-PARAMS = {"logprobs": 1}
-MALFORMED: list[tuple[str, Any]] = [
-    (CHAT, b""), (CHAT, b"{"), (CHAT, b"[]"), (CHAT, b"null"), (CHAT, b"\xff\xfe"), (CHAT, b"[" * 100_000),
-    (CHAT, b'{"model": "m", "messages": NaN}'), (CHAT, {}), (CHAT, {"model": "m"}), (CHAT, {"messages": HELLO}),
-    (CHAT, {**LIMITED, "model": 3}), (CHAT, {**LIMITED, "messages": []}), (CHAT, {**LIMITED, "messages": "hello"}),
-    (CHAT, {**LIMITED, "messages": ["hello"]}), (CHAT, {**LIMITED, "messages": [{}]}),
-    (CHAT, {**LIMITED, "messages": [{"role": "user"}]}),
-    (CHAT, {**LIMITED, "messages": [{"role": "user", "content": 3}]}),
-    (CHAT, {**LIMITED, "messages": [{"role": "robot", "content": ""}]}),
-    (CHAT, {**LIMITED, "messages": [{"role": ["user"], "content": ""}]}),
-    (CHAT, {**LIMITED, "messages": [*HELLO, {"role": "assistant", "content": "hi"}]}),
-    (CHAT, {**LIMITED, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
-    (CHAT, {**LIMITED, "messages": [{"role": "user", "content": [{"type": "text"}]}]}),
-    (CHAT, {**LIMITED, "messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}),
-    (CHAT, {**LIMITED, "messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}, *HELLO]}),
-    (CHAT, b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}'),
-    (CHAT, {**LIMITED, "n": 8}), (CHAT, {**LIMITED, "n": 0}), (CHAT, {**LIMITED, "n": True}),
-    (CHAT, {**LIMITED, "max_tokens": -1}), (CHAT, {**LIMITED, "max_tokens": 0}), (CHAT, {**LIMITED, "max_tokens": 1.5}),
-    (CHAT, {**LIMITED, "max_completion_tokens": "many"}), (CHAT, {**LIMITED, "temperature": -1}),
-    (CHAT, {**LIMITED, "temperature": "hot"}), (CHAT, b'{"model": "m", "messages": [], "temperature": Infinity}'),
-    (CHAT, {**LIMITED, "top_p": "most"}), (CHAT, {**LIMITED, "stop": 3}), (CHAT, {**LIMITED, "stop": [""]}),
-    (CHAT, {**LIMITED, "stream": "yes"}), (CHAT, {**LIMITED, "logprobs": 5}), (CHAT, {**LIMITED, "top_logprobs": 5}),
-    (CHAT, {**LIMITED, "tools": "all"}), (CHAT, {**LIMITED, "tools": [{"type": "web_search"}]}),
-    (CHAT, {**LIMITED, "tool_choice": "required"}), (CHAT, {**LIMITED, "response_format": {"type": "json_object"}}),
-    (CHAT, {**LIMITED, "stream_options": 3}), (CHAT, {**LIMITED, "functions": []}), (CHAT, {**LIMITED, "__class__": 1}),
-    (GENERATE, {"model": "m", "sampling_params": PARAMS}),
-    (GENERATE, {"model": "m", "token_ids": [1, -2], "sampling_params": PARAMS}),
-    (GENERATE, {"model": "m", "token_ids": [True], "sampling_params": PARAMS}),
-    (GENERATE, {"model": "m", "token_ids": [1]}), (GENERATE, {"model": "m", "token_ids": [1], "sampling_params": {}}),
-    (GENERATE, {"model": "m", "token_ids": [1], "sampling_params": {"logprobs": None}}),
-    (GENERATE, {"model": "m", "token_ids": [1], "sampling_params": PARAMS, "stream": True}),
-    (GENERATE, {"model": "m", "token_ids": [1], "sampling_params": {**PARAMS, "allowed_token_ids": [1]}}),
-    (GENERATE, {"model": "m", "token_ids": [1], "sampling_params": {**PARAMS, "stop_token_ids": 3}}),
-    (GENERATE, {"model": "m", "token_ids": [1], "sampling_params": {**PARAMS, "guided_json": {}}}),
-]  # fmt: skip
-
-
-def test_malformed_requests_get_a_line_each_and_disturb_nobody() -> None:
-    assert len(MALFORMED) >= 50
-
-    async def work() -> None:
-        async with serving() as (server, client):
-            session, other = server.sessions.open(), server.sessions.open()
-            waiting = asyncio.ensure_future(chat(client, other, HELLO))
-            await other.asked
-            for path, body in MALFORMED:
-                content = body if isinstance(body, bytes) else json.dumps(body).encode()
-                found = await client.post(path, headers=keyed(session), content=content)
-                assert 400 <= found.status_code < 500, (body, found.text)
-                message = found.json()["error"]["message"]
-                assert message
-                assert "\n" not in message
-                assert len(message) < 300
-                assert "Traceback" not in found.text
-            assert not session.asked.done()
-            for method, path in (("GET", CHAT), ("DELETE", "/v1/models"), ("POST", "/v1/embeddings"), ("GET", "/")):
-                assert (await client.request(method, path)).status_code in (404, 405)
-            other.answer(turn("hi"))
-            assert (await waiting).status_code == 200
-
-    running(work())
-
-
-async def raw(server: EndpointServer, data: bytes, wait_s: float = 3.0) -> bytes:
-    """What the endpoint answers to these bytes."""
-    host, port = server.base_url.removeprefix("http://").removesuffix("/v1").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(data)
-    await writer.drain()
-    async with asyncio.timeout(wait_s):
-        found = await reader.read(65_536)
-    writer.close()
-    return found
-
-
-def test_long_and_slow_bodies_and_too_many_requests_are_refused() -> None:
-    async def work() -> None:
-        async with serving(max_body_kib=4, body_s=0.3, max_requests=2) as (server, client):
-            session, other = server.sessions.open(), server.sessions.open()
-            long = [{"role": "user", "content": "x" * 5000}]
-            found = await chat(client, session, long)
-            assert (found.status_code, found.json()["error"]["message"]) == (
-                413, "the body is longer than endpoint.max_body_kib = 4",
-            )  # fmt: skip
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
-            chunk = b"%x\r\n%s\r\n" % (3000, b"x" * 3000)
-            assert b" 413 " in await raw(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 2)
-            assert b" 408 " in await raw(server, f"{head}Content-Length: 100\r\n\r\n{{".encode())
-            assert b" 400 " in await raw(server, b"nonsense\r\n\r\n")
-            waiting = [asyncio.ensure_future(chat(client, one, HELLO)) for one in (session, other)]
-            await asyncio.gather(session.asked, other.asked)
-            busy = await client.get("/v1/models", headers=keyed(session))
-            assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
-            for one in (session, other):
-                one.answer(turn("hi"))
-            assert [(await one).status_code for one in waiting] == [200, 200]
-            metrics = (await client.get("/metrics")).text
-            assert 'staleflow_endpoint_requests_total{status="429"} 1.0' in metrics
-            assert "staleflow_endpoint_sessions 2.0" in metrics
-            assert (await client.get("/health")).json() == {"status": "ok"}
-
-    running(work())
-
-
-def test_an_error_of_ours_shows_a_client_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fails(self: AgentSession, request: object) -> None:
-        raise RuntimeError("a secret of ours")
-
-    monkeypatch.setattr(AgentSession, "ask", fails)
-
-    async def work() -> None:
-        async with serving() as (server, client):
-            found = await chat(client, server.sessions.open(), HELLO)
-            assert found.status_code == 500
-            assert "secret" not in found.text
-
-    running(work())
-
-
-def test_a_stopping_endpoint_has_clients_try_again() -> None:
-    async def work() -> None:
-        async with serving() as (server, client):
-            stopping = asyncio.ensure_future(server.stop())
-            await asyncio.sleep(0)
-            try:
-                found = await client.get("/v1/models", headers=keyed(server.sessions.open()))
-                assert (found.status_code, found.headers["Retry-After"]) == (503, "1")
-            except httpx.ConnectError:  # it no longer listens, which clients take alike
-                pass
-            await stopping
-
-    running(work())
-
-
-def test_an_address_that_cannot_be_used_is_named() -> None:
-    async def work() -> None:
-        async with serving() as (server, _):
-            port = int(server.base_url.removesuffix("/v1").rpartition(":")[2])
-            taken = EndpointServer(EndpointSettings(config=EndpointConfig(port=port)))
-            with pytest.raises(ConfigError, match=f"endpoint.port = {port}: cannot be listened on"):
-                await taken.start()
-
-    running(work())
-
-
-def test_with_a_certificate_it_speaks_https(tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-
-    async def work() -> None:
-        server = EndpointServer(EndpointSettings(config=EndpointConfig(tls_cert=str(cert), tls_key=str(key))))
-        await server.start()
-        try:
-            assert server.base_url.startswith("https://")
-            async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=str(cert))) as client:
-                health = server.base_url.removesuffix("/v1") + "/health"
-                assert (await client.get(health)).json() == {"status": "ok"}
-        finally:
-            await server.stop()
-        bad = EndpointServer(EndpointSettings(config=EndpointConfig(tls_cert=str(tmp_path / "none"))))
-        with pytest.raises(ConfigError, match=r"endpoint\.tls_cert"):
-            await bad.start()
 
     running(work())

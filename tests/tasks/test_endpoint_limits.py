@@ -12,7 +12,7 @@ from tasks.endpoint.replies import TurnReply
 from tasks.endpoint.requests import ChatRequest
 from tasks.endpoint.server import EndpointServer, listening_socket
 from tasks.endpoint.settings import EndpointSettings
-from tests.tasks.test_endpoint import CHAT, GENERATE, HELLO, chat, keyed, raw, running, serving, turn
+from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw, running, serving, turn
 
 
 class NeverAnswers:

@@ -29,13 +29,14 @@ from tests.tasks.engine_conformance import (
     request,
     tokens_of,
 )
+from tests.tasks.stop_conformance import StopTests
 
 
 def settings(model: Path, **changes: Any) -> TransformersSettings:
     return TransformersSettings(**(model_settings(model) | changes))
 
 
-class TestTransformersEngine(ReusingEngineTests):
+class TestTransformersEngine(StopTests, ReusingEngineTests):
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
         torch.set_num_threads(1)

@@ -28,6 +28,7 @@ from tests.tasks.engine_conformance import (
     tokens_of,
     wait_until_sampling,
 )
+from tests.tasks.stop_conformance import StopTests
 from tests.tasks.test_engine_transformers import changed_weights, plain_logprobs
 
 if importlib.util.find_spec("vllm") is None:
@@ -55,7 +56,7 @@ def slowed(engine: VllmEngine) -> Iterator[None]:
     engine._engine.engine_core.get_output = step
 
 
-class TestVllmEngine(ReusingEngineTests):
+class TestVllmEngine(StopTests, ReusingEngineTests):
     page_tokens = 32
 
     @pytest.fixture

@@ -1,0 +1,27 @@
+"""What ends a turn beside the model's own ends of a response. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopCriteria:
+    """strings: a turn ends with the token that completes one of these in its text. token_ids: or with one of these."""
+
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+
+NO_STOP = StopCriteria()
+
+
+def find_stop(text: str, strings: Sequence[str]) -> tuple[int, int] | None:
+    """Where the first stop string of a text begins and ends, in characters; None without one.
+
+    >>> find_stop("one, two", [" two", ", "])
+    (3, 5)
+    """
+    found = [(begin, begin + len(one)) for one in strings if (begin := text.find(one)) >= 0]
+    return min(found, default=None)

@@ -1,0 +1,85 @@
+"""Stop strings: an engine that samples token ids looks for them in the text of a turn. Both engines share this.
+
+Invariants: the token that completes a stop string is the last one of its turn, whatever tokens the string is spread
+over. The text is what the tokenizer makes of the turn's tokens, from its first one on, special ones left out: the very
+text that an agent is told, cut. A request without stop strings has no check and pays nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stores.stop_criteria import find_stop
+from tasks.engines.base import Request
+from tasks.texts import Texts, file_texts, tokenizer_texts
+
+SLACK = 16
+"""Characters kept before what a match may need: at its begin, decoded text may differ from the middle of a text."""
+
+
+class StopCheck:
+    """Looks for stop strings in the text of a turn, token by token. tokens: of the turn so far. Used by one thread at a
+    time."""
+
+    def __init__(self, texts: Texts, strings: Sequence[str], tokens: Sequence[int] = ()) -> None:
+        self._texts = texts
+        self._strings = tuple(strings)
+        self._kept = max(map(len, self._strings)) + SLACK
+        """Characters of the end of the text that the next match may begin in."""
+        self._window: list[int] = []
+        """The last tokens, whose text has at least so many characters, or all."""
+        self.found = False
+        """Whether the text has a stop string: the turn ends with the last token that was added."""
+        self.add(tokens)
+
+    def add(self, tokens: Sequence[int]) -> int:
+        """Add tokens up to the one that completes a stop string; returns how many were added: all, if none does."""
+        for count, token in enumerate(tokens):
+            if self.found:
+                return count
+            self._window.append(token)
+            text = self._texts.text(self._window)
+            self.found = find_stop(text, self._strings) is not None
+            if len(text) > 4 * self._kept:
+                self._shorten()
+        return len(tokens)
+
+    def _shorten(self) -> None:
+        """Drop the first tokens as long as the rest has text enough. Each time halves it, so that a token costs a
+        constant on average."""
+        while len(self._texts.text(rest := self._window[len(self._window) // 2 :])) >= self._kept:
+            if len(rest) == len(self._window):
+                return
+            self._window = rest
+
+
+class StopChecks:
+    """Makes checks. The tokenizer is loaded for the first request that has a stop string. model: folder or hub name."""
+
+    def __init__(self, model: str, load: Callable[[str], Texts] | None = None) -> None:
+        self._model = model
+        self._load = load or _model_texts
+        self._texts: Texts | None = None
+        self._loading = threading.Lock()
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Load what these requests need, before locks are taken. Raises ConfigError if that fails."""
+        if self._texts is None and any(request.stop.strings for request in requests):
+            with self._loading:
+                self._texts = self._texts or self._load(self._model)
+
+    def check(self, request: Request, sampled: Sequence[int] = ()) -> StopCheck | None:
+        """The check of a request that has sampled these tokens so far; None if it has no stop string."""
+        if not request.stop.strings:
+            return None
+        self.prepare([request])
+        assert self._texts is not None
+        before = request.tokens[len(request.tokens) - request.num_in_turn :]
+        return StopCheck(self._texts, request.stop.strings, [*before, *sampled])
+
+
+def _model_texts(model: str) -> Texts:
+    """A model's tokenizer: from its file where that decodes alike, which is quicker."""
+    return file_texts(Path(model)) or tokenizer_texts(model)

@@ -1,0 +1,70 @@
+"""A run whose agent asks for stop strings: where its turns end, what it is told of them, and what is stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.endpoint import Told, stored_turns
+from stores.stop_criteria import find_stop
+from stores.trajectory import Fate
+from tasks.texts import tokenizer_texts
+from tests.runtime.test_run import check, run
+
+STOP = ("12", "+3", "9", "=so")
+AGENT = """
+import json, os
+import httpx
+
+
+async def play(base_url, key, task):
+    messages = [{"role": "user", "content": f"1+{task.seed % 10}="}]
+    async with httpx.AsyncClient(timeout=120) as client:
+        with open(f"{task.options['folder']}/{os.getpid()}.jsonl", "a") as log:
+            for turn in range(3):
+                body = {"model": "policy", "messages": messages, "return_token_ids": True, "logprobs": True}
+                if turn != 1:
+                    body["stop"] = STOP
+                head = {"Authorization": "Bearer " + key}
+                answer = await client.post(base_url + "/chat/completions", headers=head, json=body)
+                if answer.status_code != 200:
+                    break
+                log.write(json.dumps([turn, answer.json()]) + "\\n")
+                log.flush()
+                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "so"}]
+    return task.seed % 2
+"""
+
+
+def test_turns_end_by_the_strings_that_their_requests_name(job: Path, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(f"STOP = {list(STOP)}\n{AGENT}")
+    (tmp_path / "told").mkdir()
+    end = run(
+        job, f"task.source=agent:{tmp_path}/agent.py:play", f"task.options={{folder='{tmp_path}/told'}}",
+        "task.eval_prompts=0", "steps=3", "rollout.max_new_tokens=60", "rollout.turn_tokens=16",
+    )  # fmt: skip
+    texts = tokenizer_texts(str(tiny_model))
+    told: set[Told] = set()
+    stopped = cut = 0
+    for file in (tmp_path / "told").iterdir():
+        for line in file.read_text().splitlines():
+            turn, answer = json.loads(line)
+            (choice,) = answer["choices"]
+            tokens = choice["token_ids"]
+            logprobs = np.asarray([one["logprob"] for one in choice["logprobs"]["content"]], np.float32)
+            told.add((tuple(answer["prompt_token_ids"]), tuple(tokens), logprobs.tobytes()))
+            text = texts.text(tokens)
+            found = find_stop(text, STOP) if turn != 1 else None
+            assert choice["message"]["content"] == (text if found is None else text[: found[0]])
+            assert turn == 1 or find_stop(texts.text(tokens[:-1]), STOP) is None, "nothing is sampled after it"
+            assert choice["finish_reason"] == ("stop" if found or tokens[-1] == 1 else "length")
+            stopped += found is not None
+            cut += turn == 1 and find_stop(text, STOP) is not None
+    assert stopped > 10, "or it shows nothing"
+    assert cut > 0, "turns without stop strings go on"
+    ended = [row for row in check(end.run_dir, 3).ended() if row.fate is Fate.CONSUMED]
+    stored = {turn for row in ended for turn in stored_turns(row.trajectory)}
+    assert stored
+    assert stored <= told

@@ -1,0 +1,73 @@
+"""An endpoint that tests ask over HTTP, and answer in place of an episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tasks.endpoint.server import EndpointServer
+from tasks.endpoint.sessions import AgentSession
+from tasks.endpoint.settings import EndpointConfig, EndpointSettings
+from tasks.endpoint.turns import SampledTurn
+from tasks.task_source import Message
+
+CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
+HELLO = [{"role": "user", "content": "hello"}]
+LOGPROBS = tuple(np.asarray([-0.1, -1.7e-3], np.float32).tolist())
+
+
+def turn(text: str, before: tuple[int, ...] = (1, 2, 3), **more: Any) -> SampledTurn:
+    return SampledTurn(before=before, tokens=(7, 8), logprobs=LOGPROBS, text=text, **more)
+
+
+def running(work: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(30):
+            await work
+
+    asyncio.run(limited())
+
+
+@asynccontextmanager
+async def serving(**knobs: Any) -> AsyncIterator[tuple[EndpointServer, httpx.AsyncClient]]:
+    server = EndpointServer(EndpointSettings(config=EndpointConfig(**knobs), model="mine", temperature=0.7))
+    await server.start()
+    async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1"), timeout=10) as client:
+        try:
+            yield server, client
+        finally:
+            await server.stop()
+
+
+def keyed(session: AgentSession) -> dict[str, str]:
+    return {"Authorization": f"Bearer {session.key}"}
+
+
+async def answered(session: AgentSession, *turns: SampledTurn) -> list[tuple[Message, ...]]:
+    """Answer what a session asks, one turn after the other; returns what it said."""
+    said = []
+    for one in turns:
+        said.append(await session.asked)
+        session.answer(one)
+    return said
+
+
+async def chat(client: httpx.AsyncClient, session: AgentSession, messages: list[Any], **more: Any) -> httpx.Response:
+    return await client.post(CHAT, headers=keyed(session), json={"model": "m", "messages": messages, **more})
+
+
+async def raw(server: EndpointServer, data: bytes, wait_s: float = 3.0) -> bytes:
+    """What the endpoint answers to these bytes."""
+    host, port = server.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    await writer.drain()
+    async with asyncio.timeout(wait_s):
+        found = await reader.read(65_536)
+    writer.close()
+    return found

@@ -1,0 +1,116 @@
+"""What stop criteria are to every engine that samples from a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stores.stop_criteria import StopCriteria, find_stop
+from stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
+from tasks.engines.base import Engine, Sampled
+from tasks.texts import TokenizerTexts, tokenizer_texts
+from tests.tasks.engine_conformance import collect, logprobs_of, request, tokens_of, wait_until_sampling
+
+PROMPT = (3, 10, 14, 7)
+
+
+def completed(texts: TokenizerTexts, tokens: Sequence[int], strings: Sequence[str]) -> int:
+    """How many of these tokens there are up to the one that completes a stop string; 0 if none does."""
+    ends = (n for n in range(1, len(tokens) + 1) if find_stop(texts.text(tokens[:n]), strings))
+    return next(ends, 0)
+
+
+def greedy(engine: Engine) -> list[int]:
+    engine.submit([request(900, greedy=True, max_new_tokens=60)])
+    return tokens_of(collect(engine, 1)[900])
+
+
+class StopTests:
+    """Mixed into the suite of engines."""
+
+    def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(
+        self, engine: Engine, reference: Callable[..., list[float]], tiny_model: Path
+    ) -> None:
+        texts, strings = tokenizer_texts(str(tiny_model)), ("12", "+3;", "9", "=so", "4-")
+        engine.submit([request(i, stop=StopCriteria(strings)) for i in range(20)])
+        ended = collect(engine, 20)
+        assert sum(check_end(texts, one, strings) for one in ended.values()) > 5
+        for one in ended.values():
+            tokens = tokens_of(one)
+            np.testing.assert_allclose(logprobs_of(one), reference([*PROMPT, *tokens], 4), atol=2e-4)
+        assert engine.load_statistics().running == 0
+
+    def test_it_does_so_under_weights_that_change_meanwhile(
+        self, engine: Engine, other_weights: tuple[Path, str], tiny_model: Path
+    ) -> None:
+        texts, strings = tokenizer_texts(str(tiny_model)), ("123", "9+", "=7=")
+        engine.submit([request(i, max_new_tokens=100, stop=StopCriteria(strings)) for i in range(20)])
+        done = wait_until_sampling(engine, 3)
+        engine.load(PolicyVersion(5), other_weights[0])
+        ended = collect(engine, 20, done)
+        for one in ended.values():
+            check_end(texts, one, strings, most=100)
+
+    def test_one_that_an_interrupt_cuts_in_two_ends_the_turn_where_it_goes_on(
+        self, engine: Engine, tiny_model: Path
+    ) -> None:
+        """Wherever the turn was cut; tokens of the turn before it do not count."""
+        texts, whole = tokenizer_texts(str(tiny_model)), greedy(engine)
+        stop = StopCriteria((texts.text(whole[:5]),))
+        assert completed(texts, whole, stop.strings) == 5
+        for cut in (1, 3, 4):
+            for in_turn in (cut, 0):
+                name = 10 * cut + in_turn
+                engine.submit(
+                    [
+                        request(
+                            name, (*PROMPT, *whole[:cut]), greedy=True, stop=stop, num_in_turn=in_turn, num_prior=cut,
+                            max_new_tokens=60 - cut,
+                        )
+                    ]
+                )  # fmt: skip
+                (ended,) = collect(engine, 1).values()
+                tokens = [*whole[:cut], *tokens_of(ended)]
+                assert tokens == whole[: len(tokens)]
+                assert len(tokens) == 5 if in_turn else len(tokens) > 5
+
+    def test_a_turn_whose_end_was_not_heard_of_ends_at_once(self, engine: Engine, tiny_model: Path) -> None:
+        texts, whole = tokenizer_texts(str(tiny_model)), greedy(engine)
+        stop = StopCriteria((texts.text(whole[:5]),))
+        engine.submit([request(0, (*PROMPT, *whole[:5]), stop=stop, num_in_turn=5, num_prior=5)])
+        (ended,) = collect(engine, 1).values()
+        assert (ended.first, ended.segments, ended.finish) == (5, (), FinishReason.STOP)
+
+    def test_it_has_ended_by_itself_also_where_no_further_token_was_allowed(
+        self, engine: Engine, tiny_model: Path
+    ) -> None:
+        texts, whole = tokenizer_texts(str(tiny_model)), greedy(engine)
+        for count, finish in ((5, FinishReason.STOP), (4, FinishReason.LENGTH)):
+            stop = StopCriteria((texts.text(whole[:5]),))
+            engine.submit([request(count, greedy=True, stop=stop, max_new_tokens=count)])
+            (ended,) = collect(engine, 1).values()
+            assert (tokens_of(ended), ended.finish) == (whole[:count], finish)
+
+    def test_a_token_that_stops_is_the_last_one(self, engine: Engine) -> None:
+        engine.submit([request(i, stop=StopCriteria(token_ids=(7, 9, 12))) for i in range(20)])
+        stopped = 0
+        for one in collect(engine, 20).values():
+            tokens = tokens_of(one)
+            assert not {7, 9, 12} & set(tokens[:-1])
+            assert (one.finish is FinishReason.STOP) == (tokens[-1] in (1, 7, 9, 12))
+            stopped += tokens[-1] in (7, 9, 12)
+        assert stopped > 5
+        engine.submit([request(100, greedy=True)])  # others' ends are not this one's
+        assert tokens_of(collect(engine, 1)[TrajectoryId(100)]) == greedy(engine)[:24]
+
+
+def check_end(texts: TokenizerTexts, ended: Sampled, strings: Sequence[str], most: int = 24) -> bool:
+    """Check why a turn has ended; returns whether by a stop string."""
+    tokens = tokens_of(ended)
+    count = completed(texts, tokens, strings)
+    assert count in (0, len(tokens))
+    assert (ended.finish is FinishReason.STOP) == bool(count or tokens[-1] == 1)
+    assert ended.finish is FinishReason.STOP or len(tokens) == most
+    return bool(count)

@@ -1,0 +1,266 @@
+"""Stop strings: where a turn ends by them, what is told of it, and how a session goes on after it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stores.spool_entries import AnswerGiven, decode, encode
+from stores.stop_criteria import NO_STOP, StopCriteria, find_stop
+from tasks.directions import Directions, split
+from tasks.endpoint.requests import ChatRequest, read_chat, read_generate
+from tasks.engines.stop_strings import StopCheck
+from tasks.task_source import Message
+from tasks.texts import TokenizerTexts
+from tests.stores.test_in_flight_turns import ID, drawn, flight, resumed, routed, sampled
+from tests.tasks.chat_models import chat_tokenizer
+from tests.tasks.endpoint_serving import GENERATE, HELLO, answered, chat, keyed, running, serving, turn
+
+TEXTS = TokenizerTexts(chat_tokenizer("smollm2"))
+USER = {"role": "user", "content": "more"}
+
+
+class Decoding:
+    """Texts that count what they decode."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def text(self, tokens: Any, *, special: bool = False) -> str:
+        self.decoded += len(tokens)
+        return TEXTS.text(tokens, special=special)
+
+
+def ended(text: str, *strings: str, ids: tuple[int, ...] = ()) -> str | None:
+    """The text of a turn that is sampled as these tokens, up to where it ends; None if it does not."""
+    tokens = ids or TEXTS.ids(text)
+    check = StopCheck(TEXTS, strings)
+    count = check.add(tokens)
+    assert check.found or count == len(tokens)
+    return TEXTS.text(tokens[:count]) if check.found else None
+
+
+def test_a_stop_string_is_found_whatever_tokens_it_is_made_of() -> None:
+    assert ended("one, two; three", "; ") == "one, two; "
+    assert ended("one the other", "n") == "on"
+    assert ended("to the 12", "e") == "to the"
+    assert ended("to the 12", "h") == "to the"  # in the middle of a token, which is whole
+    assert ended("a 12b", "1") == "a 12"
+    assert ended("nothing of it", "none") is None
+    assert ended("ababac", "abac", "xyz") == "ababac"
+    assert ended("stop", "stop", "to") == "sto"
+    assert ended("aé日本b", "日本") == "aé日本"
+    assert ended("🙂🙃!", "🙃") == "🙂🙃"
+    assert ended("aé", "é", "x") == "aé"
+
+
+def test_a_character_that_is_not_whole_yet_is_none() -> None:
+    (first, second) = TEXTS.ids("é")
+    assert ended("", "é", ids=(first,)) is None
+    assert ended("", "é", ids=(first, first, second)) == "\ufffdé"
+
+
+def test_special_tokens_are_not_in_the_text() -> None:
+    (end,) = TEXTS.ids("<|im_end|>")
+    assert ended("", "<|im_end|>", ids=(end,)) is None
+    assert ended("", "ab", ids=(*TEXTS.ids("a"), end, *TEXTS.ids("b"))) == "ab"
+
+
+def test_what_was_sampled_before_an_interrupt_counts() -> None:
+    tokens = TEXTS.ids("so. The END of it")
+    whole = StopCheck(TEXTS, ["END of"])
+    count = whole.add(tokens)
+    assert whole.found and TEXTS.text(tokens[:count]) == "so. The END of"
+    for cut in range(count):
+        rest = StopCheck(TEXTS, ["END of"], tokens[:cut])
+        assert rest.add(tokens[cut:]) == count - cut and rest.found
+    assert StopCheck(TEXTS, ["END of"], tokens[:count]).found
+    assert whole.add(tokens) == 0, "nothing comes after it"
+
+
+def test_random_texts_end_where_a_plain_search_says() -> None:
+    """In tokens that are no text's own, too."""
+    rng = random.Random(0)
+    found = 0
+    for _ in range(300):
+        tokens = rng.choices(TEXTS.ids("abéé日 the\n\n12🙂"), k=rng.randint(1, 60))
+        strings = [
+            "".join(rng.choices("abé日th 1🙂\n", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 3))
+        ]  # fmt: skip
+        plain = next((n for n in range(1, len(tokens) + 1) if find_stop(TEXTS.text(tokens[:n]), strings)), None)
+        check = StopCheck(TEXTS, strings)
+        assert check.add(tokens) == (plain or len(tokens))
+        assert check.found == (plain is not None)
+        found += check.found
+    assert 50 < found < 290
+
+
+def test_a_token_of_a_long_turn_costs_what_one_of_a_short_turn_does() -> None:
+    texts = Decoding()
+    check = StopCheck(texts, ["never said"])
+    tokens = TEXTS.ids("word and another ")
+    for _ in range(20):
+        check.add(tokens)
+    first = texts.decoded
+    for _ in range(20):
+        check.add(tokens)
+    assert texts.decoded - first < 1.5 * first
+    check.add(TEXTS.ids("it is never"))
+    assert not check.found
+    check.add(TEXTS.ids(" said"))
+    assert check.found
+
+
+# -- requests ----------------------------------------------------------------------------------------------------
+
+
+def read(**more: Any) -> ChatRequest:
+    return read_chat({"model": "m", "messages": HELLO, **more}, temperature=1.0, refuses=True)
+
+
+def test_stop_is_a_text_or_some_and_no_other_sampling_parameter() -> None:
+    assert read(stop=None, stop_token_ids=None).stop == read(stop=[]).stop == NO_STOP
+    assert read(stop="END").stop == StopCriteria(("END",))
+    assert read(stop=["a", "b"] * 8, stop_token_ids=[7]).stop == StopCriteria(("a", "b") * 8, (7,))
+    assert not read(stop="END", stop_token_ids=[3]).changed
+    params = {"logprobs": 1, "stop_token_ids": [3, 5], "stop": ["END"], "include_stop_str_in_output": True}
+    found = read_generate({"model": "m", "token_ids": [1], "sampling_params": params}, temperature=1.0, refuses=True)
+    assert found.stop == StopCriteria(("END",), (3, 5))
+
+
+def test_it_travels_with_the_directions_and_is_spooled_with_the_answer_before_the_turn() -> None:
+    stop = StopCriteria(("\n\n", "é"), (5, 7))
+    said = read(stop=list(stop.strings), stop_token_ids=list(stop.token_ids)).directions(first=True).before([])
+    assert split(said)[0].stop == stop
+    assert "stop" not in read(max_tokens=3).directions(first=True).before([])[0].content, "prompts stay what they were"
+
+    held = flight()
+    held.apply(drawn(0))
+    held.apply(routed(0, 1))
+    assert held.apply(sampled(1, 0, [0, 0]))
+    entry = AnswerGiven(
+        trajectory=ID, first=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, stop=stop
+    )
+    again = decode(encode(entry))
+    assert isinstance(again, AnswerGiven)
+    assert again.stop == stop
+    assert held.apply(again)
+    assert held.stops == {ID: stop}
+    assert held.after(resumed(0)).stops == {}
+    held.apply(routed(0, 2))
+    assert held.apply(sampled(2, 3, [0]))
+    assert held.apply(replace(entry, first=4, stop=NO_STOP))
+    assert held.stops == {}
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "more", "told"),
+    [
+        ("END", {}, "It is 3. "),
+        (["\n\n", "END"], {}, "It is 3. "),
+        ("END", {"include_stop_str_in_output": True}, "It is 3. END"),
+        (["none", "3. E"], {}, "It is "),
+        ("It", {}, ""),
+        ("none", {}, "It is 3. END of"),
+    ],
+)
+def test_a_turn_is_told_up_to_the_stop_string_with_all_its_ids(
+    stop: Any, more: dict[str, Any], told: str, stream: bool
+) -> None:
+    async def work() -> None:
+        async with serving(changed_past="refuse") as (server, client):
+            session = server.sessions.open()
+            turns = turn("It is 3. END of"), turn("yes", before=(1, 2, 3, 7, 8, 4))
+            telling = asyncio.ensure_future(answered(session, *turns))
+            asked = {"stop": stop, "return_token_ids": True, "stream": stream, **more}
+            found = await chat(client, session, HELLO, **asked)
+            if stream:
+                events = [json.loads(line[6:]) for line in found.text.splitlines() if line and line[6:] != "[DONE]"]
+                choices = [event["choices"][0] for event in events]
+                content = "".join(choice["delta"].get("content", "") for choice in choices)
+            else:
+                choices = found.json()["choices"]
+                content = choices[0]["message"]["content"]
+            assert content == told
+            assert (choices[-1]["finish_reason"], choices[-1]["token_ids"]) == ("stop", [7, 8])
+            assert len(choices[-1]["logprobs"]["content"]) == 2
+            # What is said next comes after all that was sampled, and after the very text that was told.
+            past = [*HELLO, {"role": "assistant", "content": content}, USER]
+            assert (await chat(client, session, past, stop=stop)).status_code == 200
+            first, then = await telling
+            criteria = StopCriteria((stop,) if isinstance(stop, str) else tuple(stop))
+            assert [split(said)[0].stop for said in (first, then)] == [criteria, criteria]
+            assert split(then) == (Directions(stop=criteria), (Message("user", "more"),))
+
+    running(work())
+
+
+def test_a_call_of_a_tool_that_a_stop_string_ends_is_one() -> None:
+    said = 'Now. <tool_call>{"name": "add", "arguments": {}}</tool_call> and'
+    tools = [{"type": "function", "function": {"name": "add"}}]
+
+    async def work() -> None:
+        async with serving() as (server, client):
+            session = server.sessions.open()
+            telling = asyncio.ensure_future(answered(session, turn(said)))
+            found = (await chat(client, session, HELLO, tools=tools, stop="</tool_call>")).json()["choices"][0]
+            assert (found["message"]["content"], found["finish_reason"]) == ("Now.", "tool_calls")
+            assert found["message"]["tool_calls"][0]["function"]["name"] == "add"
+            await telling
+
+    running(work())
+
+
+def test_a_request_sent_again_gets_the_same_turn_only_with_the_same_stop() -> None:
+    async def work() -> None:
+        async with serving(changed_past="refuse") as (server, client):
+            session = server.sessions.open()
+            telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
+            found = [(await chat(client, session, HELLO, stop=[";"])).json() for _ in range(2)]
+            assert found[0] == found[1]
+            assert found[0]["choices"][0]["message"]["content"] == "hi"
+            for stop in (None, ["!"], [";", "!"]):
+                other = await chat(client, session, HELLO, stop=stop)
+                assert (other.status_code, other.json()["error"]["code"]) == (400, "changed_past")
+            limited = await chat(client, session, HELLO, stop=";", max_tokens=5)
+            assert (limited.status_code, limited.json()["error"]["code"]) == (400, "changed_past")
+            await telling
+
+    running(work())
+
+
+def test_token_ids_are_told_whole_whatever_stopped_them() -> None:
+    async def work() -> None:
+        async with serving() as (server, client):
+            session = server.sessions.open()
+            telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
+            params = {"logprobs": 1, "stop": ";", "stop_token_ids": [9, 8]}
+            body = {"model": "m", "token_ids": [1, 2, 3], "sampling_params": params}
+            found = (await client.post(GENERATE, headers=keyed(session), json=body)).json()
+            assert (found["choices"][0]["token_ids"], found["choices"][0]["finish_reason"]) == ([7, 8], "stop")
+            (said,) = await telling
+            assert split(said)[0].stop == StopCriteria((";",), (9, 8))
+
+    running(work())
+
+
+def test_a_turn_that_a_limit_cut_after_all_is_told_so() -> None:
+    async def work() -> None:
+        async with serving() as (server, client):
+            session = server.sessions.open()
+            telling = asyncio.ensure_future(answered(session, turn("hi", cut=True)))
+            found = (await chat(client, session, HELLO, stop=";")).json()["choices"][0]
+            assert (found["message"]["content"], found["finish_reason"]) == ("hi", "length")
+            await telling
+
+    running(work())
