@@ -93,8 +93,8 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
     """A new coordinator for this job. validate_each: check all invariants after every event."""
     batch, cost = config.batch, cost_model(config)
     speculation = config.rollout.engine.speculation
-    drafts = DraftLengths(cost, speculation.length) if speculation.decided else None
-    costs: StepCosts = drafts.costs if drafts is not None else cost
+    drafts = DraftLengths(cost, speculation.length if speculation.decided else 0)
+    costs: StepCosts = drafts.costs if speculation.decided else cost
     strategies = make_strategies(config, costs)
     ledger = StalenessLedger(
         eta=config.bound,

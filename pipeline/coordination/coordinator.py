@@ -57,7 +57,7 @@ from pipeline.coordination.events import (
 )
 from pipeline.coordination.fleet import Instance
 from pipeline.coordination.forecast import LengthForecast
-from pipeline.coordination.history import History
+from pipeline.coordination.history import History, tokens_sampled
 from pipeline.coordination.moves import Move, Moves
 from pipeline.coordination.pacing import Pacing
 from pipeline.coordination.phases import Phase, Transition
@@ -72,8 +72,7 @@ from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, Trajectory
 
 
 class Coordinator(CoordinatorView):
-    """One run's decisions. drafts: None where instances draft as they were set up, or not at all. validate_each: check
-    all invariants of the state after every event (O(live))."""
+    """One run's decisions. validate_each: check all invariants of the state after every event (O(live))."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Coordinator(CoordinatorView):
         strategies: Strategies,
         forecast: LengthForecast,
         pacing: Pacing,
-        drafts: DraftLengths | None = None,
+        drafts: DraftLengths,
         *,
         validate_each: bool = False,
     ) -> None:
@@ -205,7 +204,7 @@ class Coordinator(CoordinatorView):
         if instance is None:
             return
         running = self._state.hear_progress(instance, event.progress, event.safe)
-        if self._drafts is not None and event.steps is not None:
+        if event.steps is not None:
             self._drafts.hear(event.instance, instance.draft_length, event.steps)
         if self._strategies.routing.knows_urgency:
             self._state.set_pace(instance, self._placement.most_urgent_s(running, self._state.now))
@@ -216,12 +215,12 @@ class Coordinator(CoordinatorView):
             return
         if self._strategies.environments:
             self._state.finish_turn(live, event.tokens)
-            self._act(live, f"turn {live.turns + 1} sampled, {event.tokens} tokens{_drafts(event)}")
+            self._act(live, f"turn {live.turns + 1} sampled, {tokens_sampled(event)}")
             return
         self._state.finish_sampling(live, event.tokens)
         if not live.evaluated:  # by other rules: greedily, say
             self.forecast.finished(live.group, event.tokens, live.forecast)
-        self._score(live, f"sampled, {event.tokens} tokens{_drafts(event)}")
+        self._score(live, f"sampled, {tokens_sampled(event)}")
 
     def _on_interrupted(self, event: TrajectoryInterrupted) -> None:
         live = self._state.running(event.trajectory, event.epoch)
@@ -229,13 +228,13 @@ class Coordinator(CoordinatorView):
             return
         if live.cut and event.tokens > 0 and self._strategies.environments:
             self._state.finish_turn(live, event.tokens)
-            self._act(live, f"cut off at {event.tokens} tokens{_drafts(event)}", cut=True)
+            self._act(live, f"cut off at {tokens_sampled(event)}", cut=True)
         elif live.cut and event.tokens > 0:
             self._state.finish_sampling(live, event.tokens, cut_off=True)
-            self._score(live, f"cut off at {event.tokens} tokens{_drafts(event)}")
+            self._score(live, f"cut off at {tokens_sampled(event)}")
         else:
             self._state.interrupt(live, event.tokens)
-            self._history.note(live.id, f"interrupted at {event.tokens} tokens{_drafts(event)}")
+            self._history.note(live.id, f"interrupted at {tokens_sampled(event)}")
 
     def _on_failed(self, event: TrajectoryFailed) -> None:
         live = self._state.running(event.trajectory, event.epoch)
@@ -292,8 +291,7 @@ class Coordinator(CoordinatorView):
     def _on_version_published(self, event: VersionPublished) -> None:
         self._state.publish(event.version)
         self._pacing.step_finished(self._state.now)
-        if self._drafts is not None:
-            self._drafts.step_finished()
+        self._drafts.step_finished()
         self._replan()
 
     def _on_stop_requested(self) -> None:
@@ -304,8 +302,7 @@ class Coordinator(CoordinatorView):
 
     def _on_tick(self) -> None:
         self._state.pass_time()
-        if self._drafts is not None:
-            self._drafts.replan(self._state.fleet)
+        self._drafts.replan(self._state.fleet)
         if not self._stopped:
             for move in self._moves.rescues():
                 self._move(move)
@@ -326,8 +323,7 @@ class Coordinator(CoordinatorView):
         if self._state.take_routing_change():
             self._host_evaluation()
             self._route()
-        if self._drafts is not None:
-            self._speculate(self._drafts)
+        self._speculate()
 
     def _train(self) -> None:
         if self._state.training or not self.ledger.ready():
@@ -384,8 +380,8 @@ class Coordinator(CoordinatorView):
             else:
                 self._send(live, place)
 
-    def _speculate(self, drafts: DraftLengths) -> None:
-        for row, length in drafts.due(self._state.fleet):
+    def _speculate(self) -> None:
+        for row, length in self._drafts.due(self._state.fleet):
             instance = self._state.fleet[row]
             self._state.set_draft_length(instance, length)
             self._commands.append(Speculate(instance=instance.instance, length=length, cause=self._history.cause))
@@ -435,8 +431,7 @@ class Coordinator(CoordinatorView):
                 if live is not None:  # a sibling's last attempt may have ended it
                     self._retry(live, Transition.INSTANCE_LOST, f"{name} was lost: {why}")
             self._state.lose(instance)
-            if self._drafts is not None:
-                self._drafts.lost(name)
+            self._drafts.lost(name)
         self._replan()
 
     def _retry(self, live: LiveTrajectory, transition: Transition, what: str) -> None:
@@ -501,10 +496,3 @@ class Coordinator(CoordinatorView):
         if caps:
             kv_capacity = max(i.kv_capacity for i in self._state.fleet)
             self._pacing.replan(len(caps), max(caps), kv_capacity, self._state.measured)
-
-
-def _drafts(event: TrajectorySampled | TrajectoryInterrupted) -> str:
-    """What became of the tokens that were drafted since a trajectory was routed; empty if none were."""
-    if not event.drafted_tokens:
-        return ""
-    return f", {event.accepted_tokens} of {event.drafted_tokens} drafted tokens accepted"

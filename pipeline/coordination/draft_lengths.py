@@ -164,7 +164,8 @@ class StepSeconds:
 
 
 class DraftLengths:
-    """Decides how many tokens instances draft, 0 to `most`. They begin with none."""
+    """Decides how many tokens instances draft, 0 to `most`. They begin with none. most = 0: nothing is decided, since
+    they do not draft, or as they were set up."""
 
     def __init__(self, cost: CostModel, most: int) -> None:
         self.costs = DraftedCosts(cost)
@@ -185,7 +186,7 @@ class DraftLengths:
         ran as many requests then, and drafted as many tokens: else what a step took is not known."""
         running, gained = steps.running, steps.tokens - steps.accepted_tokens
         before, self._before[instance] = self._before.get(instance), (running, length)
-        if before != (running, length) or not running or gained < FEWEST_STEPS * running:
+        if not self._most or before != (running, length) or not running or gained < FEWEST_STEPS * running:
             return
         if length:
             self._seen.add(gained, steps, length)
@@ -205,6 +206,8 @@ class DraftLengths:
 
     def replan(self, fleet: Fleet) -> None:
         """Weigh lengths anew by what has been learned."""
+        if not self._most:
+            return
         most_running = max((one.max_running for one in fleet), default=0)
         total = float(fleet.running.sum())
         each_kv = float(fleet.kv_tokens.sum()) / total if total else 0.0
@@ -221,6 +224,8 @@ class DraftLengths:
 
     def due(self, fleet: Fleet) -> list[tuple[int, int]]:
         """(row, length) of the instances that should draft more tokens than they do, or fewer."""
+        if not self._most:
+            return []
         if not len(self._best):
             self.replan(fleet)
         running = np.minimum(fleet.running.astype(np.int64), len(self._best)) - 1

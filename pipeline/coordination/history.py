@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
+from pipeline.coordination.events import TrajectoryInterrupted, TrajectorySampled
 from stores.trajectory import TrajectoryId
 
 STORY_LINES = 200_000
@@ -47,3 +48,11 @@ class History:
     def story(self, trajectory: TrajectoryId) -> list[str]:
         """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
         return [f"{now:9.3f} s  {what}  ({cause})" for who, now, cause, what in self._log if who == trajectory]
+
+
+def tokens_sampled(event: TrajectorySampled | TrajectoryInterrupted) -> str:
+    """The tokens of a trajectory, and what became of those that were drafted since it was routed, if any were."""
+    told = f"{event.tokens} tokens"
+    if event.drafted_tokens:
+        told += f", {event.accepted_tokens} of {event.drafted_tokens} drafted tokens accepted"
+    return told

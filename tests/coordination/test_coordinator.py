@@ -13,6 +13,7 @@ from pipeline.config.schema import BatchConfig, RolloutConfig, StalenessConfig
 from pipeline.coordination.commands import Abort, Command, Draw, Forget, Interrupt, Pull, Retire, Route, Score, Train
 from pipeline.coordination.consulted import Strategies
 from pipeline.coordination.coordinator import Coordinator
+from pipeline.coordination.draft_lengths import DraftLengths
 from pipeline.coordination.events import (
     EnvironmentAnswered,
     EnvironmentFailed,
@@ -90,7 +91,7 @@ class Bench:
         )
         forecast = LengthForecast(100, rare=0.01)
         pacing = Pacing(cost, forecast, eta=eta, groups=groups, group_size=size, slack=1.0, recomputes=True)
-        self.coordinator = Coordinator(ledger, strategies, forecast, pacing, validate_each=True)
+        self.coordinator = Coordinator(ledger, strategies, forecast, pacing, DraftLengths(cost, 0), validate_each=True)
         self.now = 0.0
         self.epochs: dict[int, int] = {}
 
