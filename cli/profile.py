@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,8 @@ def measure_engine(config: RunConfig, steps: int, max_running: int | None, *, qu
     from pipeline.config import actor_settings
     from pipeline.config.model_facts import inspect_model
     from pipeline.profiling import measure as profiling
+    from pipeline.profiling.fit import fit_verified
+    from pipeline.profiling.measure_drafts import measure_drafted
     from stores.trajectory import InstanceId
 
     facts = inspect_model(config)
@@ -73,21 +76,52 @@ def measure_engine(config: RunConfig, steps: int, max_running: int | None, *, qu
     longest = min(rollout.engine.kv_tokens, facts.context) - steps - 16
     most = min(max_running or rollout.engine.max_running, rollout.engine.max_running)
     # No id ends a response: a batch must stay complete while it is timed.
-    engine = actor_settings.engine_settings(config, 0, ()).build(InstanceId("profile"), config.cluster.threads)
+    asked = rollout.engine.speculation.length
+    engine = actor_settings.engine_settings(without_drafts(config), 0, ()).build(
+        InstanceId("profile"), config.cluster.threads
+    )
     try:
         grid = profiling.make_grid(most, max(8, min(longest, 4 * rollout.max_new_tokens)), steps)
         progress = (lambda _: None) if quiet else (lambda what: click.echo(f"  {what}", err=True))
         fit, points = profiling.profile_engine(engine, grid, rollout.engine.kv_tokens, progress)
+        drafted = measure_drafted(engine, grid, asked, rollout.engine.kv_tokens, progress) if asked else []
     finally:
         engine.close()
-    return profiling.Profile(source=rollout.engine.name, fit=fit, hardware=profiling.hardware(), points=tuple(points))
+    if drafted:
+        verified, _ = fit_verified(fit.model, drafted)
+        fit = replace(fit, model=replace(fit.model, verified=verified))
+    return profiling.Profile(
+        source=rollout.engine.name,
+        fit=fit,
+        hardware=profiling.hardware(),
+        points=tuple(points),
+        drafted=tuple(drafted),
+    )
+
+
+def without_drafts(config: RunConfig) -> RunConfig:
+    """The job with an engine that drafts nothing until it is told to, if it drafts at all."""
+    engine = config.rollout.engine
+    engine = replace(engine, speculation=replace(engine.speculation, most_running=0))
+    return replace(config, rollout=replace(config.rollout, engine=engine))
 
 
 def print_profile(profile: Profile, path: Path) -> None:
     """Print the coefficients, their errors and how to use them."""
+    from pipeline.profiling.fit import fit_verified
+
     stored, fit = profile.as_dict(), profile.fit
-    for name, value in {**stored["coefficients"], **stored["latencies"]}.items():
+    coefficients = stored["coefficients"]
+    verified = coefficients.pop("verified")
+    for name, value in {**coefficients, **stored["latencies"]}.items():
         click.echo(f"  {name:8} {value:.4g} s")
+    if profile.drafted:
+        steps, most = len(profile.drafted), max(point.drafted for point in profile.drafted)
+        _, error = fit_verified(fit.model, profile.drafted)
+        click.echo(
+            f"  verified {verified:.4g} of k3 a drafted token ({steps} batches with up to {most:.1f} each; with it "
+            f"their steps are {error:.1%} off, median)"
+        )
     click.echo(
         f"{fit.num_points} steps timed, {fit.running[0]} to {fit.running[1]} running, up to {fit.kv_tokens[1]:,.0f} KV "
         f"tokens; on steps left out of the fit the error is {fit.error_median:.1%} (median), {fit.error_p90:.1%} (90 %)"

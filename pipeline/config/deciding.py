@@ -28,7 +28,9 @@ from tasks.workload import Workload
 
 def cost_model(config: RunConfig) -> CostModel:
     cost = config.rollout.cost
-    return CostModel(k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b, prefill=cost.prefill)
+    return CostModel(
+        k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b, prefill=cost.prefill, verified=cost.verified
+    )
 
 
 def num_instances(config: RunConfig) -> int:

@@ -73,6 +73,7 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     try:
         profile = json.loads(Path(name).read_text())
         cost = {key: profile["coefficients"][key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
+        cost["verified"] = profile["coefficients"].get("verified", 1.0)  # earlier versions did not measure it
         seconds = dict(profile.get("latencies", {}))
     except OSError as error:
         raise ConfigError(f"{what}: cannot be read: {error}; `staleflow profile` writes one") from error

@@ -163,6 +163,7 @@ class CostConfig:
     k4: float = knob(0.0028, "constant seconds per step", low=0)
     b: float = knob(0.0027, "offset of the compute-bound term, seconds", low=0)
     prefill: float = knob(0.0001231, "seconds per token of a prompt, or of a recomputed context", low=0)
+    verified: float = knob(1.0, "what a drafted token costs that is verified, as a share of k3", low=0)
     tolerance: float = knob(
         0.25, "relative error on measured decode steps above which a run reports that the cost model drifted", above=0
     )

@@ -2,8 +2,9 @@
 
 A drafted token is worth verifying where an instance runs few requests, and costs where it runs many. What a step costs
 by the tokens that it computes is learned from the instances' reports: with n requests and without drafts it computes n,
-so an instance that drains shows what as many verified tokens would cost. What drafts bring is learned while an instance
-drafts: how many requests of a step have one, how long they are, and how often a drafted token is sampled.
+so an instance that drains shows what as many verified tokens would cost (`CostModel.verified` of each, if profiled).
+What drafts bring is learned while an instance drafts: how many requests of a step have one, how long they are, and how
+often a drafted token is sampled.
 
 A model of both gives the seconds that a token of a request takes, for each number of requests and each length; the
 length with the least is the one to draft. It changes only if that gains GAIN at least, so that it does not follow every
@@ -170,6 +171,7 @@ class DraftLengths:
     def __init__(self, cost: CostModel, most: int) -> None:
         self.costs = DraftedCosts(cost)
         """What steps cost that draft as is decided here, for whoever plans with them."""
+        self._cost = cost
         self._most = most
         self._seconds_of = StepSeconds(cost)
         self._seen = DraftsSeen()
@@ -192,7 +194,7 @@ class DraftLengths:
             self._seen.add(gained, steps, length)
         elif steps.drafts:
             return  # some of these steps were before it was told to draft none
-        tokens = running * (1.0 + steps.drafted_tokens / gained)
+        tokens = running * (1.0 + self._cost.verified * steps.drafted_tokens / gained)
         step_s = steps.seconds * running / gained
         self._seconds_of.observe(tokens, steps.kv_tokens, step_s, drafted=steps.drafts > 0)
 
@@ -214,13 +216,14 @@ class DraftLengths:
         running = np.arange(1.0, most_running + 1)
         lengths = np.arange(self._most + 1, dtype=np.float64)
         self.rates = found = rates(self._seen, self._most)
-        tokens = running[:, None] * (1.0 + found.drafted(lengths))
+        drafted = found.drafted(lengths)
+        tokens = running[:, None] * (1.0 + self._cost.verified * drafted)
         kv_tokens = np.broadcast_to((running * each_kv)[:, None], tokens.shape)
         self._seconds = self._seconds_of.drafted(tokens, kv_tokens) / found.gained(lengths)
         self._seconds[:, 0] = self._seconds_of.plain(running, kv_tokens[:, 0])
         self._best = self._seconds.argmin(axis=1)
         lengths_of = np.concatenate([[0], self._best])
-        self.costs.tell(1.0 + found.drafted(lengths)[lengths_of], found.gained(lengths)[lengths_of])
+        self.costs.tell(drafted[lengths_of], found.gained(lengths)[lengths_of])
 
     def due(self, fleet: Fleet) -> list[tuple[int, int]]:
         """(row, length) of the instances that should draft more tokens than they do, or fewer."""

@@ -20,6 +20,9 @@ from tasks.engines.cost_model import CostModel
 
 Array = npt.NDArray[np.float64]
 
+MOST_VERIFIED = 10.0
+"""Largest cost of a drafted token that is looked for, in tokens of further trajectories."""
+
 HUBER = 0.05
 """Relative residual beyond which a point loses weight: decode steps repeat to within a few percent."""
 ROUNDS = 8
@@ -47,6 +50,17 @@ class StepPoint:
     step_s: float
     prefilled: float = 0.0
     ended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedPoint:
+    """A measured decode step that verifies drafts: running trajectories, the KV tokens they held, the drafted tokens
+    that it verified of each, and seconds."""
+
+    running: int
+    kv_tokens: float
+    drafted: float
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +108,23 @@ def fit_prefill(tokens: Sequence[float], seconds: Sequence[float]) -> float:
         if n1 != n2
     ]
     return max(0.0, float(np.median(slopes))) if slopes else 0.0
+
+
+def fit_verified(model: CostModel, points: Sequence[DraftedPoint]) -> tuple[float, float]:
+    """(cost of a verified token as a share of k3, median relative error of the steps' seconds with it). The one with
+    the least mean error, nearest to 1 if several have it: where reading the weights decides, it cannot be told.
+    points: one at least."""
+    running, kv, drafted, seconds = (
+        np.array([getattr(p, name) for p in points], float) for name in ("running", "kv_tokens", "drafted", "step_s")
+    )
+
+    def errors(verified: float) -> Array:
+        predicted = model.steps_s(running * (1.0 + verified * drafted), kv)
+        return np.abs(predicted - seconds) / seconds  # type: ignore[no-any-return]  # untyped by numpy
+
+    asked = np.linspace(0.0, MOST_VERIFIED, 1001)
+    found = min(asked, key=lambda verified: (round(float(errors(verified).mean()), 6), abs(verified - 1.0)))
+    return float(found), float(np.median(errors(found)))
 
 
 def _best_model(points: Sequence[StepPoint], prefill: float) -> tuple[CostModel, float]:

@@ -8,13 +8,13 @@ import json
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import loading
 from pipeline.coordination import journal
-from pipeline.profiling.fit import Fit, StepPoint, fit_prefill, fit_steps
+from pipeline.profiling.fit import DraftedPoint, Fit, StepPoint, fit_prefill, fit_steps
 from pipeline.profiling.loads import LoadWatch
 from stores.errors import ActorLost, ConfigError
 from stores.files import replace_text
@@ -73,11 +73,11 @@ def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tupl
     for i, context in enumerate(c for c in contexts for _ in range(3)):
         member = TrajectoryId(first + i)
         begin = time.monotonic()
-        engine.submit([_request(member, context, 4)])
+        engine.submit([probe_request(member, context, 4)])
         while not any(n >= 1 for t, n in engine.load_statistics().progress if t == member):
-            if _ended(engine):
+            if has_ended(engine):
                 break
-            _check(begin, engine)
+            check_patience(begin, engine)
             time.sleep(POLL_S / 4)
         tokens.append(context)
         seconds.append(time.monotonic() - begin)
@@ -87,15 +87,15 @@ def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tupl
 
 def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) -> list[StepPoint]:
     """Run one batch and time each quarter of its steps while all requests decode."""
-    engine.submit([_request(t, context, steps + WARM_TOKENS + 8) for t in ids])
+    engine.submit([probe_request(t, context, steps + WARM_TOKENS + 8) for t in ids])
     begin = time.monotonic()
     marks: list[tuple[float, float]] = []  # (seconds, mean tokens sampled)
     while True:
-        _check(begin, engine)
+        check_patience(begin, engine)
         load = engine.load_statistics()
         now = time.monotonic()
         sampled = [n for _, n in load.progress]
-        if _ended(engine):
+        if has_ended(engine):
             break  # from here on the batch is smaller
         if len(sampled) == len(ids) and min(sampled) >= WARM_TOKENS:
             mean = sum(sampled) / len(sampled)
@@ -105,10 +105,7 @@ def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) ->
                 break
         time.sleep(POLL_S)
     engine.abort(ids)
-    while engine.load_statistics().running:
-        _check(begin, engine)
-        time.sleep(POLL_S)
-    engine.events(0.0)
+    wait_until_empty(engine)
     quarters = 4
     cut = (
         [marks[round(i * (len(marks) - 1) / quarters)] for i in range(quarters + 1)] if len(marks) > quarters else marks
@@ -120,7 +117,7 @@ def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) ->
     ]
 
 
-def _ended(engine: Engine) -> bool:
+def has_ended(engine: Engine) -> bool:
     """Whether a request has ended. Raises ActorLost if one failed: the batch is then not the one to measure."""
     ended = engine.events(0.0)
     failed = next((e for e in ended if isinstance(e, Failed)), None)
@@ -129,12 +126,26 @@ def _ended(engine: Engine) -> bool:
     return bool(ended)
 
 
-def _request(member: TrajectoryId, context: int, new_tokens: int) -> Request:
-    tokens = tuple(FIRST_WORD + (member * (i + 3) + i * i) % NUM_WORDS for i in range(context))
-    return Request(trajectory=member, epoch=1, tokens=tokens, max_new_tokens=new_tokens)
+def probe_request(
+    member: TrajectoryId, context: int, new_tokens: int, *, seed: int | None = None, greedy: bool = False
+) -> Request:
+    """A request with a prompt of its own, or that of a seed."""
+    number = member if seed is None else seed
+    tokens = tuple(FIRST_WORD + (number * (i + 3) + i * i) % NUM_WORDS for i in range(context))
+    return Request(trajectory=member, epoch=1, tokens=tokens, max_new_tokens=new_tokens, greedy=greedy)
 
 
-def _check(begin: float, engine: Engine) -> None:
+def wait_until_empty(engine: Engine) -> None:
+    """Wait until nothing runs any more, and take what was told of it."""
+    begin = time.monotonic()
+    while engine.load_statistics().running:
+        check_patience(begin, engine)
+        time.sleep(POLL_S)
+    engine.events(0.0)
+
+
+def check_patience(begin: float, engine: Engine) -> None:
+    """Raises ActorLost if a batch has taken too long."""
     if time.monotonic() - begin > PATIENCE_S:
         raise ActorLost(f"a measured batch made no progress in {PATIENCE_S:g} s: {engine.load_statistics()}")
 
@@ -155,12 +166,13 @@ def profile_engine(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Contents of the file that `profile = FILE` in a job reads. latencies: values by setting of [simulation], only
-    from a run. points: the measured steps, only from an engine."""
+    from a run. points: the measured steps, only from an engine; drafted: those with drafts, if the job drafts."""
 
     source: str
     fit: Fit
     hardware: dict[str, Any] | None = None
     points: tuple[StepPoint, ...] = ()
+    drafted: tuple[DraftedPoint, ...] = ()
     latencies: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -175,6 +187,7 @@ class Profile:
             "range": {"running": fit.running, "kv_tokens": fit.kv_tokens},
             "num_points": fit.num_points,
             "points": [asdict(p) for p in self.points],
+            "drafted_points": [asdict(p) for p in self.drafted],
         }
 
 
@@ -201,6 +214,8 @@ def profile_run(run_dir: Path) -> Profile:
         fit = Fit(**{**refit, "model": CostModel(**refit["model"])})
     if fit is None:
         raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
+    verified = rollout.get("cost", {}).get("verified", 1.0)
+    fit = replace(fit, model=replace(fit.model, verified=verified))  # steps of a run do not tell
     return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(watch, fit))
 
 

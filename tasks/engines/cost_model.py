@@ -6,8 +6,8 @@ b + k3 * n the compute-bound part, k4 the constant part. prefill: seconds per to
 is computed again after an interrupt. A token costs the same compute in a prompt as in a large decode batch, so k3 is
 the natural estimate where prefill was not measured.
 
-A step that verifies drafted tokens computes each of them as it computes a further trajectory's token, without reading
-the cache once more: b + k3 * n * (1 + length). What it brings is `tokens_a_step`.
+A step that verifies drafted tokens computes each of them as `verified` tokens of further trajectories, without reading
+the cache once more: b + k3 * n * (1 + verified * length). What it brings is `tokens_a_step`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class StepCosts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Coefficients in seconds; k1 per KV token, k3 per running trajectory, prefill per token."""
+    """Coefficients in seconds; k1 per KV token, k3 per running trajectory, prefill per token. verified: what a drafted
+    token costs that is verified, as a share of k3."""
 
     k1: float
     k2: float
@@ -57,12 +58,13 @@ class CostModel:
     k4: float
     b: float
     prefill: float = 0.0
+    verified: float = 1.0
 
     def times(self, factor: float) -> CostModel:
         """The model of an instance that takes `factor` times as long for everything."""
         return CostModel(
             k1=self.k1 * factor, k2=self.k2 * factor, k3=self.k3 * factor, k4=self.k4 * factor, b=self.b * factor,
-            prefill=self.prefill * factor,
+            prefill=self.prefill * factor, verified=self.verified,
         )  # fmt: skip
 
     def compute_s(self, running: int) -> float:
@@ -102,13 +104,13 @@ class CostModel:
     def drafting(self, length: int, acceptance: float) -> CostModel:
         """The model of an instance that verifies `length` drafted tokens of each trajectory in every step. Its steps
         are parts of those, in which each running trajectory gains one token in the mean. With length 0, this model."""
-        return self.verifying(1.0 + length, tokens_a_step(length, acceptance)) if length else self
+        return self.verifying(length, tokens_a_step(length, acceptance)) if length else self
 
-    def verifying(self, computed: float, gained: float) -> CostModel:
-        """The same for steps that compute so many tokens of each trajectory, of which it gains so many."""
+    def verifying(self, drafted: float, gained: float) -> CostModel:
+        """The same for steps that verify so many drafted tokens of each trajectory, which gains so many tokens."""
         return CostModel(
-            k1=self.k1 / gained, k2=self.k2 / gained, k3=self.k3 * computed / gained, k4=self.k4 / gained,
-            b=self.b / gained, prefill=self.prefill,
+            k1=self.k1 / gained, k2=self.k2 / gained, k3=self.k3 * (1.0 + self.verified * drafted) / gained,
+            k4=self.k4 / gained, b=self.b / gained, prefill=self.prefill, verified=self.verified,
         )  # fmt: skip
 
     def best_length(self, running: int, kv_tokens: float, most: int, acceptance: float) -> int:
@@ -144,13 +146,13 @@ class DraftedCosts:
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._computed = self._gained = np.ones(2)
+        self._drafted, self._gained = np.zeros(2), np.ones(2)
         self._models: dict[int, CostModel] = {}
 
-    def tell(self, computed: Numbers, gained: Numbers) -> None:
-        """Tokens that a step computes of each trajectory, and that this gains, by the trajectories that run: 0, 1, 2,
-        ...; where more run, as where most do."""
-        self._computed, self._gained = computed, gained
+    def tell(self, drafted: Numbers, gained: Numbers) -> None:
+        """Drafted tokens that a step verifies of each trajectory, and tokens that this gains, by the trajectories that
+        run: 0, 1, 2, ...; where more run, as where most do."""
+        self._drafted, self._gained = drafted, gained
         self._models.clear()
 
     @property
@@ -162,7 +164,8 @@ class DraftedCosts:
 
     def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
         cost, row = self._cost, np.minimum(running, len(self._gained) - 1).astype(np.int64)
-        compute_s = np.maximum(cost.k2, cost.b + cost.k3 * running * self._computed[row]) + cost.k4
+        computed = running * (1.0 + cost.verified * self._drafted[row])
+        compute_s = np.maximum(cost.k2, cost.b + cost.k3 * computed) + cost.k4
         seconds: Numbers = (cost.k1 * kv_tokens + compute_s) / self._gained[row]
         return seconds
 
@@ -186,6 +189,5 @@ class DraftedCosts:
         row = min(running, len(self._gained) - 1)
         found = self._models.get(row)
         if found is None:
-            computed, gained = float(self._computed[row]), float(self._gained[row])
-            found = self._models[row] = self._cost.verifying(computed, gained)
+            found = self._models[row] = self._cost.verifying(float(self._drafted[row]), float(self._gained[row]))
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -116,6 +117,22 @@ def test_drafts_that_are_sampled_are_drafted_longer() -> None:
     heard(drafts, A, first, steps(4, length=first, acceptance=1.0, cost=cost, count=1000))
     drafts.replan(fleet)
     assert drafts.due(fleet) == [(0, 8)]
+
+
+def test_where_verifying_is_known_to_be_dear_it_is_tried_on_fewer() -> None:
+    cost = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0)
+    dear, cheap = (DraftLengths(dataclasses.replace(cost, verified=verified), 4) for verified in (4.0, 0.0))
+    lengths = [dict(drafts.due(fleet_of(a=2))).get(0, 0) for drafts in (dear, DraftLengths(cost, 4), cheap)]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[-1]) == (1, 4)
+    assert dict(cheap.due(fleet_of(a=60))) == {0: 4}
+    for drafts in (dear, cheap):
+        ((_, length),) = drafts.due(fleet_of(a=1))
+        share = drafts.rates.drafted(np.arange(length + 1.0))[-1]
+        computed = 1 + (4.0 if drafts is dear else 0.0) * share
+        assert drafts.costs.step_s(1, 0.0) == pytest.approx(
+            max(8.0, computed) / drafts.rates.gained(np.arange(length + 1.0))[-1]
+        )
 
 
 def test_what_a_step_of_more_tokens_costs_is_learned_without_drafts() -> None:

@@ -32,7 +32,7 @@ from pipeline.coordination.journal import Journal
 from pipeline.coordination.measured import Measured, RunningMean
 from pipeline.coordination.pacing import Pacing, best_plan
 from pipeline.profiling import fit as fitting
-from pipeline.profiling.fit import CostWatch, Fit, StepPoint, fit_prefill, fit_steps
+from pipeline.profiling.fit import CostWatch, DraftedPoint, Fit, StepPoint, fit_prefill, fit_steps, fit_verified
 from pipeline.profiling.measure import Grid, measure_prefill, measure_steps, profile_run
 from stores.errors import ActorLost, ConfigError
 from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
@@ -81,6 +81,24 @@ def test_prefill_is_the_slope_between_prompt_lengths() -> None:
     seconds[4] += 5.0
     assert fit_prefill(tokens, seconds) == pytest.approx(0.0002, rel=1e-6)
     assert fit_prefill([100.0], [1.0]) == 0.0
+
+
+@pytest.mark.parametrize("verified", [0.0, 0.4, 1.0, 2.5])
+def test_what_a_verified_token_costs_is_found_and_is_one_where_it_cannot_be_told(verified: float) -> None:
+    rng = np.random.default_rng(1)
+    for name, told in (("7B", verified), ("no floor", verified), ("all floor", 1.0)):
+        model = PUBLISHED[name]
+        steps = [
+            DraftedPoint(
+                running=n, kv_tokens=500.0 * n, drafted=drafted,
+                step_s=float(model.steps_s(np.asarray(n * (1 + verified * drafted)), np.asarray(500.0 * n)))
+                * math.exp(0.02 * rng.standard_normal()),
+            )
+            for n, drafted in itertools.product((1, 2, 4, 8, 16, 32, 64), (2.0, 3.7))
+        ]  # fmt: skip
+        found, error = fit_verified(model, steps)
+        assert found == pytest.approx(told, abs=0.15)
+        assert error < 0.05
 
 
 def test_too_few_points_are_refused() -> None:
@@ -211,8 +229,10 @@ def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
     assert "on steps left out of the fit the error is" in result.output
     value = json.loads(out.read_text())
     assert set(value) == {
-        "source", "hardware", "coefficients", "latencies", "held_out_error", "range", "num_points", "points"
+        "source", "hardware", "coefficients", "latencies", "held_out_error", "range", "num_points", "points",
+        "drafted_points",
     }  # fmt: skip
+    assert value["drafted_points"] == []
     assert value["range"]["running"] == [1, 8]
     config = loading.load(path, (f"profile={out}",))
     used = deciding.cost_model(config)
@@ -220,6 +240,30 @@ def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
     assert loading.from_tree(tomllib.loads(fields.to_toml(config))) == config  # and needs the file no more
     # Sleeping and polling make steps seem longer here, never shorter.
     assert used.step_s(8, 800) >= 0.9 * deciding.cost_model(loading.load(path)).step_s(8, 800)
+
+
+def test_profile_times_steps_with_drafts_where_the_job_drafts(tmp_path: Path) -> None:
+    path, out = tmp_path / "job.toml", tmp_path / "profile.json"
+    path.write_text(
+        'name = "p"\n[rollout]\nmax_new_tokens = 30\n'
+        '[rollout.engine]\nname = "emulated"\nmax_running = 4\nkv_tokens = 4000\ntime_scale = 1.0\n'
+        "[rollout.engine.speculation]\nlength = 3\nmost_running = 2\n"
+        "[workload]\nmedian = 400\nacceptance = 0.5\n"
+    )
+    result = CliRunner().invoke(command, [str(path), "--out", str(out), "--steps", "16"], catch_exceptions=False)
+    assert result.exit_code == 0
+    value = json.loads(out.read_text())
+    assert [p["running"] for p in value["drafted_points"]] == [1, 2, 4]
+    assert [p["drafted"] for p in value["drafted_points"]] == pytest.approx([3.0] * 3, rel=0.3)
+    assert f"verified {value['coefficients']['verified']:.4g} of k3" in result.output
+    assert deciding.cost_model(loading.load(path, (f"profile={out}",))).verified == value["coefficients"]["verified"]
+
+
+def test_a_profile_of_an_earlier_version_says_nothing_of_drafts(tmp_path: Path) -> None:
+    job, profile = tmp_path / "job.toml", tmp_path / "x.json"
+    job.write_text('[rollout.engine]\nname = "emulated"\n')
+    profile.write_text('{"coefficients": {"k1": 0, "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0}}')
+    assert deciding.cost_model(loading.load(job, (f"profile={profile}",))).verified == 1.0
 
 
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,19 @@ def test_the_best_draft_is_long_where_few_run_and_none_where_many_do() -> None:
         took = [COST.drafting(n, 0.6).step_s(running, 0.0) for n in range(5)]
         assert took[best] == min(took)
     assert COST.best_length(1, 0.0, 4, 0.0) == 0
+
+
+def test_a_verified_token_costs_what_was_profiled_of_it() -> None:
+    dear = dataclasses.replace(COST, verified=3.0)
+    assert dear.step_s(64, 0.0) == COST.step_s(64, 0.0)
+    assert dear.drafting(2, 0.0).step_s(64, 10.0) == pytest.approx(COST.step_s(64 * (1 + 3 * 2), 10.0))
+    assert dear.times(2.0).drafting(2, 0.0).step_s(64, 10.0) == pytest.approx(2 * COST.step_s(64 * 7, 10.0))
+    assert [dear.best_length(n, 0.0, 4, 0.6) for n in (8, 64)] <= [COST.best_length(n, 0.0, 4, 0.6) for n in (8, 64)]
+    took = [
+        run(job(rollout__engine__speculation__length=4, workload__acceptance=0.7, rollout__cost__verified=verified))
+        for verified in (0.0, 1.0, 8.0)
+    ]
+    assert took[0].finished_s < took[1].finished_s < took[2].finished_s
 
 
 def test_a_job_that_drafts_nothing_runs_as_one_that_says_nothing_of_drafts() -> None:
