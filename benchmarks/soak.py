@@ -282,6 +282,8 @@ def main() -> None:
     args.job_kind = args.job_kind or KINDS[args.seed % len(KINDS)]
     if unfit := set(args.only) & left_out(Machine("second", Path()), args.job_kind):
         parser.error(f"--job-kind {args.job_kind} has no fault {min(unfit)!r}")
+    if min(args.faults, args.times) < 1 or args.every < 0 or not 0 <= args.overlap <= 1:
+        parser.error("--faults and --times must be 1 or more, --every 0 or more, --overlap from 0 to 1")
     if args.quick:
         args.faults = 3
     folder = args.folder or Path(tempfile.mkdtemp(prefix="staleflow-soak-"))
