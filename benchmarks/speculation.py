@@ -1,12 +1,13 @@
 """Tokens per processor second of vLLM with and without speculation, by requests that run at once and source of drafts.
 
-    python -m benchmarks.speculation FOLDER
+    python -m benchmarks.speculation FOLDER [--run RUN]
 
 Each kind of engine samples the same groups in turn, in one process per kind that takes its turns with the others: each
-round, each kind samples `--running` requests of one prompt to their end. Rounds after the first see prompts again, as
-epochs do: what `responses` knows then is what ran here before. A processor second is that of the whole process, which
-other work on the machine changes little. `decided` drafts as `responses` does, as many tokens as the coordinator's rule
-says from reports of this engine, of which it knows nothing at first: its cost model is the default one.
+round, each kind samples `--running` requests of one prompt to their end. Prompts are those that a stored run was
+trained on last, or three others. Rounds after the first see prompts again, as epochs do: what `responses` knows then is
+what ran here before. A processor second is that of the whole process, which other work on the machine changes little.
+`decided` drafts as `responses` does, as many tokens as the coordinator's rule says from reports of this engine, of
+which it knows nothing at first: its cost model is the default one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import resource
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import CostConfig
@@ -25,6 +27,7 @@ from pipeline.coordination.draft_lengths import DraftLengths
 from pipeline.coordination.events import StepsTaken
 from pipeline.coordination.fleet import MutableFleet
 from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from stores.versioned import VersionedStore
 from tasks.engines.base import Engine, Request, Sampled
 from tasks.engines.cost_model import CostModel
 from tasks.engines.settings import Speculation, VllmSettings
@@ -39,6 +42,7 @@ KINDS = {
     "responses": (4, "responses", 1000),
     "decided": (4, "responses", 0),
     "ngram": (4, "ngram", 1000),
+    "suffix": (4, "suffix", 1000),
 }
 """By name: tokens drafted, what from, and up to how many requests; 0: it is decided."""
 REPORT_S = 0.2
@@ -48,11 +52,12 @@ REPORT_S = 0.2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a causal LM with its tokenizer")
+    parser.add_argument("--run", type=Path, help="folder of a stored run, of a model with the same tokens")
     parser.add_argument("--kinds", nargs="+", default=["off", "responses", "decided"], choices=KINDS)
     parser.add_argument("--running", nargs="+", type=int, default=[1, 4, 16], help="requests of a group")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a response")
     parser.add_argument("--rounds", type=int, default=2, help="times that each prompt is sampled")
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="prompts of a round")
+    parser.add_argument("--prompts", type=int, default=3, help="prompts of a round")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--quick", action="store_true", help="smallest sizes: that it works")
     args = parser.parse_args()
@@ -88,22 +93,15 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from transformers import AutoTokenizer
 
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts = stored_prompts(args.run, args.prompts) if args.run else made_prompts(tokenizer)[: args.prompts]
     length, source, most_running = KINDS[kind]
     settings = VllmSettings(
         model=args.model, dtype="float32", device="cpu", temperature=args.temperature, max_running=64, kv_tokens=16384,
-        page_tokens=32, max_batch_tokens=1024, eos=(), seed=0,
+        page_tokens=32, max_batch_tokens=1024, eos=(tokenizer.eos_token_id,), seed=0,
         speculation=Speculation(length=length, source=source, most_running=most_running),
     )  # fmt: skip
     engine = settings.build(InstanceId(kind), 1)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    prompts = [
-        tuple(
-            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
-        )
-        if tokenizer.chat_template
-        else tuple(tokenizer("1+2")["input_ids"])
-        for text in PROMPTS[: args.prompts]
-    ]
     decides = Decides(engine, length) if not most_running else None
     asked.send("built")
     number = 0
@@ -130,6 +128,25 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
             )
         )
     engine.close()
+
+
+def stored_prompts(run: Path, count: int) -> list[tuple[int, ...]]:
+    """Different prompts of what a run was trained on last."""
+    store = VersionedStore.open(run / "store")
+    found: dict[tuple[int, ...], None] = {}
+    for step in reversed(range(store.summary().num_steps)):
+        found |= dict.fromkeys(tuple(row.trajectory.prompt_tokens.tolist()) for row in store.ended(step))
+        if len(found) >= count:
+            break
+    return list(found)[:count]
+
+
+def made_prompts(tokenizer: Any) -> list[tuple[int, ...]]:
+    """PROMPTS under the model's template; of a model that has none, a sum."""
+    if not tokenizer.chat_template:
+        return [tuple(tokenizer("1+2")["input_ids"])] * len(PROMPTS)
+    asked = ([{"role": "user", "content": text}] for text in PROMPTS)
+    return [tuple(tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"]) for one in asked]
 
 
 class Decides:

@@ -5,8 +5,8 @@ was told of. A draft goes on as those places go on that share the longest end wi
 by token. It ends where it is no longer likely enough to be sampled.
 
 Invariants: a draft never changes what is sampled, only in how many decode steps: an engine keeps a drafted token only
-where the policy samples it (docs/engines.md). Memory is bounded. Pure. All but `begin`, `learn` and `running` is called
-by the thread that decodes.
+where the policy samples it (docs/speculation.md). Memory is bounded. Pure. All but `begin`, `learn` and `running` is
+called by the thread that decodes.
 """
 
 from __future__ import annotations
