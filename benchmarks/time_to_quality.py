@@ -58,7 +58,7 @@ def main() -> None:
             runs.append({"bound": bound, "seed": seed, **figures(VersionedStore.open(config.run_dir / "store"))})
             (args.out / "time_to_quality.json").write_text(json.dumps(runs, indent=1) + "\n")
     told = table(runs, args.delta)
-    (args.out / "time_to_quality.md").write_text("\n".join([*head(args.job), *told]) + "\n")
+    (args.out / "time_to_quality.md").write_text("\n".join([*head(args.job, args.set), *told]) + "\n")
     draw(runs, args.out / "time_to_quality.png")
     print("\n".join(told))
 
@@ -137,14 +137,17 @@ def _mean_lag(runs: list[dict[str, Any]], kind: str) -> float:
     return statistics.mean(sum(lag * share for lag, share in enumerate(run[kind])) for run in runs)
 
 
-def head(job: Path) -> list[str]:
+def head(job: Path, settings: list[str]) -> list[str]:
+    changed = [one for one in settings if not one.startswith("runs_dir=")]
+    settled = f" with `{', '.join(changed)}`" if changed else ""
     return [
         "# Time to quality by staleness bound",
         "",
-        f"`{job}`, each bound with the same workers and seeds, one run after the other on an otherwise idle machine",
-        "(`python -m benchmarks.time_to_quality`). Bound 0 is synchronous. Lag is what occurred, in versions: *inter*",
-        "from a response's newest token to the step that trains it, *intra* from its oldest token to its newest; the",
-        f"bound holds for their sum. Rewards are of training batches, means of the last {WINDOW}.",
+        f"`{job}`{settled}:",
+        "each bound with the same workers and seeds, one run after the other (`python -m benchmarks.time_to_quality`).",
+        "Bound 0 is synchronous. Lag is what occurred, in versions: *inter* from a response's newest token to the step",
+        "that trains it, *intra* from its oldest token to its newest; the bound holds for their sum. Rewards are of",
+        f"training batches, means of the last {WINDOW}.",
         "",
     ]
 
