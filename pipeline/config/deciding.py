@@ -20,6 +20,7 @@ from pipeline.strategies.synchronization import SYNCHRONIZATION
 from stores.staleness import StalenessLedger
 from tasks.engines.cost_model import CostModel, StepCosts
 from tasks.engines.decoding import Drafting
+from tasks.engines.settings import Speculation
 from tasks.episodes.emulated import EmulatedEpisodes, StepFaults
 from tasks.knobs import values
 from tasks.seeds import Stream, generator
@@ -55,9 +56,19 @@ def drafting(config: RunConfig) -> Drafting:
 
 
 def drafted_cost(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
-    """The cost model of an instance that drafts as many tokens as is best for what it runs, as far as it may."""
-    cost, asked, acceptance = cost_model(config), config.rollout.engine.speculation, config.workload.acceptance
-    return cost.drafting(cost.best_length(running, kv_tokens, asked.length, acceptance), acceptance)
+    """The cost model of an instance that drafts as the job says while it runs so many."""
+    asked = config.rollout.engine.speculation
+    return while_drafting(cost_model(config), asked, config.workload.acceptance, running, kv_tokens)
+
+
+def while_drafting(cost: CostModel, asked: Speculation, acceptance: float, running: int, kv_tokens: float) -> CostModel:
+    """The cost model of an instance that runs so many: with drafts as long as is best for these where the coordinator
+    decides, and as `asked` where it does not."""
+    if asked.decided:
+        length = cost.best_length(running, kv_tokens, asked.length, acceptance)
+    else:
+        length = asked.length if running <= asked.cap else 0
+    return cost.drafting(length, acceptance)
 
 
 def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:

@@ -75,9 +75,12 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         cost = {key: profile["coefficients"][key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
         cost["verified"] = profile["coefficients"].get("verified", 1.0)  # earlier versions did not measure it
         seconds = dict(profile.get("latencies", {}))
+        acceptance = profile.get("acceptance")  # None if the run drafted nothing, or an engine was profiled
     except OSError as error:
         raise ConfigError(f"{what}: cannot be read: {error}; `staleflow profile` writes one") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{what}: not a profile ({error!r}); create it again with `staleflow profile`") from error
-    measured = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
+    measured: dict[str, Any] = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
+    if acceptance is not None:
+        measured["workload"] = {"acceptance": acceptance}
     return merged(tree, measured)

@@ -26,7 +26,7 @@ import numpy as np
 from pipeline.coordination.events import StepsTaken
 from pipeline.coordination.fleet import Fleet
 from stores.trajectory import InstanceId
-from tasks.engines.cost_model import CostModel, DraftedCosts, Numbers
+from tasks.engines.cost_model import CostModel, DraftedCosts, Numbers, probability_at
 
 GAIN = 0.05
 """Share by which the seconds of a token must get less for an instance to draft more tokens or fewer."""
@@ -44,7 +44,6 @@ FEWEST_STEPS = 3
 """Decode steps of a report from which on it says what one takes."""
 SIZES = 2
 """Steps are of one size up to the SIZES-th root of two in the tokens that they compute."""
-BISECTIONS = 30
 
 
 @dataclass(slots=True)
@@ -109,12 +108,12 @@ def rates(seen: DraftsSeen, most: int) -> DraftRates:
         return _last(DraftRates(1.0, goes_on, share).gained, length) - 1.0
 
     # Of drafts of one token nothing is learned of how they would go on: what is assumed is left.
-    goes_on = _solved(drafted, seen.drafted + assumed * _last(DraftRates(1.0).drafted, most))
+    goes_on = probability_at(drafted, seen.drafted + assumed * _last(DraftRates(1.0).drafted, most))
     mean = (seen.accepted + assumed * accepted(goes_on, ACCEPTED)) / (seen.drafts + assumed)
     return DraftRates(
         has_draft=min(1.0, (seen.drafts + assumed) / (seen.steps + PRIOR)),
         goes_on=goes_on,
-        accepted=_solved(lambda share: accepted(goes_on, share), mean),
+        accepted=probability_at(lambda share: accepted(goes_on, share), mean),
     )
 
 
@@ -245,12 +244,3 @@ class DraftLengths:
 
 def _last(of_lengths: Callable[[Numbers], Numbers], length: int) -> float:
     return float(of_lengths(np.arange(length + 1, dtype=np.float64))[-1])
-
-
-def _solved(rising: Callable[[float], float], value: float) -> float:
-    """The probability at which a function that rises with it has a value; 0 or 1 if it has it nowhere between."""
-    low, high = 0.0, 1.0
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < value else (low, middle)
-    return high if high == 1.0 else low

@@ -95,7 +95,7 @@ class InstanceReported:
     safe: tuple[tuple[TrajectoryId, int], ...] = ()
     """(trajectory, tokens) that have come to the trajectory server since the report before; none is taken back."""
     steps: StepsTaken | None = None
-    """Of a job whose coordinator decides how many tokens are drafted; else None."""
+    """Of a job that drafts; else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

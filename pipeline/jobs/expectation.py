@@ -49,7 +49,10 @@ class _TooLong(Exception):
 def as_recorded(run_dir: Path, profile: Profile) -> tuple[str, ...]:
     """A stored run's responses and measured times, as overrides of its job file."""
     found = ["workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}"]
-    found += [f"rollout.cost.{name}={value!r}" for name, value in asdict(profile.fit.model).items()]
+    cost = profile.drafts.cost(profile.fit.model)
+    found += [f"rollout.cost.{name}={value!r}" for name, value in asdict(cost).items()]
+    if profile.drafts.acceptance is not None:
+        found.append(f"workload.acceptance={profile.drafts.acceptance!r}")
     found += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
     if "straggler_share" not in profile.latencies:  # as slow as they were, all of them
         found.append("simulation.straggler_share=0.0")

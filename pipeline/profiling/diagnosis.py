@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from pipeline.config.deciding import cost_model
+from pipeline.config.deciding import cost_model, while_drafting
 from pipeline.config.schema import RunConfig
+from pipeline.profiling.drafts_used import DraftsUsed
 from pipeline.profiling.fit import Fit
 from pipeline.profiling.step_loads import Seconds, StepLoad, slow_instances, total
 from pipeline.strategies.admission import BOUNDLESS
 from tasks.engines.cost_model import CostModel
+from tasks.engines.settings import Speculation
 
 LITTLE = 0.1
 """Share of the time that the trainer may wait without being worth a change: about what single long responses cost."""
@@ -56,7 +58,8 @@ class Cause(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """The sizes of a job that bear on its speed. eta: versions that its admission rule lets work lie behind.
-    trajectories: of a step. hosts, concurrency: of environments. cost: of a decode step. fitted: whether it is fitted
+    trajectories: of a step. hosts, concurrency: of environments. cost: of a decode step; acceptance:
+    of drafted tokens. fitted: whether it is fitted
     to the run itself; else only ratios of it are used."""
 
     eta: int
@@ -68,12 +71,22 @@ class Sizes:
     hosts: int
     concurrency: int
     cost: CostModel
+    speculation: Speculation
+    acceptance: float
     fitted: bool = False
 
+    def token_s(self, running: float, kv_tokens: float) -> float:
+        """Seconds in which each trajectory of so many on an instance gains a token, with drafts as the job has them."""
+        whole = max(1, round(running))
+        cost = while_drafting(self.cost, self.speculation, self.acceptance, whole, kv_tokens)
+        return cost.mean_step_s(running, kv_tokens)
 
-def sizes_of(config: RunConfig, fit: Fit | None = None) -> Sizes:
-    """The sizes of a job. fit: to its own run, if there is one."""
+
+def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftsUsed | None = None) -> Sizes:
+    """The sizes of a job. fit: to its own run, if there is one; drafts: of that run."""
     staleness, engine = config.staleness, config.rollout.engine
+    drafts = drafts or DraftsUsed()
+    acceptance = drafts.acceptance
     return Sizes(
         eta=FIXED_ETA.get(staleness.admission, config.bound),
         admission=staleness.admission,
@@ -83,7 +96,9 @@ def sizes_of(config: RunConfig, fit: Fit | None = None) -> Sizes:
         kv_tokens=engine.kv_tokens,
         hosts=config.environment.hosts,
         concurrency=config.environment.concurrency,
-        cost=cost_model(config) if fit is None else fit.model,
+        cost=cost_model(config) if fit is None else drafts.cost(fit.model),
+        speculation=engine.speculation,
+        acceptance=config.workload.acceptance if acceptance is None else acceptance,
         fitted=fit is not None,
     )
 
@@ -253,7 +268,7 @@ def gains(waiting: Seconds, sizes: Sizes) -> tuple[float, float]:
     each = waiting.kv_tokens / running
 
     def step_s(n: float) -> float:
-        return sizes.cost.mean_step_s(n, n * each)
+        return sizes.token_s(n, n * each)
 
     room = 1 - waiting.share(waiting.full_s + waiting.memory_s)
     thinner = step_s(running) / step_s(running * count / (count + 1))
@@ -274,7 +289,7 @@ def instances_needed(load: StepLoad, sizes: Sizes) -> int:
     in_flight = (sizes.eta + 1) * sizes.trajectories
     for count in range(1, sizes.instances):
         n = max(1.0, min(most, in_flight / count))
-        step_s = sizes.cost.mean_step_s(n, n * each) * slower
+        step_s = sizes.token_s(n, n * each) * slower
         if count * n / step_s * load.total_s >= RESERVE * load.tokens:
             return count
     return sizes.instances

@@ -8,6 +8,7 @@ the coordinator's: those of the cost model in a simulated or emulated run.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.coordination.commands import Abort, Act, Command, Conclude, Pull, Retire, Route, Score, Train
+from pipeline.coordination.commands import Abort, Act, Command, Conclude, Pull, Retire, Route, Score, Speculate, Train
 from pipeline.coordination.events import (
     EnvironmentAnswered,
     EnvironmentFailed,
@@ -27,15 +28,17 @@ from pipeline.coordination.events import (
     InstanceReported,
     PullFinished,
     RunResumed,
+    StepsTaken,
     TrajectoryFailed,
     TrajectoryInterrupted,
     TrajectorySampled,
     TrajectoryScored,
     VersionPublished,
 )
+from pipeline.profiling.drafts_used import DraftsUsed
 from pipeline.profiling.fit import FEWEST, Fit, StepPoint, fit_steps
 from pipeline.profiling.latencies import Latencies
-from pipeline.profiling.sampling import FleetCounts, Sampling, SamplingInstance
+from pipeline.profiling.sampling import AtReport, FleetCounts, Sampling, SamplingInstance
 from pipeline.profiling.step_loads import Speed, StepLoad, slow_instances, total
 from stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluated
 from tasks.engines.cost_model import CostModel
@@ -51,30 +54,36 @@ LEAST = 0.01
 """Least share of a decode step that does not depend on the KV cache."""
 WARM_ENOUGH = 64
 """Responses since the end of the first training step that are enough to fit without those before."""
+FEWEST_STEPS, BUSY = 3, 0.9
+"""Decode steps between two reports from which on they say what one takes, and the share of the time that they must
+have been under way."""
 RECENT = 0.1
 """Weight of the latest response in an instance's seconds per token."""
 
 
 class Sample(NamedTuple):
-    """A sampled response: what ran beside it on average, and what it took. prefilled: tokens that its instance
-    prefilled meanwhile, its own included."""
+    """A sampled response, or a part of many: what a step of the instance computed on average, and what it took.
+    computed: tokens, drafted ones included. steps: decode steps, each of one token and those that were drafted and
+    accepted. prefilled: tokens that the instance prefilled meanwhile, its own included."""
 
-    running: float
+    computed: float
     kv_tokens: float
     seconds: float
-    tokens: int
+    steps: float
     prefilled: float
     instance: InstanceId
 
 
 class LoadWatch:
     """Watches one run. members: trajectories of a group. on_pull: the job's rollout.on_pull, which says what loading
-    weights does to what an instance runs. The loads of its steps so far are in `loads`."""
+    weights does to what an instance runs. first_length: tokens that an instance drafts until it is told otherwise. The
+    loads of its steps so far are in `loads`."""
 
-    def __init__(self, cost: CostModel, members: int, *, on_pull: str = "keep") -> None:
+    def __init__(self, cost: CostModel, members: int, *, on_pull: str = "keep", first_length: int = 0) -> None:
         self._cost = cost
         self._on_pull = on_pull
         self._members = members
+        self._first_length = first_length
         self._now = 0.0
         self._training = False
         self._instances: dict[InstanceId, SamplingInstance] = {}
@@ -89,10 +98,12 @@ class LoadWatch:
         self._homes: dict[TrajectoryId, tuple[InstanceId, int, int]] = {}
         self._step = StepLoad()
         self._samples: list[Sample] = []
+        self._steps: deque[Sample] = deque(maxlen=SAMPLES_KEPT)  # between two reports of an instance
         self._early: list[Sample] = []
         self._skip = self._every = 1
         self.loads: list[StepLoad] = []
         self.latencies = Latencies()
+        self._reported_drafts, self._sampled_drafts = DraftsUsed(), DraftsUsed()
 
     def observe(self, now: float, event: Event, commands: Iterable[Command]) -> None:
         """Take in an event, when it was handled, and the commands that followed."""
@@ -125,20 +136,33 @@ class LoadWatch:
         rows = np.asarray([sample[:-1] for sample in samples if sample.instance not in slow], np.float64)
         if len(rows) < FEWEST:
             return None
-        points = _averaged(rows)
-        share = fit_steps(points).delay_s * len(rows) / float(rows[:, 2].sum())
-        if share > MOST_DELAY:  # responses of one length, say: then nothing tells delays from decoding
-            points = [replace(point, ended=0.0) for point in points]
-        else:  # while messages travel an instance runs fewer than the coordinator has there
-            rows[:, :2] *= 1 - share
-            points = _averaged(rows)
-        fit = fit_steps(points)
+        parts = np.asarray([part[:-1] for part in self._steps if part.instance not in slow], np.float64)
+        if len(parts) >= WARM_ENOUGH:
+            return self._fit_reports(parts, rows)
+        fit = _fit_responses(rows)
         if fit.model.compute_s(1) <= 0:  # all ran under one load, which only its KV tokens explain
             fit = replace(fit, model=replace(fit.model, k4=LEAST * float(rows[:, 2].sum() / rows[:, 3].sum())))
-        running, kv_tokens, seconds, tokens, prefilled = rows.T
-        foretold_s = fit.model.steps_s(running, kv_tokens) * tokens + fit.model.prefill * prefilled + fit.delay_s
+        computed, kv_tokens, seconds, steps, prefilled = rows.T
+        foretold_s = fit.model.steps_s(computed, kv_tokens) * steps + fit.model.prefill * prefilled + fit.delay_s
         factor = float(seconds.sum() / foretold_s.sum())
-        return replace(fit, model=fit.model.times(factor), delay_s=fit.delay_s * factor)
+        model = replace(fit.model.times(factor), verified=self._cost.verified)  # steps of a run do not tell
+        return replace(fit, model=model, delay_s=fit.delay_s * factor)
+
+    def _fit_reports(self, parts: npt.NDArray[np.float64], rows: npt.NDArray[np.float64]) -> Fit:
+        """The fit to what instances reported of their steps, which they do in a job that drafts: with drafts where few
+        run and none where many do, responses as a whole ran beside much the same. What these took longer is delay."""
+        fit = fit_steps([replace(point, ended=0.0) for point in _averaged(parts)])
+        computed, kv_tokens, seconds, steps, prefilled = rows.T
+        foretold_s = fit.model.steps_s(computed, kv_tokens) * steps + fit.model.prefill * prefilled
+        delay_s = max(0.0, float((seconds - foretold_s).mean()))
+        model = replace(fit.model, verified=self._cost.verified)  # steps of a run do not tell
+        return replace(fit, model=model, delay_s=delay_s if delay_s <= MOST_DELAY * seconds.mean() else 0.0)
+
+    @property
+    def drafts(self) -> DraftsUsed:
+        """What became of drafts: as instances reported, or where they did not, in journals of before, as responses tell
+        in which nobody decided about drafts."""
+        return self._reported_drafts if self._reported_drafts.steps else self._sampled_drafts
 
     @property
     def num_instances(self) -> int:
@@ -190,7 +214,9 @@ class LoadWatch:
                             self._queued.add(member.trajectory)
                             self._tokens[member.trajectory] = member.tokens
             case InstanceJoined():
-                one = SamplingInstance(event.instance, event.kv_capacity, event.max_running, self._now)
+                one = SamplingInstance(
+                    event.instance, event.kv_capacity, event.max_running, self._first_length, self._now
+                )
                 self._instances[event.instance] = one
                 self._fleet.count(one, 1)
             case InstanceLost():
@@ -206,7 +232,7 @@ class LoadWatch:
             case TrajectorySampled():
                 self._end_turn(event)
             case TrajectoryInterrupted():
-                if self._leave(event.trajectory, event.epoch, event.tokens):
+                if self._leave(event.trajectory, event.epoch, event):
                     self._tokens[event.trajectory] = event.tokens
                     self._queued.add(event.trajectory)
             case TrajectoryFailed():
@@ -233,7 +259,7 @@ class LoadWatch:
                 self.loads.append(self._step)
                 self._step = StepLoad()
 
-    def _ordered(self, command: Command) -> None:
+    def _ordered(self, command: Command) -> None:  # noqa: PLR0912  one case per command
         match command:
             case Route():
                 one = self._instances.get(command.instance)
@@ -251,6 +277,9 @@ class LoadWatch:
                 self._acting[command.trajectory] = command.epoch
             case Pull() if command.instance in self._instances:
                 self._set_pulling(self._instances[command.instance], pulling=True)
+            case Speculate() if command.instance in self._instances:
+                one = self._instances[command.instance]
+                one.draft_length, one.told = command.length, one.told + 1
             case Train():
                 self._training = True
                 for trajectory in command.trajectories:
@@ -275,7 +304,7 @@ class LoadWatch:
 
     def _end_turn(self, event: TrajectorySampled) -> None:
         on = self._on.get(event.trajectory)
-        if self._leave(event.trajectory, event.epoch, event.tokens) and on is not None:
+        if self._leave(event.trajectory, event.epoch, event) and on is not None:
             self._homes[event.trajectory] = on.name, on.pulls, event.tokens
 
     def _hear_environment(self, trajectory: TrajectoryId, epoch: int, tokens: int) -> None:
@@ -317,7 +346,12 @@ class LoadWatch:
         self._on[command.trajectory] = one
         self._fleet.count(one, 1)
 
-    def _leave(self, trajectory: TrajectoryId, epoch: int | None, tokens: int | None) -> bool:
+    def _leave(
+        self,
+        trajectory: TrajectoryId,
+        epoch: int | None,
+        sampled: TrajectorySampled | TrajectoryInterrupted | None,
+    ) -> bool:
         """Take a trajectory off its instance, and note how long its tokens took if they are known. False if it is not
         there under that epoch. epoch: None for any."""
         one = self._on.get(trajectory)
@@ -329,11 +363,21 @@ class LoadWatch:
         one.kv_tokens -= held.prompt_tokens + one.tokens(held)
         del self._on[trajectory]
         self._fleet.count(one, 1)
-        if tokens is not None and tokens > held.tokens_before:
-            self._sampled(one, held, tokens - held.tokens_before, evaluated=is_evaluated(trajectory))
+        if sampled is not None and sampled.tokens > held.tokens_before:
+            self._sampled(one, held, sampled, evaluated=is_evaluated(trajectory))
         return True
 
-    def _sampled(self, one: SamplingInstance, held: Sampling, tokens: int, *, evaluated: bool) -> None:
+    def _sampled(
+        self,
+        one: SamplingInstance,
+        held: Sampling,
+        sampled: TrajectorySampled | TrajectoryInterrupted,
+        *,
+        evaluated: bool,
+    ) -> None:
+        tokens = sampled.tokens - held.tokens_before
+        steps = max(1, tokens - sampled.accepted_tokens)
+        self._sampled_drafts.count(self._first_length, steps, sampled.drafted_tokens, sampled.accepted_tokens)
         passed_s = self._now - held.since
         seconds = passed_s - (one.pull_s - held.pull_s)
         self._step.tokens += 0 if evaluated else tokens
@@ -342,15 +386,16 @@ class LoadWatch:
         token_s = seconds / tokens
         one.token_s = token_s if one.token_s == math.inf else one.token_s + RECENT * (token_s - one.token_s)
         running, kv_tokens = (one.running_s - held.running_s) / passed_s, (one.kv_s - held.kv_s) / passed_s
+        computed = running * (1.0 + self._cost.verified * sampled.drafted_tokens / steps)  # the others draft as it does
         speed = self._step.speeds.setdefault(one.name, Speed())
         speed.measured_s += seconds
-        speed.expected_s += self._cost.mean_step_s(running, kv_tokens) * tokens
+        speed.expected_s += self._cost.mean_step_s(computed, kv_tokens) * steps
         speed.responses += 1
         self._skip -= 1
         if not self._skip:
             self._skip = self._every
             prefilled = one.prefilled - held.prefilled
-            self._samples.append(Sample(running, kv_tokens, seconds, tokens, prefilled, one.name))
+            self._samples.append(Sample(computed, kv_tokens, seconds, steps, prefilled, one.name))
             if len(self._samples) > SAMPLES_KEPT:
                 self._samples = self._samples[::2]
                 self._every *= 2
@@ -361,6 +406,8 @@ class LoadWatch:
             return
         self._fleet.count(one, -1)
         one.pass_to(self._now)
+        if event.steps is not None:
+            self._taken(one, event.steps)
         for trajectory, tokens in event.progress:
             held = one.running.get(trajectory)
             if held is not None and tokens >= held.tokens_before:
@@ -372,10 +419,38 @@ class LoadWatch:
                 held.safe_tokens = max(held.safe_tokens, tokens)
         self._fleet.count(one, 1)
 
+    def _taken(self, one: SamplingInstance, taken: StepsTaken) -> None:
+        """Note what an instance's steps since its report before took, if it drafted and decoded all the time."""
+        now = AtReport(self._now, one.told, one.pulls, one.running_s, one.kv_s, one.prefilled)
+        before, one.reported = one.reported, now
+        if before is None or before.told != now.told:
+            return
+        self._reported_drafts.add(taken, one.draft_length)
+        passed_s, gained = now.at - before.at, taken.tokens - taken.accepted_tokens
+        running_s, kv_s = now.running_s - before.running_s, now.kv_s - before.kv_s
+        if before.pulls != now.pulls or one.pulling or taken.seconds < BUSY * passed_s or not passed_s:
+            return
+        running = running_s / passed_s
+        if gained >= FEWEST_STEPS * running > 0:
+            computed = running * (1.0 + self._cost.verified * taken.drafted_tokens / gained)
+            prefilled = now.prefilled - before.prefilled
+            self._steps.append(Sample(computed, kv_s / passed_s, taken.seconds, gained / running, prefilled, one.name))
+
+
+def _fit_responses(rows: npt.NDArray[np.float64]) -> Fit:
+    points = _averaged(rows)
+    share = fit_steps(points).delay_s * len(rows) / float(rows[:, 2].sum())
+    if share > MOST_DELAY:  # responses of one length, say: then nothing tells delays from decoding
+        points = [replace(point, ended=0.0) for point in points]
+    else:  # while messages travel an instance runs fewer than the coordinator has there
+        rows[:, :2] *= 1 - share
+        points = _averaged(rows)
+    return fit_steps(points)
+
 
 def _averaged(rows: npt.NDArray[np.float64]) -> list[StepPoint]:
-    """Mean decode steps of responses that ran beside equally many, of alike KV tokens and length; if these are too
-    few, one of each response. rows: [N, 5] samples."""
+    """Mean decode steps of responses whose steps computed equally many tokens, of alike KV tokens and length; if these
+    are too few, one of each response. rows: [N, 5] samples."""
     running = np.maximum(1, np.rint(rows[:, 0])).astype(int)
     levels = [running == n for n in np.unique(running)]
     if len(levels) > LEVELS:
@@ -390,11 +465,11 @@ def _averaged(rows: npt.NDArray[np.float64]) -> list[StepPoint]:
 
 
 def _mean_point(rows: npt.NDArray[np.float64]) -> StepPoint:
-    running, kv_tokens, seconds, tokens, prefilled = rows.T
+    computed, kv_tokens, seconds, steps, prefilled = rows.T
     return StepPoint(
-        running=max(1, round(float(np.average(running, weights=seconds)))),
+        running=max(1, round(float(np.average(computed, weights=seconds)))),
         kv_tokens=float(np.average(kv_tokens, weights=seconds)),
-        step_s=float(seconds.sum() / tokens.sum()),
-        prefilled=float(prefilled.sum() / tokens.sum()),
-        ended=len(rows) / float(tokens.sum()),
+        step_s=float(seconds.sum() / steps.sum()),
+        prefilled=float(prefilled.sum() / steps.sum()),
+        ended=len(rows) / float(steps.sum()),
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline.config import loading
 from pipeline.coordination import journal
+from pipeline.profiling.drafts_used import DraftsUsed
 from pipeline.profiling.fit import DraftedPoint, Fit, StepPoint, fit_prefill, fit_steps
 from pipeline.profiling.loads import LoadWatch
 from stores.errors import ActorLost, ConfigError
@@ -21,6 +22,7 @@ from stores.files import replace_text
 from stores.trajectory import TrajectoryId
 from tasks.engines.base import Engine, Failed, Request
 from tasks.engines.cost_model import CostModel
+from tasks.engines.settings import Speculation
 
 WARM_TOKENS = 3
 """Tokens that every request samples before steps are counted: by then the whole batch is decoding."""
@@ -166,7 +168,8 @@ def profile_engine(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Contents of the file that `profile = FILE` in a job reads. latencies: values by setting of [simulation], only
-    from a run. points: the measured steps, only from an engine; drafted: those with drafts, if the job drafts."""
+    from a run, as drafts. points: the measured steps, only from an engine; drafted: those with drafts, if the job
+    drafts."""
 
     source: str
     fit: Fit
@@ -174,6 +177,7 @@ class Profile:
     points: tuple[StepPoint, ...] = ()
     drafted: tuple[DraftedPoint, ...] = ()
     latencies: dict[str, float] = field(default_factory=dict)
+    drafts: DraftsUsed = field(default_factory=DraftsUsed)
 
     def as_dict(self) -> dict[str, Any]:
         """Stored form: coefficients, ranges, residuals on held-out steps, and their source."""
@@ -188,6 +192,7 @@ class Profile:
             "num_points": fit.num_points,
             "points": [asdict(p) for p in self.points],
             "drafted_points": [asdict(p) for p in self.drafted],
+            "acceptance": self.drafts.acceptance,
         }
 
 
@@ -206,17 +211,21 @@ def profile_run(run_dir: Path) -> Profile:
     tree = loading.read_tree(job) if job.is_file() else {}
     batch, rollout = tree.get("batch", {}), tree.get("rollout", {})
     members = batch.get("group_size", 1) + batch.get("extra_members", 0)
-    watch = LoadWatch(REFERENCE, members, on_pull=rollout.get("on_pull", "interrupt"))
+    verified = rollout.get("cost", {}).get("verified", 1.0)
+    asked = rollout.get("engine", {}).get("speculation", {})
+    speculation = Speculation(length=asked.get("length", 0), most_running=asked.get("most_running", 0))
+    watch = LoadWatch(
+        replace(REFERENCE, verified=verified), members, on_pull=rollout.get("on_pull", "interrupt"),
+        first_length=speculation.first_length,
+    )  # fmt: skip
     for entry in journal.read(run_dir / "events.jsonl"):
         watch.observe(entry.now, entry.event, entry.commands)
     fit = watch.fit()
     if fit is None and refit is not None:
-        fit = Fit(**{**refit, "model": CostModel(**refit["model"])})
+        fit = Fit(**{**refit, "model": CostModel(**{**refit["model"], "verified": verified})})
     if fit is None:
         raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
-    verified = rollout.get("cost", {}).get("verified", 1.0)
-    fit = replace(fit, model=replace(fit.model, verified=verified))  # steps of a run do not tell
-    return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(watch, fit))
+    return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(watch, fit), drafts=watch.drafts)
 
 
 def measured_latencies(watch: LoadWatch, fit: Fit) -> dict[str, float]:

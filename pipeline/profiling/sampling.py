@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from stores.trajectory import InstanceId, TrajectoryId
 
@@ -32,6 +33,17 @@ class Sampling:
     prefilled: float
 
 
+class AtReport(NamedTuple):
+    """An instance and its sums at a report."""
+
+    at: float
+    told: int
+    pulls: int
+    running_s: float
+    kv_s: float
+    prefilled: float
+
+
 @dataclass(slots=True)
 class SamplingInstance:
     """An instance and its sums since it joined. at: when they were last brought up to date. Between two reports each of
@@ -40,7 +52,11 @@ class SamplingInstance:
     name: InstanceId
     kv_capacity: int
     max_running: int
+    draft_length: int
     at: float
+    told: int = 0
+    """How often `draft_length` has changed."""
+    reported: AtReport | None = None
     running: dict[TrajectoryId, Sampling] = field(default_factory=dict)
     kv_tokens: float = 0.0
     token_s: float = math.inf

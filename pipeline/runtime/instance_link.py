@@ -53,9 +53,9 @@ class InstanceLink:
         costs: CostWatch,
         tell: Callable[[Event], None],
         *,
-        decided: bool = False,
+        drafts: bool = False,
     ) -> None:
-        """decided: whether the coordinator decides how many tokens are drafted, and is told what steps take."""
+        """drafts: whether instances draft tokens, so that the coordinator is told what steps take."""
         self._instance = instance
         self._name = instance.placed.name
         self._actors = actors
@@ -63,7 +63,7 @@ class InstanceLink:
         self._time_scale = time_scale
         self._costs = costs
         self._tell = tell
-        self._decided = decided
+        self._drafts = drafts
         self._stillness = Stillness(deadlines.sample_s)
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
@@ -146,7 +146,7 @@ class InstanceLink:
             instance.tokens_sampled = load.tokens_sampled
             instance.load = load
             self._compare_cost(load, taken)
-            told = taken if self._decided else None
+            told = taken if self._drafts else None
             self._tell(InstanceReported(instance=instance.id, progress=load.progress, safe=load.safe, steps=told))
 
     def _steps_taken(self, before: EngineLoad, load: EngineLoad) -> StepsTaken:

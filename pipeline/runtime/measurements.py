@@ -30,7 +30,10 @@ class Measurements:
         self._config = config
         self._scale = config.time_scale
         self._sizes = sizes_of(config)
-        self._watch = LoadWatch(self._sizes.cost, config.members_started, on_pull=config.rollout.on_pull)
+        self._watch = LoadWatch(
+            self._sizes.cost, config.members_started, on_pull=config.rollout.on_pull,
+            first_length=config.rollout.engine.speculation.first_length,
+        )  # fmt: skip
         self._begin_s = 0.0
         self._training_since = self._idle_since = 0.0
         self._passed_s = 0.0
@@ -130,14 +133,16 @@ class Measurements:
     @property
     def diagnosis(self) -> Diagnosis | None:
         """What limited the steady part of the run."""
-        return diagnose(steady(self._watch.loads, self._sizes.eta), sizes_of(self._config, self._watch.fit()))
+        sizes = sizes_of(self._config, self._watch.fit(), self._watch.drafts)
+        return diagnose(steady(self._watch.loads, self._sizes.eta), sizes)
 
     def profile(self, source: str) -> Profile | None:
         """The cost model and latencies of the run so far, for simulations; None if too little was sampled."""
         fit = self._watch.fit()
         if fit is None:
             return None
-        return Profile(source=source, fit=fit, latencies=measured_latencies(self._watch, fit))
+        latencies = measured_latencies(self._watch, fit)
+        return Profile(source=source, fit=fit, latencies=latencies, drafts=self._watch.drafts)
 
     def _engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
         """What instances did with contexts and drafts since the last step ended, and what they keep."""

@@ -129,7 +129,10 @@ class SimulatedRun:
             tell=self._environment_told,
         )
         self._evaluations = SimulatedEvaluations(config, workload)
-        self._watch = LoadWatch(self._cost, self._members, on_pull=config.rollout.on_pull)
+        self._watch = LoadWatch(
+            self._cost, self._members, on_pull=config.rollout.on_pull,
+            first_length=config.rollout.engine.speculation.first_length,
+        )  # fmt: skip
         self.trace = Trace(loads=self._watch.loads)
 
     def run(self) -> Trace:
@@ -189,7 +192,7 @@ class SimulatedRun:
         for one in list(self._instances.values()):
             if one.engine.num_requests:
                 progress = tuple((TrajectoryId(t), n) for t, n in one.engine.progress(self._now))
-                steps = self._steps_taken(one) if self._config.rollout.engine.speculation.decided else None
+                steps = self._steps_taken(one) if self._config.rollout.engine.speculation.length else None
                 safe = progress if delivers else ()
                 self._tell(InstanceReported(instance=one.id, progress=progress, safe=safe, steps=steps))
                 if delivers:
@@ -209,15 +212,16 @@ class SimulatedRun:
 
     def _steps_taken(self, one: Simulated) -> StepsTaken:
         """What an instance has decoded since it was last asked."""
-        before, one.reported = one.reported, one.engine.work_by(self._now)
+        before, now = one.reported, one.engine.work_by(self._now)
+        one.reported = now
         return StepsTaken(
             running=one.engine.num_decoding,
             kv_tokens=one.engine.kv_tokens,
-            seconds=one.reported.decode_s - before.decode_s,
-            tokens=one.reported.tokens - before.tokens,
-            drafts=round(one.reported.drafts - before.drafts),
-            drafted_tokens=round(one.reported.drafted - before.drafted),
-            accepted_tokens=round(one.reported.accepted - before.accepted),
+            seconds=now.decode_s + now.prefill_s + now.pull_s - before.decode_s - before.prefill_s - before.pull_s,
+            tokens=now.tokens - before.tokens,
+            drafts=round(now.drafts - before.drafts),
+            drafted_tokens=round(now.drafted - before.drafted),
+            accepted_tokens=round(now.accepted - before.accepted),
         )
 
     # -- commands --------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ the cache once more: b + k3 * n * (1 + verified * length). What it brings is `to
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,11 +22,22 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
 
+BISECTIONS = 30
+
 
 def tokens_a_step(length: int, acceptance: float) -> float:
     """Mean tokens that a step keeps of `length` drafted ones and the one it samples itself, if each drafted token is
     accepted with probability `acceptance` once those before it are: 1 + a + a^2 + ... + a^length."""
     return float(sum(acceptance**k for k in range(length + 1)))
+
+
+def probability_at(rising: Callable[[float], float], value: float) -> float:
+    """The probability at which a function that rises with it has a value; 0 or 1 if it has it nowhere between."""
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < value else (low, middle)
+    return high if high == 1.0 else low
 
 
 class StepCosts(Protocol):

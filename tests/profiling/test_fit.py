@@ -230,9 +230,10 @@ def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
     value = json.loads(out.read_text())
     assert set(value) == {
         "source", "hardware", "coefficients", "latencies", "held_out_error", "range", "num_points", "points",
-        "drafted_points",
+        "drafted_points", "acceptance",
     }  # fmt: skip
     assert value["drafted_points"] == []
+    assert value["acceptance"] is None
     assert value["range"]["running"] == [1, 8]
     config = loading.load(path, (f"profile={out}",))
     used = deciding.cost_model(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,23 @@ from pipeline.coordination.events import (
     InstanceLost,
     InstanceReported,
     RunResumed,
+    StepsTaken,
     Tick,
     TrajectorySampled,
     VersionPublished,
 )
 from pipeline.jobs.expectation import as_recorded
+from pipeline.profiling.diagnosis import sizes_of
+from pipeline.profiling.drafts_used import DraftsUsed
 from pipeline.profiling.loads import LoadWatch
-from pipeline.profiling.measure import profile_run
+from pipeline.profiling.measure import profile_run, write_profile
 from pipeline.profiling.step_loads import steady, total
 from pipeline.runtime.run_folder import load_job
 from pipeline.simulator.body import SimulatedRun
 from pipeline.simulator.measure import measure
 from stores.in_flight import GroupInFlight, MemberInFlight
 from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.cost_model import CostModel
+from tasks.engines.cost_model import CostModel, tokens_a_step
 from tests.support.simulated_store import stored_simulation
 
 
@@ -43,14 +47,17 @@ def rate(config: loading.RunConfig) -> float:
         ("steps=4", "batch.groups_per_step=4", "rollout.instances=1", "rollout.engine.max_running=16"),
         ("steps=10", "rollout.instances=1", "workload.sigma=0.3", "simulation.pull_s=2.0"),
         ("steps=16", "simulation.straggler_share=0.25", "simulation.straggler_factor=4"),
+        ("steps=16", "rollout.engine.speculation.length=4", "workload.acceptance=0.8"),
+        ("steps=10", "rollout.engine.speculation={length=3, most_running=16}", "workload.acceptance=0.6"),
     ],
-    ids=["plain", "delays", "short", "full", "slow"],
+    ids=["plain", "delays", "short", "full", "slow", "drafts", "drafts with few"],
 )
 def test_a_run_foretells_its_own_rate(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = stored_simulation(tmp_path, *overrides)
     job = load_job(run)
     # Neither the cost model nor the latencies of the job file are used: what counts is what the journal tells.
     wrong = ("rollout.cost.k2=0.5", "rollout.cost.prefill=0.01", "simulation.train_s=50.0", "simulation.report_s=2.0")
+    wrong += ("workload.acceptance=0.1",) if any("speculation" in one for one in overrides) else ()
     again = load_job(run, (*wrong, *as_recorded(run, profile_run(run))))
     assert rate(again) == pytest.approx(rate(job), rel=0.1)
 
@@ -63,6 +70,54 @@ def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
         kv_tokens = 250.0 * running
         assert found.step_s(running, kv_tokens) == pytest.approx(true.step_s(running, kv_tokens), rel=0.1)
     assert profile.latencies["report_s"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("most_running", [0, 64], ids=["decided", "always"])
+def test_drafts_are_told_apart_from_the_steps_that_verify_them(tmp_path: Path, most_running: int) -> None:
+    drafting = f"rollout.engine.speculation={{length=4, most_running={most_running}}}"
+    run = stored_simulation(tmp_path, "steps=16", drafting, "workload.acceptance=0.75", "rollout.cost.verified=0.6")
+    profile = profile_run(run)
+    true, found = deciding.cost_model(load_job(run)), profile.fit.model
+    for computed in (48, 96, 144):  # as its steps did
+        kv_tokens = 80.0 * computed
+        assert found.step_s(computed, kv_tokens) == pytest.approx(true.step_s(computed, kv_tokens), rel=0.1)
+    assert found.verified == 0.6
+    assert profile.drafts.acceptance == pytest.approx(0.75, abs=0.03)
+    # A job that reads the profile, and the diagnosis of the run, count with what was found.
+    out = tmp_path / "profile.json"
+    write_profile(out, profile)
+    job = loading.load("examples/dryrun.toml", (f"profile={out}", drafting))
+    assert job.workload.acceptance == profile.drafts.acceptance
+    known = sizes_of(load_job(run, ("workload.acceptance=0.1",)), profile.fit, profile.drafts)
+    expected_s = deciding.drafted_cost(load_job(run), 32, 8000.0).step_s(32, 8000.0)
+    assert known.token_s(32, 8000.0) == pytest.approx(expected_s, rel=0.1)
+
+
+def test_what_became_of_drafts_is_known_from_responses_where_instances_report_nothing_of_them(tmp_path: Path) -> None:
+    drafting = "rollout.engine.speculation={length=4, most_running=64}"
+    run = stored_simulation(tmp_path, "steps=6", drafting, "workload.acceptance=0.75")
+    config = load_job(run)
+    watch = LoadWatch(deciding.cost_model(config), config.members_started, first_length=4)
+    for entry in journal.read(run / "events.jsonl"):
+        silent = isinstance(entry.event, InstanceReported)
+        watch.observe(entry.now, replace(entry.event, steps=None) if silent else entry.event, entry.commands)
+    assert watch.drafts.acceptance == pytest.approx(0.75, abs=0.01)
+
+
+def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_cheaper() -> None:
+    drafts = DraftsUsed()
+    taken = StepsTaken(
+        running=4, kv_tokens=100, seconds=1.0, tokens=130, drafts=50, drafted_tokens=100, accepted_tokens=30
+    )
+    drafts.add(taken, 2)
+    drafts.add(replace(taken, drafts=0, drafted_tokens=0, accepted_tokens=0), 2)  # nothing drafted: nothing said
+    drafts.add(taken, 0)  # told meanwhile to draft none
+    assert drafts.acceptance is not None
+    assert tokens_a_step(2, drafts.acceptance) == pytest.approx(1.3)
+    model = CostModel(k1=0.0, k2=0.0, k3=1.0, k4=0.0, b=0.0, verified=0.8)
+    assert drafts.cost(model).verified == pytest.approx(0.8 / 2)  # one a step, where there might have been two
+    assert DraftsUsed().acceptance is None
+    assert DraftsUsed().cost(model) == model
 
 
 def test_the_fit_tells_prefill_from_decoding_where_contexts_are_prefilled_again(tmp_path: Path) -> None:
