@@ -80,6 +80,8 @@ class _SteadyRun:
     promised: dict[int, int] = field(default_factory=dict)  # groups by deadline
     finished: list[int] = field(default_factory=list)  # their deadlines, a heap
     begun_s: list[float] = field(default_factory=list)
+    no_room: bool = False  # for another group, until a step begins or a version is published
+    ready: bool = False  # a group has finished or a version was published since a step could not begin
 
     def interval_s(self) -> float:
         filling, most = FILLING * (self.one.eta + 1), CYCLES * (self.one.eta + 1)
@@ -91,7 +93,7 @@ class _SteadyRun:
 
     def _begin_work(self) -> None:
         one = self.one
-        while True:
+        while self.waiting or not self.no_room:
             count = len(self.running)
             if count:
                 held = max(self.kv + one.prompt_tokens, (count + 1) * one.typical_tokens)
@@ -103,6 +105,7 @@ class _SteadyRun:
                 due = self.version + one.eta
                 room = one.groups * (due - self.step + 1) - sum(n for d, n in self.promised.items() if d <= due)
                 if room <= 0:
+                    self.no_room = True
                     return
                 self.groups += 1
                 self.deadlines[self.groups], self.left[self.groups] = due, one.group_size
@@ -118,8 +121,9 @@ class _SteadyRun:
     def _train(self) -> bool:
         """Begin the next step, if none is trained and it has its groups."""
         one = self.one
-        if self.published_s < math.inf or len(self.finished) < one.groups:
+        if not self.ready or self.published_s < math.inf or len(self.finished) < one.groups:
             return False
+        self.ready = False
         taken: dict[int, int] = {}
         for deadline in sorted(self.finished)[: one.groups]:
             taken[deadline] = taken.get(deadline, 0) + 1
@@ -134,6 +138,7 @@ class _SteadyRun:
                 heappop(self.finished)
         self.promised = {deadline: count for deadline, count in self.promised.items() if count}
         self.step += 1
+        self.no_room = False
         self.begun_s.append(self.now)
         self.published_s = self.now + one.train_s
         return True
@@ -148,18 +153,26 @@ class _SteadyRun:
             at_step, group, steps, acting_s = heappop(self.running)
             self.kv += count * (at_step - self.done) - self.one.prompt_tokens - steps
             self.now, self.done = ends_s, at_step
-            heappush(self.acting, (self.now + acting_s, group))
+            if acting_s:
+                heappush(self.acting, (self.now + acting_s, group))
+            else:
+                self._answer(group)
             return
         passed = cost.steps_within(count, self.kv, at - self.now)
         self.done += passed
         self.kv += count * passed
         self.now = max(self.now, at)
         if at == answers_s:
-            _, group = heappop(self.acting)
-            self.left[group] -= 1
-            if not self.left[group]:
-                del self.left[group]
-                heappush(self.finished, self.deadlines.pop(group))
+            self._answer(heappop(self.acting)[1])
             return
         self.version, self.published_s = self.step, math.inf
+        self.no_room, self.ready = False, True
         self.now += self.one.pull_s + (cost.prefill * self.kv if self.one.recomputes else 0.0)
+
+    def _answer(self, group: int) -> None:
+        """A member of a group is done."""
+        self.left[group] -= 1
+        if not self.left[group]:
+            del self.left[group]
+            heappush(self.finished, self.deadlines.pop(group))
+            self.ready = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -43,6 +44,16 @@ def test_a_longest_response_may_take_all_intervals_under_the_bound(eta: int, sec
     """1000 steps of 10 ms and 1 s of training, in eta + 1 intervals; the others are short."""
     responses = [DrawnResponse(steps=1000.0 if i % 8 == 0 else 10.0) for i in range(8 * 20)]
     assert interval_s(instance(eta=eta), responses, math.inf) == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+@pytest.mark.parametrize("limit_s", [0.004, math.inf])
+def test_no_environment_is_one_that_answers_at_once(eta: int, limit_s: float) -> None:
+    rng = random.Random(eta)
+    steps = [rng.lognormvariate(4.0, 1.0) for _ in range(200)]
+    one = instance(cost=STEEP, eta=eta, max_running=8)
+    none, at_once = ([DrawnResponse(steps=n, acting_s=acting_s) for n in steps] for acting_s in (0.0, 1e-12))
+    assert interval_s(one, none, limit_s) == pytest.approx(interval_s(one, at_once, limit_s), rel=1e-9)
 
 
 def test_training_is_the_least_interval_and_environments_count() -> None:
