@@ -154,7 +154,9 @@ class Decides:
 
     def __init__(self, engine: Engine, most: int) -> None:
         self._engine, self._load = engine, engine.load_statistics()
-        self._drafts = DraftLengths(CostModel(**dataclasses.asdict(CostConfig())), most)
+        default = CostConfig()
+        coefficients = {field.name: getattr(default, field.name) for field in dataclasses.fields(CostModel)}
+        self._drafts = DraftLengths(CostModel(**coefficients), most)
         self._fleet = MutableFleet()
         self._one = self._fleet.join(InstanceId("decided"), PolicyVersion(0), 16384, 64)
         self._reported_s = time.monotonic()
