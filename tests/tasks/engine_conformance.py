@@ -18,6 +18,8 @@ from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Trajector
 from tasks.engines.base import Engine, EngineLoad, Failed, Request, Sampled
 
 PATIENCE_S = 60.0
+MANY = 128
+"""Requests that an engine is not done with before a test on a busy machine has looked at it."""
 
 
 def asked_beside(ask: Callable[[], None]) -> None:
@@ -297,20 +299,20 @@ class EngineTests:
                 verb()
 
     def test_an_engine_that_hangs_still_tells_that_it_samples_nothing(self, engine: Engine) -> None:
-        engine.submit([request(i, max_new_tokens=100) for i in range(4)])
+        engine.submit([request(i, max_new_tokens=100) for i in range(MANY)])
         done = wait_until_sampling(engine, 1)
         with self.hang(engine):
             done |= {e.trajectory: e for e in engine.events(0.1) if isinstance(e, Sampled)}
             before = engine.load_statistics()
             assert engine.events(0.2) == []
             after = engine.load_statistics()
-        assert after.running == before.running == 4 - len(done) > 0
+        assert after.running == before.running == MANY - len(done) > 0
         assert (after.tokens_sampled, after.progress) == (before.tokens_sampled, before.progress)
-        collect(engine, 4, done)
+        collect(engine, MANY, done)
 
     def test_an_engine_that_loads_weights_still_answers(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
         """Where its weights are replaced in place that takes seconds for a large model."""
-        engine.submit([request(i, max_new_tokens=100) for i in range(4)])
+        engine.submit([request(i, max_new_tokens=100) for i in range(MANY)])
         done = wait_until_sampling(engine, 1)
         answered: list[tuple[int, int]] = []
 
@@ -321,8 +323,8 @@ class EngineTests:
 
         with self.during_load(engine, ask):
             engine.load(PolicyVersion(5), other_weights[0])
-        assert len(answered) == 1 and answered[0][0] <= 4
-        collect(engine, 4, done)
+        assert len(answered) == 1 and answered[0][0] <= MANY
+        collect(engine, MANY, done)
         assert engine.load_statistics().version == 5
 
     def test_many_requests_with_random_interrupts_aborts_and_updates(

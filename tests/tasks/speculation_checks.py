@@ -27,7 +27,8 @@ FEW = 5.0
 
 
 def sharpened(model: Path, to: Path, factor: float = 5.0) -> Path:
-    """A copy of a model whose distributions differ from context to context, so that drafts are right and wrong."""
+    """A copy of a model whose distributions differ from context to context, so that drafts are right and wrong. It may
+    sample longer responses."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     found = AutoModelForCausalLM.from_pretrained(model)
@@ -35,6 +36,7 @@ def sharpened(model: Path, to: Path, factor: float = 5.0) -> Path:
         for parameter in found.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(factor)
+    found.config.max_position_embeddings = 4096
     found.save_pretrained(to)
     AutoTokenizer.from_pretrained(model).save_pretrained(to)
     return to

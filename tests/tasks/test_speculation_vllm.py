@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +112,8 @@ def test_vllms_own_drafts_do_not_change_it_either(model: Path, source: str) -> N
     """The last test: once numba is loaded, vLLM 0.32 makes no further engine in a process (its dispatcher stumbles)."""
     if importlib.util.find_spec(vllm_drafting.NEEDED[source][0]) is None:
         pytest.skip(f"{vllm_drafting.NEEDED[source][1]} is not installed")
+    if "numba" in sys.modules:
+        pytest.skip("numba is loaded in this process; run this test alone")
     with speculating(model, length=0) as engine:
         expected = greedy_responses(engine)
     with speculating(model, source=source, temperature=0.8) as engine:
