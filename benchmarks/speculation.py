@@ -118,6 +118,8 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
                 left -= sum(isinstance(event, Sampled) for event in engine.events(REPORT_S if decides else 1.0))
                 if decides is not None:
                     decides.report()
+            if decides is not None:
+                decides.step_finished()
         after = engine.load_statistics()
         asked.send(
             (
@@ -160,6 +162,10 @@ class Decides:
         self._fleet = MutableFleet()
         self._one = self._fleet.join(InstanceId("decided"), PolicyVersion(0), 16384, 64)
         self._reported_s = time.monotonic()
+
+    def step_finished(self) -> None:
+        """What would be a training step's responses have ended."""
+        self._drafts.step_finished()
 
     def report(self) -> None:
         """Tell it what the engine has decoded, if it is time, what runs now, and the engine what was decided."""

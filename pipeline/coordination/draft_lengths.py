@@ -10,8 +10,9 @@ A model of both gives the seconds that a token of a request takes, for each numb
 length with the least is the one to draft. It changes only if that gains GAIN at least, so that it does not follow every
 request that comes or goes.
 
-What was seen of drafts counts less with every step of training, since responses change; where nothing is known, drafts
-are taken to be worth a try. So an instance that does not draft tries it now and then, and stops if it does not pay.
+What was seen of drafts counts less with every step of training, since responses change, and so does what steps with
+drafts took while none are made, since the machine may have been busy; where nothing is known, drafts are taken to be
+worth a try. So an instance that does not draft tries it now and then, and stops if it does not pay.
 """
 
 from __future__ import annotations
@@ -123,10 +124,20 @@ class Factors:
 
     def __init__(self) -> None:
         self._by_size: dict[int, deque[float]] = {}
+        self._fresh: set[int] = set()
 
     def add(self, tokens: float, factor: float) -> None:
         size = round(SIZES * math.log2(tokens))
         self._by_size.setdefault(size, deque(maxlen=STEPS_KEPT)).append(factor)
+        self._fresh.add(size)
+
+    def fade(self) -> None:
+        """Forget the oldest step of each size of which none was seen since the last call."""
+        for size in self._by_size.keys() - self._fresh:
+            self._by_size[size].popleft()
+            if not self._by_size[size]:
+                del self._by_size[size]
+        self._fresh.clear()
 
     def of(self, tokens: Numbers) -> Numbers:
         if not self._by_size:
@@ -153,6 +164,11 @@ class StepSeconds:
             self._of_drafts.add(tokens, step_s / float(self.plain(size, held)))
         else:
             self._factors.add(tokens, step_s / float(self._cost.steps_s(size, held)))
+
+    def fade(self) -> None:
+        """Let what was seen of steps with drafts, and is not seen any more, count less. Those without are seen all the
+        time."""
+        self._of_drafts.fade()
 
     def plain(self, tokens: Numbers, kv_tokens: Numbers) -> Numbers:
         """Seconds of steps without drafts."""
@@ -204,6 +220,7 @@ class DraftLengths:
     def step_finished(self) -> None:
         """A training step has ended."""
         self._seen.fade(KEPT)
+        self._seconds_of.fade()
 
     def replan(self, fleet: Fleet) -> None:
         """Weigh lengths anew by what has been learned."""

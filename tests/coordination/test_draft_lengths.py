@@ -155,6 +155,14 @@ def test_what_drafting_itself_costs_counts() -> None:
         heard(drafts, A, 4, steps(1, length=4, acceptance=0.7, cost=slow))
     drafts.replan(fleet)
     assert drafts.due(fleet) == [(0, 0)]
+    # The machine may have been busy with something else: in time it is tried again.
+    fleet.set_draft_length(fleet[0], 0)
+    heard(drafts, A, 0, steps(1))
+    for _ in range(30):
+        drafts.step_finished()
+    drafts.replan(fleet)
+    ((_, again),) = drafts.due(fleet)
+    assert again > 0
 
 
 def test_a_report_of_changing_work_teaches_nothing() -> None:
