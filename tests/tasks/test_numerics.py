@@ -17,8 +17,6 @@ from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP, advantages
 from tasks.training.packing import Row, microbatches, minibatches, token_weights
 from tasks.training.settings import LossConfig, TrainingConfig
 
-RNG = np.random.default_rng(5)
-
 
 def naive_advantages(name: str, rewards: list[list[float]], valid: list[list[bool]]) -> list[list[float]]:
     everything = []
@@ -56,8 +54,9 @@ def naive_advantages(name: str, rewards: list[list[float]], valid: list[list[boo
 
 @pytest.mark.parametrize("name", ADVANTAGES.names)
 def test_advantages_equal_the_naive_ones(name: str) -> None:
-    rewards = RNG.normal(size=(5, 4))
-    valid = RNG.random((5, 4)) > 0.2
+    rng = np.random.default_rng(5)
+    rewards = rng.normal(size=(5, 4))
+    valid = rng.random((5, 4)) > 0.2
     valid[0] = True
     rewards[1] = 0.5
     expected = naive_advantages(name, rewards.tolist(), valid.tolist())
@@ -83,14 +82,17 @@ def test_groups_of_one_train_where_the_estimator_needs_no_group() -> None:
 
 
 def rows(count: int) -> list[Row]:
+    """Rows drawn anew, the same for a count whatever ran before."""
+    rng = np.random.default_rng(count)
+
     def one(i: int) -> Row:
-        length = int(RNG.integers(1, 20))
+        length = int(rng.integers(1, 20))
         return Row(
-            prompt=RNG.integers(3, 20, int(RNG.integers(2, 9))).astype(np.int32),
-            response=RNG.integers(3, 20, length).astype(np.int32),
-            behaviour=RNG.normal(-1, 0.3, length).astype(np.float32),
+            prompt=rng.integers(3, 20, int(rng.integers(2, 9))).astype(np.int32),
+            response=rng.integers(3, 20, length).astype(np.int32),
+            behaviour=rng.normal(-1, 0.3, length).astype(np.float32),
             sampled=np.ones(length, bool),
-            advantage=float(RNG.normal()),
+            advantage=float(rng.normal()),
             staleness=i % 2,
         )
 
