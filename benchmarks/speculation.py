@@ -102,9 +102,12 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
         speculation=Speculation(length=length, source=source, most_running=most_running),
     )  # fmt: skip
     engine = settings.build(InstanceId(kind), 1)
+    number = 1
+    engine.submit([Request(trajectory=TrajectoryId(0), epoch=1, tokens=prompts[0][:1], max_new_tokens=args.tokens)])
+    while not any(isinstance(event, Sampled) for event in engine.events(1.0)):
+        pass  # what is compiled and loaded at the first use is not measured
     decides = Decides(engine, length) if not most_running else None
     asked.send("built")
-    number = 0
     while (group := asked.recv()) is not None:
         running, _ = group
         before, begin = engine.load_statistics(), _processor_s()
@@ -115,9 +118,9 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
             )
             left = running
             while left:
-                left -= sum(isinstance(event, Sampled) for event in engine.events(REPORT_S if decides else 1.0))
                 if decides is not None:
-                    decides.report()
+                    decides.report()  # first when they are placed, as the coordinator does
+                left -= sum(isinstance(event, Sampled) for event in engine.events(REPORT_S if decides else 1.0))
             if decides is not None:
                 decides.step_finished()
         after = engine.load_statistics()
