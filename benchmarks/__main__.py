@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "agent_seeds": ((),),
     "taskset": ((),),
     "drafts": ((),),
-    "drafted": ((),),
+    "drafted": ((), ("--tables",)),
     "speculation": ((MODEL,),),
     "between": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
