@@ -333,17 +333,20 @@ def combinations(results: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str,
         yield [r for r in results if (r["model"], r["workload"]) == (model, workload)], model, workload
 
 
+COLORS = ("#d9d9d9", "#969696", "#c7e9c0", "#74c476", "#fdae6b", "#fdd0a2", "#fee6ce", "#08519c")
+
+
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Bars: each system's best, ratio to synchronous, a panel a workload."""
+    """Bars: each system's best, ratio to synchronous, a panel a workload, of the size with the most systems run."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    colors = ("#d9d9d9", "#969696", "#c7e9c0", "#74c476", "#fdae6b", "#fdd0a2", "#fee6ce", "#08519c")
-    labels = {**SHOWN, "staleflow": "staleflow"}
-    sizes = {r["instances"] for r in results}
-    size = 16 if 16 in sizes else min(sizes)
+    systems_run = {(r["instances"], r["system"]) for r in results}
+    size = max((4, 16, 128), key=lambda size: (sum(size == one for one, _ in systems_run), size == 16))
+    labels = {name: shown for name, shown in {**SHOWN, "staleflow": "staleflow"}.items() if (size, name) in systems_run}
+    colors = dict(zip([*SHOWN, "staleflow"], COLORS, strict=True))
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     panels = dict(zip(WORKLOADS, figure.subplots(1, len(WORKLOADS), sharey=True), strict=True))
     models = sorted({r["model"] for r in results})
@@ -351,16 +354,16 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         rates = rates_of(own)
         base = best(rates, "synchronous")[0] or 1.0
         for i, (system, label) in enumerate(labels.items()):
-            where = models.index(model) + (i - 3.5) * 0.11
+            where = models.index(model) + (i - (len(labels) - 1) / 2) * 0.11
             height = best(rates, system, 3 if system == "staleflow" else None)[0] / base
-            panels[workload].bar(where, height, 0.1, color=colors[i], label=label if model == models[0] else None)
+            panels[workload].bar(where, height, 0.1, color=colors[system], label=label if model == models[0] else None)
     for workload, axes in panels.items():
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks(range(len(models)), models)
         axes.set_title(workload)
     first = panels[next(iter(WORKLOADS))]
     first.set_ylabel("tokens/s, synchronous = 1")
-    first.legend(fontsize=6)
+    figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=len(labels), fontsize=8)
     figure.suptitle(f"{size} instances, each system at its best value up to a bound of 3", fontsize=10)
     figure.savefig(path, dpi=110)
 
