@@ -15,6 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RETRY_S = 1
 """Seconds after which a client that found no place is told to try again."""
+READ_ON_S = 2.0
+"""Seconds that what a client goes on sending after its answer is read and dropped: closing at once would reset the
+connection, and a client that is still writing would never read why."""
 
 
 def timed_protocol(head_s: float, most: int) -> type[H11Protocol]:
@@ -24,6 +27,7 @@ def timed_protocol(head_s: float, most: int) -> type[H11Protocol]:
         """A connection whose requests' heads must arrive in time."""
 
         _late: asyncio.TimerHandle | None = None
+        _ended = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
             super().connection_made(transport)
@@ -34,6 +38,8 @@ def timed_protocol(head_s: float, most: int) -> type[H11Protocol]:
                 self._late = self.loop.call_later(head_s, self._too_late)
 
         def data_received(self, data: bytes) -> None:
+            if self._ended:
+                return
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
                 self._in_time()
@@ -59,11 +65,14 @@ def timed_protocol(head_s: float, most: int) -> type[H11Protocol]:
             self._end(408, f"the head of a request took longer than endpoint.body_s = {head_s:g} s", "too_slow")
 
         def _end(self, status: int, why: str, code: str, more: str = "") -> None:
-            """Answer with one line, and close."""
+            """Answer with one line, and close when the client has."""
+            self._ended = True
             error: dict[str, Any] = {"message": why, "type": "invalid_request_error", "param": None, "code": code}
             body = json.dumps({"error": error})
             head = f"HTTP/1.1 {status} {code}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
             self.transport.write(f"{head}{more}Connection: close\r\n\r\n{body}".encode())
-            self.transport.close()
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self._late = self.loop.call_later(READ_ON_S, self.transport.close)
 
     return TimedProtocol

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 
 import httpx
 import pytest
@@ -170,6 +171,30 @@ def test_connections_beyond_the_limit_are_told_to_try_again() -> None:
             assert (await client.get("/health")).status_code == 200
 
     running(work())
+
+
+@pytest.mark.parametrize("size", [100, 300_000])
+def test_a_client_that_is_still_sending_reads_why_it_found_no_place(size: int) -> None:
+    """It asks in a process of its own, as agents do. Closed at once, most of these connections were reset instead."""
+    asks = (
+        "import asyncio, httpx, sys\n"
+        "async def ask():\n"
+        "    async with httpx.AsyncClient(base_url=sys.argv[1], timeout=30) as client:\n"
+        f"        answer = await client.post('/chat/completions', json={{'x': 'a' * {size}}})\n"
+        "        return answer.status_code, answer.headers['retry-after']\n"
+        "async def main():\n"
+        "    assert {await ask() for _ in range(20)} == {(503, '1')}\n"
+        "asyncio.run(main())\n"
+    )
+
+    async def work() -> None:
+        async with serving(max_connections=1) as (server, _):
+            _, writer = await asyncio.open_connection(*address(server))
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", asks, server.base_url)
+            assert await process.wait() == 0
+            writer.close()
+
+    asyncio.run(work())
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused_at_the_door() -> None:
