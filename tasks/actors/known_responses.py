@@ -67,13 +67,19 @@ class KnownResponses:
         """Responses to the prompts of running trajectories, but for those of `told`."""
         found: list[PromptResponses] = []
         still: set[TrajectoryId] = set()
-        prompts = {t.prompt_tokens.tobytes(): t for i in running if (t := self._flight.live.get(i)) is not None}
-        for t in prompts.values() if self._most_tokens else ():
-            own = dict(self._of_group(t)) | dict(self._stored.get(t.prompt_tokens.tobytes(), {}))
+        prompts: dict[bytes, list[Trajectory]] = {}
+        for t in (self._flight.live.get(i) for i in running if self._most_tokens):
+            if t is not None:
+                prompts.setdefault(t.prompt_tokens.tobytes(), []).append(t)
+        for key, alike in prompts.items():
+            groups = {t.group: t for t in alike}
+            own = {i: tokens for t in groups.values() for i, tokens in self._of_group(t)} | dict(
+                self._stored.get(key, {})
+            )
             new = [(i, tokens) for i, tokens in own.items() if i not in told][:AT_ONCE]
             still |= (told & own.keys()) | {i for i, _ in new}
             if new:
-                found.append(PromptResponses(prompt=tuple(t.prompt_tokens.tolist()), responses=tuple(new)))
+                found.append(PromptResponses(prompt=tuple(alike[0].prompt_tokens.tolist()), responses=tuple(new)))
         return OtherResponses(found, frozenset(still))
 
     def _of_group(self, t: Trajectory) -> Iterator[tuple[TrajectoryId, tuple[int, ...]]]:

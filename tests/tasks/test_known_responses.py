@@ -97,6 +97,15 @@ def test_what_was_told_is_not_told_again_and_what_is_of_no_use_any_more_is_dropp
     assert told(known, 0, told=again.told) == {2: (5, 9)}
 
 
+def test_siblings_of_every_group_with_the_prompt_are_told() -> None:
+    held = flight(t1=(5, 6, 7))
+    held.apply(GroupDrawn(group=GroupId(1), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
+    held.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4, 8)), at_s=0.0))
+    deliver(held, 5, (8, 9), FinishReason.STOP)
+    known = KnownResponses(held, 1000)
+    assert told(known, 0, 4) == told(known, 4, 0) == {1: (5, 6, 7), 5: (8, 9)}
+
+
 def test_no_more_is_told_at_once_than_fits_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_responses, "AT_ONCE", 2)
     known = KnownResponses(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
