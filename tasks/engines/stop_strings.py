@@ -17,6 +17,10 @@ from tasks.texts import Texts, file_texts, tokenizer_texts
 
 SLACK = 16
 """Characters kept before what a match may need: at its begin, decoded text may differ from the middle of a text."""
+LONGEST_CHARACTER = 4
+"""Tokens that a character may have: one for each of its bytes."""
+LONGEST_RUN = 64
+"""Times the characters that are kept, after which bytes that make no text are not waited for."""
 
 
 class StopCheck:
@@ -47,12 +51,19 @@ class StopCheck:
         return len(tokens)
 
     def _shorten(self) -> None:
-        """Drop the first tokens as long as the rest has text enough. Each time halves it, so that a token costs a
-        constant on average."""
-        while len(self._texts.text(rest := self._window[len(self._window) // 2 :])) >= self._kept:
-            if len(rest) == len(self._window):
+        """Drop about half of the tokens, the first ones, if the rest has text enough, so that a token costs a constant
+        on average. Not within a character, since decoders make nothing of a run of bytes that begins so; where one ends
+        is known when the last one is whole."""
+        whole, middle = self._texts.text(self._window), max(1, len(self._window) // 2)
+        if whole.endswith("\ufffd") and len(whole) < LONGEST_RUN * self._kept:
+            return
+        for cut in range(middle, min(middle + LONGEST_CHARACTER, len(self._window))):
+            rest = self._texts.text(self._window[cut:])
+            if len(rest) < self._kept:
                 return
-            self._window = rest
+            if whole.endswith(rest[SLACK:]):
+                del self._window[:cut]
+                return
 
 
 class StopChecks:

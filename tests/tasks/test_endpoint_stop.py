@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from stores.spool_entries import AnswerGiven, decode, encode
 from stores.stop_criteria import NO_STOP, StopCriteria, find_stop
@@ -17,7 +18,7 @@ from tasks.directions import Directions, split
 from tasks.endpoint.requests import ChatRequest, read_chat, read_generate
 from tasks.engines.stop_strings import StopCheck
 from tasks.task_source import Message
-from tasks.texts import TokenizerTexts
+from tasks.texts import FileTexts, TokenizerTexts
 from tests.stores.test_in_flight_turns import ID, drawn, flight, resumed, routed, sampled
 from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.endpoint_serving import GENERATE, HELLO, answered, chat, keyed, running, serving, turn
@@ -64,6 +65,20 @@ def test_a_character_that_is_not_whole_yet_is_none() -> None:
     (first, second) = TEXTS.ids("é")
     assert ended("", "é", ids=(first,)) is None
     assert ended("", "é", ids=(first, first, second)) == "\ufffdé"
+
+
+@pytest.mark.parametrize("lead", range(6))
+def test_a_stop_string_is_found_behind_a_long_run_of_bytes(lead: int) -> None:
+    """Of a tokenizer that writes characters it does not know as bytes, and makes nothing of a run that begins within
+    one."""
+    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)} | {"a": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    texts, stop = FileTexts(tokenizer), "\u17d4"
+    said = [257] * lead + [byte + 1 for byte in ("\u1781\u17d2\u1789\u17bb\u17c6" * 40 + stop).encode()]
+    check = StopCheck(texts, [stop])
+    assert check.add([*said, 257, 257]) == len(said)
+    assert check.found
 
 
 def test_special_tokens_are_not_in_the_text() -> None:
