@@ -58,7 +58,10 @@ class TokenizerTexts:
                 "task.chat = true: the chat template leaves out the definitions of tools; describe them in a message, "
                 "or put a template that has a place for them into the model's folder (chat_template.jinja)"
             )
-        return self.ids(text)
+        try:
+            return self.ids(text)
+        except Exception as error:  # such as a half of a character that the template has put in
+            raise ConfigError(f"task.chat = true: what the chat template says is no tokens: {said(error)}") from error
 
     def chat_text(self, messages: Sequence[Message], tools: str = "") -> str:
         """That conversation as text. Raises ConfigError if the template fails."""

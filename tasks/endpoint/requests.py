@@ -243,12 +243,7 @@ def _content(value: Any, where: str, *, empty: bool) -> str:
                 raise Refused(400, f"{where}.content: only parts of type text are read, not {_short(kind)}")
             parts.append(part["text"])
         value = "".join(parts)
-    text = _text(value, f"{where}.content")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise Refused(400, f"{where}.content is no Unicode text: {error.reason} at {error.start}") from error
-    return text
+    return _text(value, f"{where}.content")
 
 
 def _call(value: Any, where: str) -> CalledFunction:
@@ -271,6 +266,7 @@ def _tools(value: Any) -> str:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Refused(400, f"tools[{number}] must be {{type: function, function: {{name, ...}}}}")
+    _text(json.dumps(value, ensure_ascii=False), "tools")  # a template may write out anything of them
     return json.dumps(value, sort_keys=True)
 
 
@@ -346,6 +342,10 @@ def _flag(left: dict[str, Any], name: str) -> bool:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise Refused(400, f"{name} must be a text, not {_short(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise Refused(400, f"{name} is no Unicode text: {error.reason} at {error.start}") from error
     return value
 
 

@@ -61,6 +61,8 @@ class ServedPolicy:
     async def ask(self, request: ChatRequest) -> TurnReply:
         """An answer to a request. Raises Refused."""
         before = self._encoded(request)
+        if not before:
+            raise Refused(400, "the messages make no tokens: there is nothing to answer", "invalid_value")
         most = min(request.max_tokens or self._max_new_tokens, self._max_new_tokens, self._room - len(before))
         if most < 1:
             why = f"the prompt has {len(before)} tokens; it must have fewer than {self._room}"

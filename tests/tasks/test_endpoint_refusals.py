@@ -23,6 +23,8 @@ from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw
 
 LIMITED = {"model": "m", "messages": HELLO}
 PARAMS = {"logprobs": 1}
+SAID = b'{"role": "user", "content": "x"}'
+SURROGATE = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], %s}'
 MALFORMED: list[tuple[str, Any]] = [
     (CHAT, b""), (CHAT, b"{"), (CHAT, b"[]"), (CHAT, b"null"), (CHAT, b"\xff\xfe"), (CHAT, b"[" * 100_000),
     (CHAT, b'{"model": "m", "messages": NaN}'), (CHAT, {}), (CHAT, {"model": "m"}), (CHAT, {"messages": HELLO}),
@@ -38,6 +40,14 @@ MALFORMED: list[tuple[str, Any]] = [
     (CHAT, {**LIMITED, "messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}),
     (CHAT, {**LIMITED, "messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}, *HELLO]}),
     (CHAT, b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}'),
+    (CHAT, SURROGATE % b'"tools": [{"type": "function", "function": {"name": "f", "description": "\\ud800"}}]'),
+    *(
+        (CHAT, SURROGATE % (b'"messages": [%s, {"role": "assistant", "tool_calls": [{"function": %s}]}, %s]' % each))
+        for each in (
+            (SAID, b'{"name": "f", "arguments": "\\ud800"}', SAID),
+            (SAID, b'{"name": "\\ud800", "arguments": "{}"}', SAID),
+        )
+    ),
     (CHAT, {**LIMITED, "n": 8}), (CHAT, {**LIMITED, "n": 0}), (CHAT, {**LIMITED, "n": True}),
     (CHAT, {**LIMITED, "max_tokens": -1}), (CHAT, {**LIMITED, "max_tokens": 0}), (CHAT, {**LIMITED, "max_tokens": 1.5}),
     (CHAT, {**LIMITED, "max_completion_tokens": "many"}), (CHAT, {**LIMITED, "temperature": -1}),

@@ -89,6 +89,8 @@ def test_every_request_is_answered_alone_by_whoever_has_the_key() -> None:
             assert (await ask("a", key="other")).status_code == 401
             long = await ask("a" * 30)
             assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+            empty = await ask("")
+            assert (empty.status_code, empty.json()["error"]["code"]) == (400, "invalid_value")
             failed = await ask("a" * 13)
             assert (failed.status_code, failed.headers["Retry-After"]) == (503, "1")
             assert "of ours" not in failed.text
