@@ -109,7 +109,7 @@ def drafted_from(groups: list[list[Response]], source: str, length: int) -> Kept
 
 def _sample(drafter: Drafter, prompt: tuple[int, ...], one: Response, kept: Kept) -> None:
     """Sample a response again, with drafts after its first token."""
-    drafter.begin("0", one.id, prompt, 0)
+    drafter.begin("0", one.id, prompt, prompt)
     at = 0
     while at < len(one.tokens):
         draft = drafter.draft("0", len(one.tokens) - at - 1) if at else []

@@ -144,6 +144,7 @@ class RolloutInstance:
                             min(self._turn_tokens, of_turn or self._turn_tokens) - in_turn,
                         ),
                         num_prior=len(sampled),
+                        prompt=None if context is None else prompt,
                         num_in_turn=in_turn,
                         stop=stop,
                         greedy=evaluated is not None and evaluated.greedy,

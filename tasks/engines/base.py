@@ -26,6 +26,8 @@ class Request:
     max_new_tokens: int
     num_prior: int = 0
     """Number of `tokens` that were sampled before, on this or another instance."""
+    prompt: tuple[int, ...] | None = None
+    """Its trajectory's prompt, where `tokens` may not be all of it and then what was sampled: in a branch."""
     num_in_turn: int = 0
     """Number of the last `tokens` that belong to the present turn; stop strings are looked for in its text."""
     stop: StopCriteria = NO_STOP
@@ -40,6 +42,11 @@ class Request:
     """Of versions served side by side, it is sampled under the oldest that is not older than this one, from the first
     token to the last; None: under the newest. Its trajectory's v_traj, so that a turn or a continuation is sampled as
     the tokens before it were, wherever that version is served."""
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """Its trajectory's prompt."""
+        return self.tokens[: len(self.tokens) - self.num_prior] if self.prompt is None else self.prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

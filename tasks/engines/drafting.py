@@ -163,11 +163,13 @@ class _Expected(NamedTuple):
 
 @dataclass(slots=True)
 class _DraftedRequest:
-    """A running request: as it began, and its texts from its first token on."""
+    """A running request: as it began, and its texts from its first token on. response: what it is sampled after, but
+    for the num_kept first tokens, which are its prompt's."""
 
     trajectory: TrajectoryId
     prompt: tuple[int, ...]
     response: tuple[int, ...]
+    num_kept: int
     texts: PromptTexts | None = None
     text: Text = field(default_factory=lambda: Text(0))
     expected: list[_Expected] = field(default_factory=list)
@@ -201,11 +203,12 @@ class Drafter:
         self._prompts: OrderedDict[tuple[int, ...], PromptTexts] = OrderedDict()
         self._outcomes = DraftOutcomes()
 
-    def begin(self, key: str, trajectory: TrajectoryId, tokens: Sequence[int], num_response: int) -> None:
-        """A request begins or goes on. tokens: its prompt, and the num_response tokens of its response so far. May be
-        called by any thread."""
-        begun = len(tokens) - num_response
-        self._running[key] = _DraftedRequest(trajectory, tuple(tokens[:begun]), tuple(tokens[begun:]))
+    def begin(self, key: str, trajectory: TrajectoryId, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """A request begins or goes on. prompt: its trajectory's, by which texts are found. tokens: all that it is
+        sampled after; in a branch only the first of them are the prompt's. May be called by any thread."""
+        differs = (i for i, (of_prompt, token) in enumerate(zip(prompt, tokens, strict=False)) if of_prompt != token)
+        kept = next(differs, min(len(prompt), len(tokens)))
+        self._running[key] = _DraftedRequest(trajectory, tuple(prompt), tuple(tokens[kept:]), kept)
 
     def learn(self, prompt: Sequence[int], trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
         """Take in a response to a prompt, sampled elsewhere or long ago. May be called by any thread."""
@@ -218,11 +221,11 @@ class Drafter:
         return running if self.most and len(running) <= self._most_running else ()
 
     def length(self, key: str) -> int | None:
-        """Tokens known of a request, its prompt's included; None if it is unknown."""
+        """Tokens known of what a request is sampled after, and of what it sampled; None if it is unknown."""
         running = self._running.get(key)
         if running is None:
             return None
-        return len(running.prompt) + (len(running.response) if running.texts is None else len(running.text.tokens))
+        return running.num_kept + (len(running.response) if running.texts is None else len(running.text.tokens))
 
     def extend(self, key: str, tokens: Sequence[int]) -> None:
         """Add tokens that a request has sampled. Unknown ones are ignored."""

@@ -316,7 +316,7 @@ class EmulatedEngine:
     def _response(self, request: Request) -> _Running:
         """The course of a request according to the workload; a greedy one's depends on the prompt only."""
         workload, members = self._settings.workload, self._settings.members
-        key = sum(request.tokens[: len(request.tokens) - request.num_prior]) if request.greedy else request.trajectory
+        key = sum(request.prompt_tokens) if request.greedy else request.trajectory
         group, member = divmod(abs(int(key)), members)
         turns = workload.turns(group, member)
         planned = sum(turn.tokens + turn.tool_tokens for turn in turns)

@@ -327,7 +327,7 @@ class TransformersEngine:
         if running.stop is not None:
             self._schedulers[temperature].stops[key] = running.stop
         if (drafter := self._drafters.get(temperature)) is not None:
-            drafter.begin(key, request.trajectory, tokens, request.num_prior + len(sampled))
+            drafter.begin(key, request.trajectory, request.prompt_tokens, tokens)
             self._steps[temperature].counts[key] = DraftCounts()
         accepted = manager.add_request(
             tokens,

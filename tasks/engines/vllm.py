@@ -213,7 +213,7 @@ class VllmEngine:
             with self._changed:
                 key = self._requests.enter(running)
             if (drafter := self._speculation.drafter) is not None:
-                drafter.begin(key, request.trajectory, request.tokens, request.num_prior)
+                drafter.begin(key, request.trajectory, request.prompt_tokens, request.tokens)
             try:
                 self._add(key, request.tokens, self._sampling(request), running.version, salt(running.version))
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to

@@ -21,7 +21,7 @@ def drafter(**changes: int) -> Drafter:
 
 def begun(one: Drafter, key: str, response: tuple[int, ...] = (), trajectory: int | None = None) -> None:
     """A request for PROMPT that has sampled this."""
-    one.begin(key, TrajectoryId(int(key) if trajectory is None else trajectory), PROMPT, 0)
+    one.begin(key, TrajectoryId(int(key) if trajectory is None else trajectory), PROMPT, PROMPT)
     one.extend(key, response)
 
 
@@ -40,7 +40,7 @@ def test_those_that_ended_are_followed_and_those_of_other_prompts_are_not() -> N
     one = drafter()
     begun(one, "0", RESPONSE)
     one.end("0")
-    one.begin("1", TrajectoryId(1), (5, 6), 0)
+    one.begin("1", TrajectoryId(1), (5, 6), (5, 6))
     one.extend("1", RESPONSE[:3])
     begun(one, "2", RESPONSE[:3])
     assert one.draft("1", 4) == []
@@ -116,14 +116,29 @@ def test_a_request_that_goes_on_under_another_key_continues_its_text() -> None:
     one = drafter()
     begun(one, "0", RESPONSE)
     one.end("0")
-    one.begin("7", TrajectoryId(0), (*PROMPT, *RESPONSE), len(RESPONSE))
+    one.begin("7", TrajectoryId(0), PROMPT, (*PROMPT, *RESPONSE))
     assert one.length("7") == len(PROMPT) + len(RESPONSE)
     one.extend("7", (1, 2))
     assert one.length("7") == len(PROMPT) + len(RESPONSE) + 2
     assert one.num_tokens == len(PROMPT) + len(RESPONSE) + 2
-    one.begin("8", TrajectoryId(0), (*PROMPT, 77), 1)  # its episode began again
+    one.begin("8", TrajectoryId(0), PROMPT, (*PROMPT, 77))  # its episode began again
     assert one.draft("8", 4) == []
     assert one.num_tokens == len(PROMPT) + len(RESPONSE) + 3
+
+
+@pytest.mark.parametrize("kept", [len(PROMPT), 2, 0])
+def test_a_branch_is_drafted_from_the_responses_to_its_prompt(kept: int) -> None:
+    one = drafter()
+    begun(one, "0", RESPONSE)
+    context = (*PROMPT[:kept], 90, 91, *RESPONSE[:3])  # its past is not what its trajectory sampled
+    one.begin("1", TrajectoryId(1), PROMPT, context)
+    assert one.draft("1", 4)[:1] == [RESPONSE[3]]
+    assert one.length("1") == len(context)
+    one.extend("1", RESPONSE[3:5])
+    assert one.length("1") == len(context) + 2
+    one.end("1")
+    begun(one, "2", (90, 91))
+    assert one.draft("2", 4)[:1] == [RESPONSE[0]]
 
 
 def test_what_is_learned_is_followed_as_what_ended_here() -> None:
@@ -188,7 +203,7 @@ def test_what_is_known_is_bounded_and_what_runs_is_kept(prompts: int) -> None:
     begun(one, "0", RESPONSE)
     for i in range(1, 500):
         prompt = (*PROMPT, i % prompts)
-        one.begin(str(i), TrajectoryId(i), prompt, 0)
+        one.begin(str(i), TrajectoryId(i), prompt, prompt)
         one.extend(str(i), [rng.randrange(100) for _ in range(20)])
         if i > 10:
             one.end(str(i - 10))
@@ -202,7 +217,7 @@ def test_a_request_may_begin_in_another_thread_while_something_is_forgotten(monk
     one, response = drafter(most_tokens=60), PromptTexts.response
 
     def begins_one_meanwhile(texts: PromptTexts, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
-        one.begin(f"9{trajectory}", TrajectoryId(900 + trajectory), PROMPT, 0)
+        one.begin(f"9{trajectory}", TrajectoryId(900 + trajectory), PROMPT, PROMPT)
         return response(texts, trajectory, tokens)
 
     for key in ("0", "1", "2"):

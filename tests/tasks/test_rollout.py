@@ -27,19 +27,44 @@ from stores.trajectory import (
     TrajectoryId,
 )
 from tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
-from tasks.actors.server_answers import RewardItem
+from tasks.actors.server_answers import Payload, RewardItem, payload
 from tasks.actors.trajectory_server import TrajectoryServer
 from tasks.engines.base import EngineLoad, Sampled
 from tasks.scoring import ScoredResponse
 from tasks.training.packing import PackedRows
 from tests.support import virtual_time
 from tests.support.bodies import Body
-from tests.support.scripted import VirtualRolloutInstance, VirtualSettings, World, response, server_class
+from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, VirtualSettings, World, response, server_class
 from tests.tasks.adapter_conformance import Versions
+from tests.tasks.branching import branching_row
 
 
 def item(trajectory: int, epoch: int, version: int = 0) -> RouteItem:
     return RouteItem(trajectory=TrajectoryId(trajectory), epoch=epoch, version=PolicyVersion(version))
+
+
+def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajectorys_prompt() -> None:
+    """What an engine knows of a prompt is found by the prompt, wherever the context leaves it."""
+
+    async def scenario() -> None:
+        branching = replace(branching_row().trajectory, finish=FinishReason.UNFINISHED)
+        told, whole = payload(branching, 0, None), payload(replace(branching, spans=branching.spans[:2]), 0, None)
+
+        class Server:
+            async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
+                return {TrajectoryId(0): told, TrajectoryId(1): whole}
+
+        one = VirtualRolloutInstance(
+            VirtualSettings(World(length=lambda trajectory: 90)), InstanceId("a"), 1, 100, 100, 30.0, 0.0
+        )
+        await one.route(Server(), (item(0, 1), item(1, 1)))
+        assert isinstance(one._engine, VirtualEngine)
+        first, second = (one._engine._requests[TrajectoryId(i)].request for i in range(2))
+        assert first.tokens == told.context != (*told.prompt, *told.sampled)
+        assert second.tokens == (*whole.prompt, *whole.sampled)
+        assert first.prompt_tokens == second.prompt_tokens == told.prompt == whole.prompt
+
+    virtual_time.run(scenario())
 
 
 def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp_path: Path) -> None:
