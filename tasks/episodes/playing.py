@@ -42,11 +42,9 @@ class Session:
         prompt, which may depend on nothing but the task."""
         if self._answered is not None:
             raise RuntimeError("ask is called while another call of it waits; ask one thing after the other")
-        if len(messages) == 1 and isinstance(messages[0], str):
-            prompt: Prompt = messages[0]
-        else:
-            named = [{"role": OBSERVED, "content": m} if isinstance(m, str) else m for m in messages]
-            prompt = observed(named, "what ask is given")
+        alone = len(messages) == 1 and isinstance(messages[0], str)
+        named = [{"role": OBSERVED, "content": m} if isinstance(m, str) else m for m in messages]
+        prompt = observed(messages[0] if alone else named, "what ask is given")
         self._answered = asyncio.get_running_loop().create_future()
         self._asked.set_result(prompt)
         return await self._answered

@@ -216,6 +216,21 @@ async def hasty(session, task):
 async def boastful(session, task):
     await session.ask("go")
     return "well done"
+
+
+async def broken(session, task):
+    await session.ask("go")
+    await session.ask("\\ud800")
+
+
+async def endless(session, task):
+    await session.ask("go")
+    await session.ask("long" * 500_000)
+
+
+async def own(session, task):
+    await session.ask(Own("go"))
+    await session.ask(Own("mine"))
 '''
 
 

@@ -295,6 +295,8 @@ def test_wrong_options_are_one_line(games: Path) -> None:
         ("stubborn", "play asked again after EpisodeCut"),
         ("hasty", "play raised: RuntimeError: ask is called while another call of it waits"),
         ("boastful", "what play returned is 'well done'; it must be a number"),
+        ("broken", "what ask is given is no Unicode text: surrogates not allowed at character 0"),
+        ("endless", "what ask is given has 2000000 characters; at most 1000000 are given to a model"),
     ],
 )
 def test_what_a_coroutine_does_wrong_is_one_line(games: Path, name: str, message: str) -> None:
@@ -304,6 +306,20 @@ def test_what_a_coroutine_does_wrong_is_one_line(games: Path, name: str, message
     async def work() -> None:
         episodes = Episodes(made)
         assert message in (await acted(episodes, task, "a")).error
+        await episodes.close()
+
+    running(work())
+
+
+def test_a_coroutine_may_ask_texts_of_its_own(games: Path) -> None:
+    made = settings(f"{games}:own")
+    task = made.source.build().task(0)
+    assert type(task.prompt) is str
+
+    async def work() -> None:
+        episodes = Episodes(made)
+        (message,) = (await acted(episodes, task, "a")).messages
+        assert (message.content, type(message.content)) == ("mine", str)
         await episodes.close()
 
     running(work())
