@@ -62,7 +62,8 @@ from stores.trajectory import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberInFlight:
     """A trajectory in flight, in numbers. version: the oldest one of its tokens, -1 if it has none. sampled: its
-    present turn has ended by itself. reward: None if it has none, also for good."""
+    present turn has ended by itself. reward: None if it has none, also for good. given_tokens: those of its tokens that
+    its environment gave, which took acting_s seconds for them."""
 
     trajectory: TrajectoryId
     version: PolicyVersion = PolicyVersion(-1)
@@ -70,6 +71,8 @@ class MemberInFlight:
     sampled: bool = False
     scored: bool = False
     reward: float | None = None
+    given_tokens: int = 0
+    acting_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +261,7 @@ class InFlight:
 
     def _member_in_numbers(self, t: Trajectory) -> MemberInFlight:
         scored = t.id in self.scored
+        given = [span for span in t.spans if isinstance(span, Given)]
         return MemberInFlight(
             trajectory=t.id,
             version=min((s.version for s in t.segments), default=PolicyVersion(-1)),
@@ -265,6 +269,8 @@ class InFlight:
             sampled=t.finish is not FinishReason.UNFINISHED,
             scored=scored,
             reward=t.reward if scored and not t.error else None,
+            given_tokens=sum(len(span.tokens) for span in given),
+            acting_s=sum(span.seconds for span in given),
         )
 
     # -- entries -------------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ class Coordinator(CoordinatorView):
         if live is None:
             return
         if live.cut and event.tokens > 0 and self._strategies.environments:
-            self._state.finish_turn(live, event.tokens)
+            self._state.finish_turn(live, event.tokens, cut_off=True)
             self._act(live, f"cut off at {tokens_sampled(event)}", cut=True)
         elif live.cut and event.tokens > 0:
             self._state.finish_sampling(live, event.tokens, cut_off=True)
@@ -262,7 +262,8 @@ class Coordinator(CoordinatorView):
             return
         if live.phase is Phase.ACTING:
             if not live.evaluated:  # of the others, sampling has told
-                self.forecast.finished(live.group, live.tokens, live.forecast)
+                if not live.cut_off:
+                    self.forecast.finished(live.group, live.tokens, live.forecast)
                 acting_s = live.acting_s + self._state.now - live.since
                 self.forecast.episodes.ended(live.tokens, live.given_tokens, acting_s)
             self._forget(live.id, self._state.leave_home(live))
@@ -364,7 +365,8 @@ class Coordinator(CoordinatorView):
 
     def _route(self) -> None:
         """Serve the queue level by level, oldest promises first. A level stops at its first trajectory that finds no
-        instance: those behind it are of the same version and would find none either."""
+        instance: most of those behind it, of the same version, would find none either. A shorter one might, and so
+        might one of a later level, which is asked all the same: memory that is free is used."""
         queue, now = self._state.queue, self._state.now
         blocked: set[int] = set()
         # Sending the first member of a fresh group opens a level for its siblings: always continue with the lowest.

@@ -247,6 +247,8 @@ class DraftLengths:
             return []
         if not len(self._best):
             self.replan(fleet)
+        if not len(self._best):  # no instance takes requests: all that are left are leaving
+            return []
         running = np.minimum(fleet.running.astype(np.int64), len(self._best)) - 1
         best = self._best[running]
         rows = np.flatnonzero((best != fleet.draft_lengths) & (running >= 0))

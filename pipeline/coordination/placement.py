@@ -53,13 +53,13 @@ class Placement:
         if not fitting.any():
             return fleet.refusal(live.kv_tokens, least_version)
         row = routing.choose(self.work(live, now), fleet, fitting)
+        if row is not None and not (0 <= row < len(fleet) and fitting[row]):
+            return "routing named an instance that does not fit"
         home = self._home(live, fitting)
         if home is not None and (row is None or self._stays(live, home, fleet[row])):
             return home
         if row is None:
             return "pace too slow" if routing.knows_urgency else "gain too small"
-        if not 0 <= row < len(fleet) or not fitting[row]:
-            return "routing named an instance that does not fit"
         return fleet[row]
 
     def work(self, live: LiveTrajectory, now: float) -> Candidate:

@@ -296,7 +296,7 @@ class CoordinatorState(PendingChanges):
         live.cut = False
         live.phase, live.since = phase, self._now
 
-    def finish_turn(self, live: LiveTrajectory, tokens: int) -> None:
+    def finish_turn(self, live: LiveTrajectory, tokens: int, *, cut_off: bool = False) -> None:
         """Take a trajectory off its instance to have its environment answer the turn that ends with `tokens`."""
         phase = next_phase(live.phase, Transition.TURN_SAMPLED)
         source = self._fleet.get(live.instance)
@@ -304,8 +304,11 @@ class CoordinatorState(PendingChanges):
         live.home, live.home_version = source.instance, source.version
         self._leave_instance(live)
         self._finish_move(live)
+        if live.cut and not cut_off:  # it ended by itself before it could be cut off: the next turn may be
+            self.cuts.add(-1)
+            live.moved_at = -1
         live.tokens = live.safe_tokens = tokens
-        live.cut = False
+        live.cut, live.cut_off = False, cut_off
         live.phase, live.since = phase, self._now
 
     def begin_act(self, live: LiveTrajectory) -> None:

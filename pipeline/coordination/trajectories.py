@@ -53,6 +53,8 @@ class LiveTrajectory:
     """The published version when it was last interrupted: that is done at most once per version."""
     cut: bool = False
     """An Interrupt is on its way, after which it is scored with the tokens it has."""
+    cut_off: bool = False
+    """Its latest turn was cut off there: its length says nothing of others."""
     refused: str = ""
     """Why it was last left in the queue; empty once it is routed."""
 
@@ -86,6 +88,8 @@ def found_in_flight(found: GroupInFlight, sampled: Phase, now: float) -> list[Li
             tokens=member.tokens,
             safe_tokens=member.tokens,
             reward=member.reward,
+            given_tokens=member.given_tokens,
+            acting_s=member.acting_s,
             since=now,
         )
         for member in found.members

@@ -197,6 +197,17 @@ def test_a_request_that_comes_and_goes_does_not_change_what_is_worth_about_as_mu
     assert drafts.due(fleet) == [(0, 0)]
 
 
+def test_where_all_that_are_left_are_leaving_nothing_is_decided() -> None:
+    drafts, fleet = DraftLengths(COST, 4), fleet_of(a=3)
+    fleet.empty(fleet[0])
+    drafts.replan(fleet)
+    assert drafts.due(fleet) == []
+    fleet.join(B, PolicyVersion(0), 10_000, 64)
+    fleet.add(fleet[1], TrajectoryId(100), 1, 1.0)
+    drafts.replan(fleet)
+    assert [row for row, _ in drafts.due(fleet)] == [0, 1]
+
+
 def test_costs_for_planning_are_those_of_the_lengths_decided() -> None:
     drafts = DraftLengths(COST, 4)
     assert drafts.costs.step_s(1, 0) == COST.step_s(1, 0)

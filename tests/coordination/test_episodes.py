@@ -1,0 +1,119 @@
+"""What the coordinator decides of episodes: turns that are cut off, resumed, or placed by rules of users."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeline.coordination.commands import Interrupt, Route
+from pipeline.coordination.events import (
+    EnvironmentAnswered,
+    InstanceReported,
+    PullFinished,
+    RunResumed,
+    Tick,
+    TrajectoryInterrupted,
+    TrajectoryScored,
+)
+from pipeline.strategies.routing import OwnRouting
+from stores.trajectory import PolicyVersion, TrajectoryId
+from tests.coordination.test_coordinator import A, Bench, in_flight, member, only
+
+LAST = TrajectoryId(3)
+
+
+def ended(bench: Bench, trajectory: int) -> None:
+    """An episode of one turn."""
+    bench.sampled(trajectory, 5)
+    bench.tell(TrajectoryScored(trajectory=TrajectoryId(trajectory), reward=1.0))
+
+
+def answered(bench: Bench, trajectory: int, tokens: int) -> list[Any]:
+    event = EnvironmentAnswered(trajectory=TrajectoryId(trajectory), epoch=bench.epochs[trajectory], tokens=tokens)
+    return bench.tell(event)
+
+
+def waiting_for_the_last() -> Bench:
+    """Three episodes of 5 tokens have ended; the trainer has waited for the fourth, which runs, for long."""
+    bench = Bench(eta=0, groups=2, stragglers="truncate", straggler_share=0.5, environments=True)
+    bench.join()
+    bench.arrive(0, 1)
+    ended(bench, 0)
+    ended(bench, 1)
+    bench.publish(1)
+    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
+    bench.arrive(2, 3)
+    ended(bench, 2)
+    bench.now += 100.0
+    return bench
+
+
+def cut_off(bench: Bench, tokens: int) -> list[Any]:
+    bench.tell(InstanceReported(instance=A, progress=((LAST, tokens),)))
+    return only(bench.tell(Tick()), Interrupt)
+
+
+def test_a_turn_that_ends_before_it_is_cut_off_leaves_the_next_one_to_be_cut_off() -> None:
+    bench = waiting_for_the_last()
+    assert [o.epoch for o in cut_off(bench, 4)] == [1]
+    bench.sampled(LAST, 10)
+    cuts = bench.coordinator._state.cuts
+    assert (cuts.told, cuts.in_step) == (0, 0)
+    answered(bench, LAST, 20)
+    assert [o.epoch for o in cut_off(bench, 24)] == [2]
+    assert (cuts.told, cuts.in_step) == (1, 1)
+    assert cut_off(bench, 25) == []
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_of_the_length_of_an_episode_that_was_cut_off_nothing_is_learned(by_itself: bool) -> None:
+    bench = waiting_for_the_last()
+    (order,) = cut_off(bench, 4)
+    if by_itself:
+        bench.sampled(LAST, 6)
+    else:
+        bench.tell(TrajectoryInterrupted(trajectory=LAST, epoch=order.epoch, tokens=6))
+    bench.tell(TrajectoryScored(trajectory=LAST, reward=1.0))
+    assert list(bench.coordinator.forecast._latest) == [5, 5, 5] + [6] * by_itself
+
+
+def test_a_resumed_episode_teaches_what_a_whole_one_does() -> None:
+    whole, resumed = (Bench(eta=0, environments=True) for _ in range(2))
+    whole.join()
+    whole.arrive(0)
+    whole.sampled(0, 5)
+    whole.now += 8.0
+    answered(whole, 0, 905)
+    resumed.join()
+    begun = replace(member(0, 0, 905), given_tokens=900, acting_s=9.0)
+    resumed.tell(RunResumed(step=0, num_ended=(), groups=(in_flight(0, begun),)))
+    resumed.epochs[0] = 2
+    for bench in (whole, resumed):
+        bench.sampled(0, 1000)
+        bench.tell(TrajectoryScored(trajectory=TrajectoryId(0), reward=1.0))
+    episodes = [bench.coordinator.forecast.episodes for bench in (whole, resumed)]
+    assert [one.sampled(1000) for one in episodes] == pytest.approx([100, 100])
+    assert [one.acting_s(1000) for one in episodes] == pytest.approx([10.0, 10.0])
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_row_that_is_no_instance_is_refused_in_every_turn(turn: int) -> None:
+    class Rule:
+        knows_urgency = False
+        turns = 0
+
+        def choose(self, *_: object) -> int:
+            self.turns += 1
+            return 7 if self.turns >= turn else 0
+
+    bench = Bench(eta=0, environments=True, max_attempts=3)
+    bench.coordinator._placement._routing = OwnRouting(Rule(), "mine.py:Rule")
+    bench.join()
+    routes = only(bench.arrive(0), Route)
+    assert len(routes) == turn - 1
+    if routes:
+        bench.sampled(0)
+        assert only(answered(bench, 0, 9), Route) == []
+    assert list(bench.coordinator.snapshot().refusals) == ["routing named an instance that does not fit"]
