@@ -137,6 +137,7 @@ def assumptions(config: RunConfig, path: str) -> str:
 def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
     """A stored run's responses and measured times, as overrides of its job file."""
     from pipeline.jobs.expectation import as_recorded
+    from pipeline.profiling.diagnosis import versions_behind
     from pipeline.profiling.measure import profile_run
     from pipeline.runtime.run_folder import load_job
     from pipeline.simulator.measure import steady_tokens_per_s
@@ -156,8 +157,9 @@ def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
         scale = load_job(run).time_scale  # an emulated run may be faster than its cost model
         steps = [r.metrics for r in store.steps() if r.kind == "step"]
         wall_s = summary["seconds"]["wall_s"] * scale
+        eta = min(versions_behind(load_job(run)), store.header.eta)
         click.echo(
-            f"the run itself: {steady_tokens_per_s(steps, store.header.eta) / scale:,.0f} tokens/s, "
+            f"the run itself: {steady_tokens_per_s(steps, eta) / scale:,.0f} tokens/s, "
             f"{tokens_per_s(steps) / scale:,.0f} with warm-up and end, {wall_s:.1f} s for "
             f"{summary['steps']} steps, staleness {', '.join(histogram)}: {shares}"
         )

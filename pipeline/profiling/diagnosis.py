@@ -82,13 +82,18 @@ class Sizes:
         return cost.mean_step_s(running, kv_tokens)
 
 
+def versions_behind(config: RunConfig) -> int:
+    """How many versions a job's work may lie behind: its bound, or that of a rule that does not ask for one."""
+    return FIXED_ETA.get(config.staleness.admission, config.bound)
+
+
 def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftsUsed | None = None) -> Sizes:
     """The sizes of a job. fit: to its own run, if there is one; drafts: of that run."""
     staleness, engine = config.staleness, config.rollout.engine
     drafts = drafts or DraftsUsed()
     acceptance = drafts.acceptance
     return Sizes(
-        eta=FIXED_ETA.get(staleness.admission, config.bound),
+        eta=versions_behind(config),
         admission=staleness.admission,
         trajectories=config.groups_started * config.members_started,
         instances=config.rollout.instances,

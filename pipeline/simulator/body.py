@@ -257,7 +257,7 @@ class SimulatedRun:
                 for ending in command.endings:
                     reason = ended_as(ending.fate, ending.reason)
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
-                    self.trace.wasted_tokens += self._tokens.pop(ending.trajectory, 0)
+                    self._tokens.pop(ending.trajectory, None)
                     self._given.pop(ending.trajectory, None)
                     self._environments.ended(ending.trajectory)
 
@@ -271,9 +271,7 @@ class SimulatedRun:
             case Route():
                 self._sample(one, command)
             case Abort():
-                stopped = one.engine.remove(self._now, command.trajectory)
-                if stopped is not None:
-                    self.trace.wasted_tokens += stopped.tokens - self._tokens.pop(command.trajectory, 0)
+                one.engine.remove(self._now, command.trajectory)
             case Forget():
                 one.engine.forget(command.trajectory)
             case Speculate():
@@ -312,7 +310,7 @@ class SimulatedRun:
     def _forget_evaluated(self) -> None:
         """Count the tokens of an evaluation that has ended, and forget its trajectories."""
         for trajectory in [t for t in self._tokens if is_evaluated(t)]:
-            self.trace.evaluated_tokens += self._tokens.pop(trajectory)
+            self.trace.evaluated_tokens += self._response(trajectory, self._tokens.pop(trajectory)).sampled
             self._given.pop(trajectory, None)
             self._environments.ended(trajectory)
 
@@ -338,7 +336,7 @@ class SimulatedRun:
                 self._given[event.trajectory] = event.tokens - self._tokens[event.trajectory]
                 self._tokens[event.trajectory] = event.tokens
             case EnvironmentFailed():
-                self.trace.wasted_tokens += self._tokens.pop(event.trajectory)
+                del self._tokens[event.trajectory]
         self._tell(event)
 
     def _train(self, command: Train) -> None:
@@ -424,7 +422,7 @@ class SimulatedRun:
         self._touched.pop(one.id, None)
         one.alive = False
         one.trace.lost_s = self._now
-        one.trace.work = one.engine.work
+        one.trace.work = one.engine.work_by(self._now)
 
     def _advance(self, one: Simulated) -> None:
         """Advance an instance to the current time; each finished response becomes a separate event."""
@@ -456,7 +454,7 @@ class SimulatedRun:
 
     def _close(self) -> None:
         for one in self._instances.values():
-            one.trace.work = one.engine.work
+            one.trace.work = one.engine.work_by(self._now)
         self.trace.finished_s = self._now
         self.trace.refusals = self.coordinator.snapshot().refusals
 

@@ -2,7 +2,7 @@
 
 The bound of a step is the largest of three times: its training; the decode and prefill work of its batch, spread over
 all instances at their rate when as full as cache, concurrency and staleness bound allow; and, when nothing is dropped,
-its longest response on an instance of its own, divided by the eta + 1 intervals it may take.
+its longest response on an instance of its own, divided by the eta + 1 intervals it may take, as its rule admits work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipeline.config import deciding
 from pipeline.config.schema import RunConfig
-from pipeline.profiling.diagnosis import Diagnosis, diagnose, sizes_of
+from pipeline.profiling.diagnosis import Diagnosis, diagnose, sizes_of, versions_behind
 from pipeline.profiling.step_loads import steady, steady_part
 from pipeline.simulator.trace import Trace, TrainedStep
 from pipeline.strategies.admission import BOUNDLESS
@@ -22,12 +22,14 @@ from stores.metrics import tokens_per_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Least seconds of a step, by cause. running: trajectories per instance for which work_s is computed."""
+    """Least seconds of a step, by cause. running: trajectories per instance for which work_s is computed. intervals:
+    between steps, that a response may take."""
 
     train_s: float
     work_s: float
     longest_s: float
     running: int
+    intervals: int
 
     @property
     def step_s(self) -> float:
@@ -87,12 +89,14 @@ class Measures:
 
 def measure(config: RunConfig, trace: Trace) -> Measures:
     """Measure the steady part of a run; see `steady_part`."""
-    first, last = steady_part(len(trace.steps), config.staleness.eta)
+    eta = min(versions_behind(config), config.staleness.eta)  # without a bound: what its work was drawn for
+    first, last = steady_part(len(trace.steps), eta)
     window = trace.steps[first + 1 : last + 1] or trace.steps
     begin_s = trace.steps[first].finished_s if last > first else 0.0
     span_s = max(window[-1].finished_s - begin_s, 1e-12)
     work = [i.work for i in trace.instances]
     alive_s = sum((trace.finished_s if i.lost_s is None else i.lost_s) - i.joined_s for i in trace.instances) or 1e-12
+    sampled = sum(w.tokens for w in work)
     busy_s = sum(w.decode_s + w.prefill_s + w.pull_s for w in work)
     staleness: Counter[int] = Counter()
     for step in trace.steps:
@@ -101,7 +105,7 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
         steps_measured=len(window),
         step_s=span_s / len(window),
         tokens_per_s=tokens_per_s(_as_metrics(trace.steps)),
-        steady_tokens_per_s=steady_tokens_per_s(_as_metrics(trace.steps), config.staleness.eta),
+        steady_tokens_per_s=steady_tokens_per_s(_as_metrics(trace.steps), eta),
         bound=bound_of(config, window),
         trainer_idle=max(0.0, 1 - sum(s.finished_s - s.ready_s for s in window) / span_s),
         rollout_idle=max(0.0, 1 - busy_s / alive_s),
@@ -110,18 +114,18 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
         staleness=dict(sorted(staleness.items())),
         bound_kept=max(staleness, default=0) <= config.staleness.eta,
         ended=trace.ended,
-        wasted_tokens=trace.wasted_tokens,
+        wasted_tokens=max(0, sampled - trace.evaluated_tokens - sum(s.tokens for s in trace.steps)),
         reprefilled_tokens=sum(w.reprefilled for w in work),
         cached_tokens=sum(w.cached for w in work),
         most_kept_tokens=max((i.most_kept for i in trace.instances), default=0),
-        sampled_tokens=sum(w.tokens for w in work),
+        sampled_tokens=sampled,
         preemptions=sum(w.preemptions for w in work),
         commands=trace.commands,
         num_events=trace.num_events,
         refusals=trace.refusals,
         losses=trace.losses,
         finished_s=trace.finished_s,
-        diagnosis=diagnose(steady(trace.loads, config.staleness.eta), sizes_of(config)),
+        diagnosis=diagnose(steady(trace.loads, eta), sizes_of(config)),
     )
 
 
@@ -144,19 +148,21 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
     instances = deciding.num_instances(config)
     tokens = sum(s.tokens for s in steps)
     context = sum(s.context_tokens for s in steps)
-    in_flight = (config.bound + 1) * config.groups_started * config.members_started / instances
+    intervals = versions_behind(config) + 1
+    in_flight = intervals * config.groups_started * config.members_started / instances
     running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
     cost = deciding.drafted_cost(config, running, running * context / tokens)
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
     work_s += cost.prefill * sum(s.prefilled for s in steps)
     cuts = config.batch.stragglers in ("truncate", "truncate@1")
     keeps_all = config.staleness.admission not in ("credits", *BOUNDLESS) and not cuts
-    longest_s = sum(s.longest_s for s in steps) / count / (config.bound + 1) if keeps_all else 0.0
+    longest_s = sum(s.longest_s for s in steps) / count / intervals if keeps_all else 0.0
     return Bound(
         train_s=sum(s.finished_s - s.ready_s for s in steps) / count,
         work_s=work_s / instances / count,
         longest_s=longest_s,
         running=running,
+        intervals=intervals,
     )
 
 
@@ -169,7 +175,7 @@ def explanation(config: RunConfig, m: Measures) -> list[str]:
         f"  {b.train_s:8.1f} s  training" + _mark(b, b.train_s),
         f"  {b.work_s:8.1f} s  decode and prefill work of a batch, {b.running} trajectories per instance"
         + _mark(b, b.work_s),
-        f"  {b.longest_s:8.1f} s  longest response alone on an instance, divided by eta + 1 = {config.bound + 1}"
+        f"  {b.longest_s:8.1f} s  longest response alone on an instance, divided by eta + 1 = {m.bound.intervals}"
         + (_mark(b, b.longest_s) if b.longest_s else "  (does not apply: long responses need not finish in time)"),
         "time of an instance:",
     ]

@@ -53,8 +53,6 @@ class Trace:
     num_events: int = 0
     ended: dict[str, int] = field(default_factory=dict)
     """Number of trajectories by fate and reason, over the whole run."""
-    wasted_tokens: int = 0
-    """Tokens sampled but never trained on."""
     refusals: dict[str, int] = field(default_factory=dict)
     losses: int = 0
     finished_s: float = 0.0

@@ -1,0 +1,60 @@
+"""What is measured of a simulated run: tokens and time are counted once, and rules by the versions they allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.coordination.commands import Command
+from pipeline.coordination.events import EnvironmentAnswered, Event, TrajectoryInterrupted, TrajectorySampled
+from pipeline.simulator.measure import explanation, measure
+from tests.simulator.test_environments import agents
+from tests.simulator.test_simulator import job, run
+
+
+@pytest.mark.parametrize("command_s", [0.0, 0.05])
+@pytest.mark.parametrize("acts", [False, True])
+def test_a_sampled_token_is_trained_on_or_wasted(acts: bool, command_s: float) -> None:
+    """Counted by what the coordinator is told, which leaves out responses that are aborted while they run."""
+    had: dict[int, int] = {}
+    told = 0
+
+    def observe(now: float, event: Event, commands: list[Command]) -> None:
+        nonlocal told
+        if isinstance(event, TrajectorySampled | TrajectoryInterrupted):
+            told += event.tokens - had.get(event.trajectory, 0)
+            had[event.trajectory] = event.tokens
+        elif isinstance(event, EnvironmentAnswered):
+            had[event.trajectory] = event.tokens
+
+    make = agents if acts else job
+    config = make(batch__extra_groups=1, batch__extra_members=1, steps=12, simulation__command_s=command_s)
+    trace = run(config, observe=observe)
+    found = measure(config, trace)
+    trained = sum(step.tokens for step in trace.steps)
+    assert found.sampled_tokens >= told > trained
+    assert 0 < found.wasted_tokens == found.sampled_tokens - trained
+    assert found.wasted_tokens >= told - trained
+
+
+def test_what_lost_instances_sampled_counts() -> None:
+    """Long responses, whose tokens are delivered while they run: an instance's last event may be long ago."""
+    changes: dict[str, Any] = {"workload__median": 60.0, "workload__sigma": 0.1, "rollout__max_new_tokens": 100}
+    config = job(
+        **changes, steps=12, rollout__spool_s=0.1, simulation__report_s=0.1, simulation__lost_every_s=0.7,
+        simulation__replace_s=0.1,
+    )  # fmt: skip
+    trace = run(config)
+    assert trace.losses > 5
+    found = measure(config, trace)
+    assert found.sampled_tokens >= sum(step.tokens for step in trace.steps)
+
+
+@pytest.mark.parametrize(("admission", "eta"), [("synchronous", 0), ("one_step", 1)])
+def test_a_rule_that_does_not_ask_for_eta_is_measured_by_its_own(admission: str, eta: int) -> None:
+    own, asked = (job(staleness__admission=admission, staleness__eta=e, steps=24) for e in (eta, 3))
+    first, second = (measure(config, run(config)) for config in (own, asked))
+    assert (first.finished_s, first.steady_tokens_per_s) == (second.finished_s, second.steady_tokens_per_s)
+    assert (first.of_bound, first.bound) == (second.of_bound, second.bound)
+    assert any(f"divided by eta + 1 = {eta + 1}" in line for line in explanation(asked, second))
