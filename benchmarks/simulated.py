@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,7 @@ class Row:
 
 
 LEAST = "rollout.routing=least_requests"
+CUTTING = "staleflow, stragglers cut"
 
 
 def short_rows() -> list[Row]:
@@ -81,7 +82,7 @@ def short_rows() -> list[Row]:
         *(Row("reservations, least_requests", "", eta, (LEAST,)) for eta in (0, 1, 2, 3)),
         *(Row("staleflow", "", eta, ()) for eta in (0, 1, 2, 3)),
         Row("credits", "alpha 3", 3, ("staleness.admission=credits", "staleness.alpha=3", LEAST)),
-        Row("staleflow, stragglers cut", "", 3, CUT),
+        Row(CUTTING, "", 3, CUT),
     ]
 
 
@@ -188,23 +189,32 @@ def run_row(model: str, workload: str, size: int, row: Row, steps: int, seed: in
     }  # fmt: skip
 
 
-Rate = dict[tuple[str, str, int], float]
-"""Mean tokens/s over seeds by (system, knob, eta)."""
+BySeed = dict[int, float]
+"""Tokens/s by seed."""
+Rates = dict[tuple[str, str, int], BySeed]
+"""By (system, knob, eta)."""
 
 
-def rates_of(results: list[dict[str, Any]]) -> Rate:
-    """The means of one model, workload and size, over the seeds that each was run with."""
-    found: dict[tuple[str, str, int], list[float]] = {}
+def rates_of(results: list[dict[str, Any]]) -> Rates:
+    """The rates of one model, workload and size."""
+    found: Rates = {}
     for r in results:
-        found.setdefault((r["system"], r["knob"], r["eta"]), []).append(r["steady_tokens_per_s"])
-    return {key: sum(values) / len(values) for key, values in found.items()}
+        found.setdefault((r["system"], r["knob"], r["eta"]), {})[r["seed"]] = r["steady_tokens_per_s"]
+    return found
 
 
-def best(rates: Rate, system: str, eta: int | None = None) -> tuple[float, str]:
-    """A system's best mean, and its setting; eta: at this bound only. (0, "") if it was not run."""
+def best(rates: Rates, system: str, eta: int | None = None) -> tuple[BySeed, str]:
+    """A system's rates at its best setting, by the seed that all settings were run with; eta: at this bound only.
+    ({}, "") if it was not run."""
     fits = {k: v for k, v in rates.items() if k[0] == system and eta in (None, k[2])}
-    key = max(fits, key=fits.__getitem__, default=None)
-    return (fits[key], key[1]) if key else (0.0, "")
+    key = max(fits, key=lambda k: fits[k].get(SEEDS[0], 0.0), default=None)
+    return (fits[key], key[1]) if key else ({}, "")
+
+
+def ratio(rates: BySeed, base: BySeed) -> float:
+    """One rate over another, over the seeds that both were run with; 0 if there is none."""
+    both = rates.keys() & base.keys()
+    return sum(rates[s] for s in both) / sum(base[s] for s in both) if both else 0.0
 
 
 SETTING = f"""\
@@ -256,7 +266,7 @@ def tables(results: list[dict[str, Any]]) -> str:
                 if not both:
                     cells.append("")
                     continue
-                gains.append(sum(pair[0][s] for s in both) / sum(pair[1][s] for s in both))
+                gains.append(ratio(*pair))
                 cells.append(f"{gains[-1]:.3f}")
             lines.append(f"| {size} | {model} | {workload} | {seeds} | {' | '.join(cells)} |")
     if gains:
@@ -277,9 +287,9 @@ def tables(results: list[dict[str, Any]]) -> str:
             rates = rates_of(own)
             base = best(rates, "synchronous")[0]
             for eta in (1, 2, 3):
-                tops = [best(rates, f"reservations, {name}", eta)[0] for name in ROUTINGS]
-                tops.append(best(rates, "staleflow", eta)[0])
-                lines.append(f"| {model} | {workload} | {eta} | " + " | ".join(f"{t / base:.2f}" for t in tops) + " |")
+                names = [*(f"reservations, {name}" for name in ROUTINGS), "staleflow"]
+                tops = [ratio(best(rates, name, eta)[0], base) for name in names]
+                lines.append(f"| {model} | {workload} | {eta} | " + " | ".join(f"{t:.2f}" for t in tops) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -289,30 +299,31 @@ def _by_seed(results: list[dict[str, Any]], system: str, eta: int) -> dict[int, 
 
 def systems_table(results: list[dict[str, Any]]) -> list[str]:
     head = ["model", "workload", "synchronous, tokens/s", *SHOWN.values(), "**staleflow**", "**stragglers cut**"]
-    head += ["responses cut", "dropped by credits"]
+    head += ["most responses cut", "dropped by credits"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     ratios: list[float] = []
     margins: list[tuple[float, str]] = []
     for own, model, workload in combinations(results):
         rates = rates_of(own)
         base = best(rates, "synchronous")[0]
-        ours, cut = best(rates, "staleflow", 3)[0], best(rates, "staleflow, stragglers cut")[0]
+        ours, cut = best(rates, "staleflow", 3)[0], best(rates, CUTTING)[0]
         if not base or not ours:
             continue
-        ratios.append(ours / base)
-        rival = max(KEPT, key=lambda system: best(rates, system)[0])
-        if best(rates, rival)[0]:
-            margins.append((ours / best(rates, rival)[0], f"{rival} on {model} {workload}"))
+        ratios.append(ratio(ours, base))
+        rivals = {system: ratio(ours, best(rates, system)[0]) for system in KEPT if best(rates, system)[0]}
+        if rivals:
+            rival = min(rivals, key=rivals.__getitem__)
+            margins.append((rivals[rival], f"{rival} on {model} {workload}"))
         cells = []
         for system in SHOWN:
             rate, knob = best(rates, system)
-            cells.append((f"{rate / base:.2f}" + (f" ({knob})" if knob else "")) if rate else "")
-        dropped = _share(own, "credits", lambda r: sum(n for why, n in r["ended"].items() if "too_stale" in why))
-        share = _share(own, "staleflow, stragglers cut", lambda r: r["commands"].get("Interrupt", 0))
-        lines.append(
-            f"| {model} | {workload} | {base:,.0f} | {' | '.join(cells)} | **{ratios[-1]:.2f}** | "
-            f"**{cut / base:.2f}** | {share:.1%} | {dropped:.0%} |"
-        )
+            cells.append((f"{ratio(rate, base):.2f}" + (f" ({knob})" if knob else "")) if rate else "")
+        cells += [f"**{ratios[-1]:.2f}**", f"**{ratio(cut, base):.2f}**" if cut else ""]
+        shares = [r["commands"].get("Interrupt", 0) / r["ended"]["consumed"] for r in own if r["system"] == CUTTING]
+        cells.append(f"{max(shares):.1%}" if shares else "")
+        cells.append(_dropped([r for r in own if (r["system"], r["knob"]) == ("credits", best(rates, "credits")[1])]))
+        mean = sum(base.values()) / len(base)
+        lines.append(f"| {model} | {workload} | {mean:,.0f} | {' | '.join(cells)} |")
     if ratios:
         lines += ["", f"staleflow, bound 3: {sum(ratios) / len(ratios):.2f} times synchronous on average, "]
         lines[-1] += f"{max(ratios):.2f} at most, {min(ratios):.2f} at least."
@@ -326,10 +337,11 @@ def systems_table(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _share(results: list[dict[str, Any]], system: str, count: Callable[[dict[str, Any]], int]) -> float:
-    """What is counted of a system's responses, per response trained on or counted; the largest of its runs."""
-    shares = [count(r) / r["ended"]["consumed"] for r in results if r["system"] == system]
-    return max(shares, default=0.0)
+def _dropped(results: list[dict[str, Any]]) -> str:
+    """The share of the responses that were dropped because they were too old; empty without runs."""
+    dropped = sum(n for r in results for why, n in r["ended"].items() if "too_stale" in why)
+    trained = sum(r["ended"]["consumed"] for r in results)
+    return f"{dropped / (dropped + trained):.0%}" if results else ""
 
 
 def combinations(results: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], str, str]]:
@@ -357,10 +369,10 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     models = sorted({r["model"] for r in results})
     for own, model, workload in combinations([r for r in results if r["instances"] == size]):
         rates = rates_of(own)
-        base = best(rates, "synchronous")[0] or 1.0
+        base = best(rates, "synchronous")[0]
         for i, (system, label) in enumerate(labels.items()):
             where = models.index(model) + (i - (len(labels) - 1) / 2) * 0.11
-            height = best(rates, system, 3 if system == "staleflow" else None)[0] / base
+            height = ratio(best(rates, system, 3 if system == "staleflow" else None)[0], base)
             panels[workload].bar(where, height, 0.1, color=colors[system], label=label if model == models[0] else None)
     for workload, axes in panels.items():
         axes.axhline(1, color="black", linewidth=0.8)
@@ -393,11 +405,11 @@ def bests_of(results: list[dict[str, Any]], seeds: Sequence[int], steps: int) ->
     for size in sorted({r["instances"] for r in results}):
         for own, model, workload in combinations([r for r in results if r["instances"] == size]):
             rates = rates_of([r for r in own if r["seed"] == seeds[0]])
-            for system in SHOWN:
-                _, knob = best(rates, system)
+            for system in ("synchronous", *SHOWN):
+                found, knob = best(rates, system)
                 rows = [*long_rows(size in SWEPT), *short_rows()]
                 row = next((r for r in rows if (r.system, r.knob) == (system, knob)), None)
-                if row is not None:
+                if found and row is not None:
                     yield from ((model, workload, size, row, steps, seed) for seed in seeds[1:])
 
 
@@ -428,7 +440,7 @@ def main() -> None:
             for number, done in enumerate(as_completed([pool.submit(run_row, *w) for w in left]), 1):
                 results.append(done.result())
                 if number % 10 == 0 or number == len(left):
-                    path.write_text(json.dumps(sorted(results, key=key_of), indent=1) + "\n")
+                    path.write_text(written(results))
                     print(f"{number} of {len(left)} rows, {time.perf_counter() - begin_s:.0f} s", flush=True)
 
     if not args.tables:
@@ -437,6 +449,11 @@ def main() -> None:
     (args.out / "simulated.md").write_text(tables(results))
     draw(results, args.out / "simulated.png")
     print(tables(results))
+
+
+def written(results: list[dict[str, Any]]) -> str:
+    """As JSON, one run a line."""
+    return "[\n" + ",\n".join(json.dumps(result) for result in sorted(results, key=key_of)) + "\n]\n"
 
 
 def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
