@@ -93,6 +93,7 @@ def reached(config: RunConfig) -> PolicyVersion:
 
     run_dir = config.run_dir
     if not (run_dir / "store").exists():
+        _refuse_lost_store(run_dir)
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
     refuse_unfit(config, store.header)
@@ -109,6 +110,24 @@ def reached(config: RunConfig) -> PolicyVersion:
             f"{every}"
         )
     return points[-1] if points else PolicyVersion(0)
+
+
+def _refuse_lost_store(run_dir: Path) -> None:
+    """Raise ConfigError if a run that has no store had one: it is made before anything is trained."""
+    store = run_dir / "store"
+    points = ResumePoints(run_dir / "resume").versions() if (run_dir / "resume").is_dir() else []
+    checkpoints = sorted(path.name for path in run_dir.glob("checkpoints/*"))
+    if store.is_symlink():
+        what = f"is a link to {store.readlink()}, which is not there; mount it"
+    elif points:
+        what = f"is gone, though there is a resume point of version {max(points)}; put it back"
+    elif checkpoints:
+        what = f"is gone, though there is a checkpoint, {checkpoints[-1]}; put it back"
+    elif (run_dir / "summary.json").exists():
+        what = "is gone, though the run has ended; put it back"
+    else:
+        return
+    raise ConfigError(f"{store}: it {what}, or train anew under another name: staleflow run ... --set name=...")
 
 
 def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
@@ -140,6 +159,7 @@ def prepare(config: RunConfig) -> Resumption:
 
     run_dir, version = config.run_dir, reached(config)
     if not (run_dir / "store").exists():
+        _set_aside(run_dir)
         write_job(config)
         return Resumption(version=version, earlier_starts=_last_number(run_dir))
     try:

@@ -174,6 +174,30 @@ def test_a_run_killed_before_its_first_point_was_written_begins_again(stored: Pa
     assert VersionedStore.open(folder / "store").steps() == []
 
 
+def test_a_run_whose_store_is_gone_does_not_begin_again(stored: Path, tmp_path: Path) -> None:
+    """Its weights, evaluations and events are of a training that is not undone by resuming."""
+    folder = tmp_path / "copy"
+    shutil.copytree(stored, folder)
+    config = dataclasses.replace(loading.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5)
+    (folder / "store").rename(tmp_path / "elsewhere")
+    (folder / "store").symlink_to(tmp_path / "unmounted")
+    signs = ("which is not there; mount it", "a resume point of version 3", "a checkpoint, step-", "the run has ended")
+    for sign in signs:
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(ConfigError, match=sign) as caught:
+            resumption.prepare(config)
+        assert "\n" not in str(caught.value)
+        assert sorted(folder.rglob("*")) == before
+        if sign == signs[0]:
+            (folder / "store").unlink()
+        elif sign == signs[3]:
+            (folder / "summary.json").unlink()
+        else:
+            shutil.rmtree(folder / ("resume" if sign == signs[1] else "checkpoints"))
+    assert resumption.prepare(config).version == 0
+    assert (folder / "events.1.jsonl").exists() and not (folder / "events.jsonl").exists()
+
+
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 def test_a_schedule_keeps_its_length_when_a_run_is_trained_further(kind: str, job: Path) -> None:
     prepare_run_dir(loading.load(job, (f"training.schedule={kind}",)), {})
