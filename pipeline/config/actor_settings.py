@@ -17,7 +17,7 @@ from pipeline.config.model_files import vocabulary_of
 from pipeline.config.schema import RunConfig
 from stores.base import RunHeader
 from stores.errors import ConfigError
-from stores.trajectory import Ended, Given
+from stores.trajectory import Ended, Fate, Given
 from tasks.engines.settings import ENGINES, EngineSettings
 from tasks.knobs import values
 from tasks.seeds import engine_seed
@@ -304,16 +304,17 @@ def make_workload(config: RunConfig) -> Workload:
 
 
 def _recorded_workload(run: Path) -> RecordedWorkload:
-    """Prompts, lengths, turns and rewards of the groups that a stored run consumed, ordered by group id."""
+    """Prompts, lengths, turns and rewards of the groups that a stored run trained on or filtered, ordered by group id:
+    what it filtered it had sampled, and would sample again."""
     from stores.versioned import VersionedStore
 
     store = VersionedStore.open(run / "store")
     table = store.columns()
-    consumed = np.flatnonzero(table["staleness"] >= 0)
+    judged = np.flatnonzero((table["staleness"] >= 0) | (table["fate"] == Fate.FILTERED.value))
     groups: dict[int, list[int]] = {}
-    for row in consumed[np.argsort(table["trajectory"][consumed], kind="stable")]:
+    for row in judged[np.argsort(table["trajectory"][judged], kind="stable")]:
         groups.setdefault(int(table["group"][row]), []).append(int(row))
-    rows = np.asarray([groups[g] for g in sorted(groups)], np.int64)
+    rows = np.asarray([groups[g] for g in sorted(groups) if len(groups[g]) == store.header.group_size], np.int64)
     if not len(rows):
         raise ConfigError(f"workload.run = {str(run)!r}: no trajectory of it was trained on; name a finished run")
     return RecordedWorkload(

@@ -1,0 +1,31 @@
+"""The workload of a stored run, simulated again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import actor_settings, loading
+from pipeline.simulator.body import SimulatedRun
+from pipeline.simulator.measure import measure
+from tests.support.simulated_store import JOB, stored_simulation
+
+
+@pytest.mark.parametrize("extra", [(), ("batch.extra_members=1",)])
+def test_what_a_run_filtered_is_sampled_and_filtered_again(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    changes = ("steps=12", "batch.filtering=no_signal", "workload.signal_share=0.4", *extra)
+    own = loading.load(JOB, (f"runs_dir={tmp_path}", *changes))
+    run = stored_simulation(tmp_path, *changes)
+    recorded = ("workload.kind=recorded", f"workload.run={json.dumps(str(run))}")
+    again = loading.load(JOB, (f"runs_dir={tmp_path}", *changes, *recorded))
+    first, second = (
+        measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()) for config in (own, again)
+    )
+    filtered = [found.ended["filtered:no_signal"] for found in (first, second)]
+    assert filtered[1] == pytest.approx(filtered[0], rel=0.15)
+    assert second.tokens_per_s == pytest.approx(first.tokens_per_s, rel=0.15)
+    every = measure(keep := loading.load(JOB, (*changes, *recorded, "batch.filtering=keep_all")),
+                    SimulatedRun(keep, actor_settings.make_workload(keep)).run())  # fmt: skip
+    assert every.tokens_per_s > 1.3 * second.tokens_per_s
