@@ -107,19 +107,22 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where:
     bias = bias_report(store) if readable else None
     if as_json:
         told = {"clean": result.clean, "bias": None if bias is None else bias.as_dict()}
+        if result.unchecked:
+            told |= dict.fromkeys(("num_steps", "num_trajectories", "num_tokens", "max_staleness"))
         click.echo(json.dumps({**dataclasses.asdict(result), **told}, indent=2))
     elif result.clean and not result.num_steps:
         click.echo(f"{run}: no steps stored yet, nothing to verify")
     else:
-        click.echo(
-            f"{run}: {result.num_steps} steps, {result.num_trajectories} trajectories, largest staleness "
-            f"{result.max_staleness} (bound {store.header.eta})"
-        )
+        covered = f"{result.num_steps} steps, {result.num_trajectories} trajectories, largest staleness "
+        covered += f"{result.max_staleness} (bound {store.header.eta})"
+        click.echo(f"{run}: {'damaged' if result.unchecked else covered}")
         for check in result.checks:
             found = [f for f in result.findings if f.check == check]
             click.echo(f"  {check:<13} {'holds' if not found else f'BROKEN, {len(found)} findings'}")
             for finding in found[:10]:
                 click.echo(f"      {finding.where}: {finding.what}")
+        for check in result.unchecked:
+            click.echo(f"  {check:<13} not checked: it needs what cannot be read")
         for line in bias.lines if bias is not None else ():
             click.echo(f"  {line}")
     if not result.clean:

@@ -245,7 +245,7 @@ def test_whatever_is_wrong_is_found_as_the_plain_audit_finds_it(
         assert "arrays" in {f.check for f in found.findings}
         return
     assert plain(found.findings) == plain(expected.findings)
-    for name in ("num_steps", "num_trajectories", "num_tokens", "max_staleness", "checks"):
+    for name in ("num_steps", "num_trajectories", "num_tokens", "max_staleness", "checks", "unchecked"):
         assert getattr(found, name) == getattr(expected, name), name
     if not faults:
         assert found.clean
