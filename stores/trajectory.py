@@ -122,7 +122,8 @@ NO_VERSION = PolicyVersion(-1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """When a trajectory reached each stage, in seconds since the run's start; 0 if it has not."""
+    """When a trajectory reached each stage, in seconds since the run's start; 0 if it has not. Seconds of the machine's
+    clock: an emulated run that is made faster (`time_scale`) has as many more in its journal."""
 
     arrived_s: float = 0.0
     routed_s: float = 0.0

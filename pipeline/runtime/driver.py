@@ -171,6 +171,7 @@ class Driver:
         resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
         self._measurements.start()
+        await self._actors.ask("server", "keep_time", self._measurements.elapsed_s)
         if resumed is not None:
             self._handle(resumed)
         self._background.spawn(self._commits.work(), "commits")

@@ -44,6 +44,8 @@ class Roles(Protocol):
 
     async def ask(self, name: str, method: str, *args: Any, deadline: Literal["silent_s"]) -> Any: ...
 
+    async def ask_once(self, name: str, method: str, *args: Any) -> Any: ...
+
     def lose(self, name: str, lost: ActorLost, now: float) -> None: ...
 
     async def place_server(self, begin_s: float, *, resumed: bool) -> Placed: ...
@@ -139,6 +141,7 @@ class Restoring:
                     await self._bring_trainer_back(point or PolicyVersion(0))
                 else:
                     placed = await self._actors.place_server(elapsed_s(), resumed=True)
+                    await self._actors.ask_once("server", "keep_time", elapsed_s())
                     logger.warning("the trajectory server is back on %s with its store and spool", placed.address)
                 return
             except NoFreeWorker as error:

@@ -227,6 +227,10 @@ class TrajectoryServer:
         await self._writing.append(entries)
         await self._writing.stored(-1, groups)
 
+    async def keep_time(self, elapsed_s: float) -> None:
+        """The present moment on the run's clock, which begins when all actors are ready."""
+        self._epoch = time.monotonic() - elapsed_s
+
     async def held_out_notice(self) -> str:
         """One line on training prompts found to be held out so far; empty if there were none."""
         return self._prompts.held_out_notice

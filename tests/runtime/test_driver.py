@@ -6,11 +6,14 @@ place, the same commands when the journal is replayed.
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipeline.coordination.events import TrajectoryScored
 from pipeline.runtime.resumption import Resumption
 from stores.errors import ConfigError, RunStuck, StoreError
 from stores.trajectory import AbortReason, Fate, PolicyVersion
@@ -200,6 +203,25 @@ def test_responses_that_grow_are_progress_however_long_they_take(body: Body) -> 
     run = body.run(world=World(length=lambda trajectory: 95, tokens_per_s=2.0))
     run.check()
     assert all(len(t.response_tokens) / 2.0 > run.config.deadlines.stuck_s for t in consumed(run))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_store_has_the_times_of_the_runs_clock(body: Body, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """Which begins when all actors are ready, however long that took, and goes on if the server is replaced."""
+    clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr("tasks.actors.trajectory_server.time", clock)
+    faults = [Fault(actor="trainer", method="publish_initial", late_s=20.0)]
+    if lost:
+        faults += [
+            Fault(actor="server", method="rewarded", nth=4, dies="before"),
+            Fault(actor="server", method="__init__", nth=2, late_s=5.0),
+        ]
+    run = body.run(faults=faults)
+    assert bool(run.outcomes.losses) == lost
+    scored = {e.event.trajectory: e.now for e in run.entries if isinstance(e.event, TrajectoryScored)}
+    stored = {t.id: t.timings.rewarded_s for t in consumed(run)}
+    assert stored
+    assert [scored[i] for i in stored] == pytest.approx(list(stored.values()), abs=0.5)
 
 
 @pytest.mark.parametrize("arrives", [True, False])
