@@ -76,6 +76,7 @@ def command(
 
     if bool(config_path) == bool(run):
         raise ConfigError("give a job file or --from RUN")
+    asked = overrides
     if run:
         overrides = (*recorded_overrides(Path(run), quiet=as_json), *overrides)
 
@@ -83,7 +84,7 @@ def command(
         changed = (*overrides, *more)
         return load_job(Path(run), changed) if run else loading.load(config_path, changed)
 
-    rows = sweep_variants(sweeps)
+    rows = sweep_variants(sweeps, asked)
     job = job_with(())
     if baselines:
         rows += [Variant(label, (*extra, f"staleness.alpha={job.staleness.eta}")) for label, extra in BASELINES]
@@ -166,15 +167,20 @@ def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
     return as_recorded(run, profile)
 
 
-def sweep_variants(sweeps: tuple[str, ...]) -> list[Variant]:
-    """Variants that the sweeps ask for; without sweeps, only the unchanged job."""
+def sweep_variants(sweeps: tuple[str, ...], overrides: tuple[str, ...] = ()) -> list[Variant]:
+    """Variants that the sweeps ask for; without sweeps, only the unchanged job. Raises ConfigError, also if a key is
+    swept twice, or set too: one of the values would count for nothing."""
     from stores.errors import ConfigError
 
     axes: list[list[str]] = []
+    given = {override.partition("=")[0]: f"--set {override}" for override in overrides}
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")
-        if not equals or not values:
+        if not key or not equals or not values:
             raise ConfigError(f"--sweep {sweep}: expected key=value1,value2, such as staleness.eta=0,1,2,3")
+        if key in given:
+            raise ConfigError(f"--sweep {sweep}: {given[key]} gives {key} too; name each key once")
+        given[key] = f"--sweep {sweep}"
         axes.append([f"{key}={value}" for value in values.split(",")])
     if not axes:
         return [Variant("the job", ())]

@@ -87,7 +87,8 @@ def test_what_if_it_had_been_another_is_answered_as_before(earlier: tuple[str, P
     # What was prefilled again is the simulated run's. Where two of its events fall in one moment, rounding orders them,
     # and processors round differently.
     work_s = before["bound"]["work_s"]
-    assert present["bound"]["work_s"] == pytest.approx(work_s, rel=0.01)
+    # That version sampled again what was trained on alone; of `credits` a ninth was filtered.
+    assert present["bound"]["work_s"] == pytest.approx(work_s, rel=0.06 if name == "credits" else 0.01)
     assert_says({**present["bound"], "work_s": work_s}, before["bound"], name)
     for key in ("steps_measured", "bound_kept", "losses"):
         assert present[key] == before[key]

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from tasks.knobs import knob
 from tasks.names import LATENCY_NAMES, WORKLOAD_NAMES
 
+LONGEST_S = 100_000.0
+"""Most seconds of anything that is simulated, a day: virtual time passes report by report."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadConfig:
@@ -21,7 +24,9 @@ class WorkloadConfig:
     exponent: float = knob(1.5, "power_law: P(length > x) is proportional to x**-exponent", above=0)
     turns: float = knob(5.0, "agentic: mean number of turns, the last one without a tool call", low=1)
     fixed_turns: bool = knob(False, "agentic: every response has that many turns; else 1 + a Poisson number")
-    tool_s: float = knob(5.0, "agentic: seconds of a tool call; the median if lognormal, else the mean", low=0)
+    tool_s: float = knob(
+        5.0, "agentic: seconds of a tool call; the median if lognormal, else the mean", low=0, high=LONGEST_S
+    )
     tool_latency: str = knob("lognormal", "agentic: distribution of a tool call's seconds", choices=LATENCY_NAMES)
     tool_spread: float = knob(
         1.0,
@@ -29,7 +34,7 @@ class WorkloadConfig:
         low=0,
     )
     reset_s: float = knob(
-        0.0, "agentic: seconds until an environment has begun, which its first answer takes more", low=0
+        0.0, "agentic: seconds until an environment has begun, which its first answer takes more", low=0, high=LONGEST_S
     )
     tool_tokens: int = knob(200, "agentic: tokens per tool result", low=0)
     group_correlation: float = knob(
@@ -54,28 +59,38 @@ class WorkloadConfig:
 class SimulationConfig:
     """Durations of everything but decoding, and injected faults, in `staleflow simulate`."""
 
-    train_s: float = knob(20.0, "seconds per training step", low=0)
+    train_s: float = knob(20.0, "seconds per training step", low=0, high=LONGEST_S)
     train_s_per_token: float = knob(
-        0.0, "seconds per training step for each token of its batch, prompts included; added to train_s", low=0
+        0.0, "seconds per training step for each token of its batch, prompts included; added to train_s", low=0, high=1
     )
-    draw_s: float = knob(0.0, "seconds until requested prompts arrive", low=0)
-    reward_s: float = knob(0.1, "seconds until a response is scored", low=0)
-    act_s: float = knob(0.0, "seconds that an environment's answer takes beyond those of the environment itself", low=0)
-    pull_s: float = knob(1.0, "seconds an instance takes to load new weights, without prefill", low=0)
-    command_s: float = knob(0.0, "seconds a message between coordinator and instance takes, each way", low=0)
-    report_s: float = knob(2.0, "seconds between reports of an instance and between ticks of the coordinator", low=0.01)
+    draw_s: float = knob(0.0, "seconds until requested prompts arrive", low=0, high=LONGEST_S)
+    reward_s: float = knob(0.1, "seconds until a response is scored", low=0, high=LONGEST_S)
+    act_s: float = knob(
+        0.0, "seconds that an environment's answer takes beyond those of the environment itself", low=0, high=LONGEST_S
+    )
+    pull_s: float = knob(1.0, "seconds an instance takes to load new weights, without prefill", low=0, high=LONGEST_S)
+    command_s: float = knob(
+        0.0, "seconds a message between coordinator and instance takes, each way", low=0, high=LONGEST_S
+    )
+    report_s: float = knob(
+        2.0, "seconds between reports of an instance and between ticks of the coordinator", low=0.01, high=LONGEST_S
+    )
     colocated: bool = knob(False, "synchronous only: rollout and training take turns on the same GPUs")
     gpus_per_instance: int = knob(1, "GPUs per rollout instance", low=1)
     trainer_gpus: int = knob(1, "GPUs of the trainer", low=1)
-    switch_s: float = knob(0.0, "colocated: seconds to switch between rollout and training, twice per step", low=0)
-    lost_every_s: float = knob(0.0, "mean seconds between instance losses, over all instances; 0: none", low=0)
-    replace_s: float = knob(60.0, "seconds until a lost instance is replaced", low=0)
+    switch_s: float = knob(
+        0.0, "colocated: seconds to switch between rollout and training, twice per step", low=0, high=LONGEST_S
+    )
+    lost_every_s: float = knob(
+        0.0, "mean seconds between instance losses, over all instances; 0: none", low=0, high=1e9
+    )
+    replace_s: float = knob(60.0, "seconds until a lost instance is replaced", low=0, high=LONGEST_S)
     straggler_share: float = knob(0.0, "share of the instances that are slow", low=0, high=1)
-    straggler_factor: float = knob(3.0, "factor by which slow instances decode slower", low=1)
+    straggler_factor: float = knob(3.0, "factor by which slow instances decode slower", low=1, high=1000)
     failed_step_share: float = knob(0.0, "share of the environments' steps that fail", low=0, high=1)
     hung_step_share: float = knob(0.0, "share of the environments' steps that are never answered", low=0, high=1)
     lock_step: bool = knob(
         False, "no environment-level asynchrony: an environment's answer counts once all of the batch have answered"
     )
     slow_pull_share: float = knob(0.0, "share of pulls that are slow", low=0, high=1)
-    slow_pull_factor: float = knob(10.0, "factor by which slow pulls take longer", low=1)
+    slow_pull_factor: float = knob(10.0, "factor by which slow pulls take longer", low=1, high=1000)

@@ -157,12 +157,12 @@ class CostConfig:
 
     The defaults are a published fit of a 7B model; `staleflow profile` measures yours."""
 
-    k1: float = knob(3.35e-08, "seconds per KV token", low=0)
-    k2: float = knob(0.0064, "seconds to read the weights, floor of the compute term", low=0)
-    k3: float = knob(0.0001231, "seconds per running trajectory", low=0)
-    k4: float = knob(0.0028, "constant seconds per step", low=0)
-    b: float = knob(0.0027, "offset of the compute-bound term, seconds", low=0)
-    prefill: float = knob(0.0001231, "seconds per token of a prompt, or of a recomputed context", low=0)
+    k1: float = knob(3.35e-08, "seconds per KV token", low=0, high=10)
+    k2: float = knob(0.0064, "seconds to read the weights, floor of the compute term", low=0, high=10)
+    k3: float = knob(0.0001231, "seconds per running trajectory", low=0, high=10)
+    k4: float = knob(0.0028, "constant seconds per step", low=0, high=10)
+    b: float = knob(0.0027, "offset of the compute-bound term, seconds", low=0, high=10)
+    prefill: float = knob(0.0001231, "seconds per token of a prompt, or of a recomputed context", low=0, high=10)
     verified: float = knob(1.0, "what a drafted token costs that is verified, as a share of k3", low=0)
     tolerance: float = knob(
         0.25, "relative error on measured decode steps above which a run reports that the cost model drifted", above=0

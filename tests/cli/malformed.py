@@ -356,6 +356,16 @@ VIRTUAL = (
     Case(name="simulate: both", command="simulate job.toml --from runs/finished", says=("job file or --from RUN",)),
     Case(name="simulate: an unknown key", command="simulate job.toml --set staleness.etta=1", says=("staleness.eta?",)),
     Case(name="simulate: a sweep of nothing", command="simulate job.toml --sweep staleness.eta", says=("--sweep",)),
+    *(
+        Case(name=f"simulate: a time without end, {key}", command=f"simulate job.toml --set {key}=1e300",
+             says=(key, "out of range"))
+        for key in ("simulation.train_s", "rollout.cost.k4", "simulation.straggler_factor", "workload.tool_s")
+    ),
+    Case(name="simulate: a sweep of no key", command="simulate job.toml --sweep =1", says=("--sweep =1", "key=value")),
+    Case(name="simulate: a key swept twice", says=("--sweep staleness.eta=2", "--sweep staleness.eta=0,1", "once"),
+         command="simulate job.toml --sweep staleness.eta=0,1 --sweep staleness.eta=2"),
+    Case(name="simulate: a key swept and set", says=("--sweep staleness.eta=0,1", "--set staleness.eta=2", "once"),
+         command="simulate job.toml --sweep staleness.eta=0,1 --set staleness.eta=2"),
     Case(name="simulate: a sweep out of range", command="simulate job.toml --sweep staleness.eta=0,-1",
          says=("out of range",)),
     Case(name="simulate: nowhere", command="simulate job.toml --out /proc/none", says=("/proc/none", "--out")),
