@@ -372,6 +372,8 @@ VIRTUAL = (
     Case(name="simulate: onto a file", command="simulate job.toml --out data.jsonl", says=("data.jsonl", "--out")),
     Case(name="simulate: no recorded run", says=("runs/none",),
          command="simulate job.toml --set workload.kind=recorded --set workload.run=runs/none"),
+    _set("engine: pages as large as the cache", "rollout.engine.page_tokens=5000", "page_tokens = 5000", "or less",
+         command="config explain"),
     Case(name="job: more groups than there is memory", says=("batch.groups_per_step", "at most 1000000"),
          command="simulate job.toml --set batch.groups_per_step=4611686018427387904"),
     Case(name="job: more steps than there is time", says=("steps", "at most 1000000000"),
