@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stores.errors import ConfigError
 from stores.rewards import has_signal
 from stores.trajectory import Fate
 from stores.versioned import VersionedStore
@@ -36,13 +37,18 @@ class Difference:
 
 
 def difference(run_dir: Path, first: str, second: str) -> Difference:
-    """Compare the rewards of two branches of a run's store."""
+    """Compare the rewards of two branches of a run's store. Raises ConfigError if they are the same, or nothing that
+    both have was trained on."""
     path = run_dir / "store"
+    if first == second:
+        raise ConfigError(f"{run_dir}: {first} is compared with itself; name two branches")
     one, two = (VersionedStore.open(path, branch=name) for name in (first, second))
     tables = one.table(), two.table()
     count = _shared(*tables)
     table, other = ({name: column[:count] for name, column in table.items()} for table in tables)
     (at,) = np.nonzero(table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value))
+    if not len(at):
+        raise ConfigError(f"{run_dir}: no trajectory that {first} and {second} have was trained on")
     at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
     a, b = table["reward"][at], other["reward"][at]
     size = one.header.group_size

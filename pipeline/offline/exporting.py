@@ -114,7 +114,8 @@ def _chosen(run_dir: Path, to: str, out: Path, branch: str, where: str) -> tuple
     store = VersionedStore.open(run_dir / "store", branch=branch)
     (rows,) = np.nonzero(Selection(where).mask(store.columns()))
     if not len(rows):
-        raise ConfigError(f"{run_dir}: no trajectory matches --where {where!r}")
+        none = f"no trajectory matches --where {where!r}" if where else "no trajectory is stored yet"
+        raise ConfigError(f"{run_dir}: {none}")
     return store, rows
 
 

@@ -143,7 +143,8 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
         raise ConfigError(f"{run_dir}: an emulated run has nothing to train a model on")
     store = VersionedStore.open(run_dir / "store", branch=branch)
     if not chosen_rows(store, where):
-        raise ConfigError(f"{run_dir}: no trajectory that was trained on matches --where {where!r}")
+        matches = f" matches --where {where!r}" if where else " is stored yet"
+        raise ConfigError(f"{run_dir}: no trajectory that was trained on{matches}")
     if config.training.kl.reference:
         find_model(config.training.kl.reference, "training.kl.reference")
     inspect_model(config)  # last: it loads torch, which takes seconds

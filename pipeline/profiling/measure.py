@@ -17,7 +17,7 @@ from pipeline.coordination import journal
 from pipeline.profiling.drafts_used import DraftsUsed
 from pipeline.profiling.fit import DraftedPoint, Fit, StepPoint, fit_prefill, fit_steps
 from pipeline.profiling.loads import LoadWatch
-from stores.errors import ActorLost, ConfigError
+from stores.errors import ActorLost, ConfigError, StoreError
 from stores.files import replace_text
 from stores.trajectory import TrajectoryId
 from tasks.engines.base import Engine, Failed, Request
@@ -198,12 +198,15 @@ class Profile:
 
 def profile_run(run_dir: Path) -> Profile:
     """Profile from a finished run, whose roles shared their machines: the cost model fitted to its responses, and the
-    latencies of everything else. Raises ConfigError if the run has not ended or sampled too little."""
+    latencies of everything else. Raises ConfigError if the run has not ended or sampled too little, StoreError if its
+    summary is damaged."""
     try:
         refit = json.loads((run_dir / "summary.json").read_text())["cost_model"]["refit"]
     except OSError as error:
         raise ConfigError(f"{run_dir}: no finished run: summary.json cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
+        raise StoreError(f"{run_dir}: summary.json is damaged: {error}; restore it") from error
+    except (KeyError, TypeError) as error:
         raise ConfigError(
             f"{run_dir}: summary.json is of another version: {error!r}; profile a run of this version"
         ) from error

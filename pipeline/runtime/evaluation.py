@@ -181,11 +181,16 @@ def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """Read a run's evaluations; empty if there are none yet. Raises StoreError."""
-    path = run_dir / "evaluations.json"
+    path, remedy = run_dir / "evaluations.json", "remove it to resume without earlier evaluations"
     try:
-        return [Evaluation.from_json(e) for e in json.loads(path.read_text())] if path.is_file() else []
-    except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}; remove it to resume without earlier evaluations") from error
+        found = json.loads(path.read_text()) if path.is_file() else []
+        if not isinstance(found, list):
+            raise TypeError
+        return [Evaluation.from_json(e) for e in found]
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}; {remedy}") from error
+    except (TypeError, AttributeError) as error:
+        raise StoreError(f"{path}: is no list of a run's evaluations; {remedy}") from error
 
 
 def after_resuming(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:

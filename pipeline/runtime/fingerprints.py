@@ -96,11 +96,13 @@ def write(run_dir: Path, fingerprints: Fingerprints) -> None:
 
 def read(run_dir: Path) -> Fingerprints | None:
     """Read the fingerprints of the run's start; None in folders of earlier versions. Raises StoreError."""
-    path = run_dir / FILE
+    path, remedy = run_dir / FILE, "remove it to resume without comparing"
     try:
         return Fingerprints(**json.loads(path.read_text())) if path.is_file() else None
-    except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}; remove it to resume without comparing") from error
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}; {remedy}") from error
+    except TypeError as error:
+        raise StoreError(f"{path}: has not the fingerprints of a run; {remedy}") from error
 
 
 def changes(then: Fingerprints | None, now: Fingerprints) -> list[str]:
