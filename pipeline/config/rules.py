@@ -20,8 +20,8 @@ from tasks.training.loss import LOSSES
 
 MOST_TRAJECTORIES, MOST_STEPS = 1_000_000, 1_000_000_000
 """Sizes of a step and of a run beyond which a number is a slip: all trajectories of a step are in memory at once."""
-FEWEST_PAGES = 8
-"""Pages that a cache has, unless fewer responses may run at once."""
+FEWEST_PAGES, SMALL_PAGE = 8, 32
+"""Pages that a cache has, unless fewer responses may run at once, or pages have no more than so many tokens."""
 SHOWN_TEMPLATE = 200
 """Most characters of a corrected template that a message shows."""
 
@@ -205,11 +205,12 @@ def _check_engine(config: RunConfig, where: str) -> None:
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}"
         )
     at_once = min(FEWEST_PAGES, engine.max_running)
-    if engine.name == "transformers" and engine.kv_tokens // engine.page_tokens < at_once:
+    few = engine.kv_tokens // engine.page_tokens < at_once
+    if few and engine.name == "transformers" and engine.page_tokens > SMALL_PAGE:
         raise ConfigError(
             f"{where}: rollout.engine.page_tokens = {engine.page_tokens}: rollout.engine.kv_tokens = "
             f"{engine.kv_tokens} has {engine.kv_tokens // engine.page_tokens} such pages, and each running response "
-            f"holds one at least; use {engine.kv_tokens // at_once} or less"
+            f"holds one at least; use {max(SMALL_PAGE, engine.kv_tokens // at_once)} or less"
         )
 
 
